@@ -49,7 +49,8 @@ from inference.core.report import log_measured, print_predictions, verdict
 from inference.core.run_modes import RunMode
 from inference.core.sizes import never_falling
 from inference.core.targets import local_targets
-from inference.live.load import CONFIG_FILE, InferenceConfig, Load, Surroundings
+from inference.live.load import CONFIG_FILE, InferenceConfig, Load
+from inference.live.load_sources import LoadSources
 from inference.sharing.shared_models import PERCENTILE, SloUnderLoad
 from records.host_pace import read_pace
 from runtimes.ort.graph.parsing import optimized_once
@@ -172,7 +173,7 @@ def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> N
 
 
 
-def watch(args: argparse.Namespace, surroundings: Surroundings, dims: dict[str, int]) -> int:
+def watch(args: argparse.Namespace, sources: LoadSources, dims: dict[str, int]) -> int:
     """Follows the load until Ctrl-C.
 
     Raises:
@@ -180,30 +181,30 @@ def watch(args: argparse.Namespace, surroundings: Surroundings, dims: dict[str, 
     """
     from inference.live.watch import follow
 
-    if not surroundings.change:
+    if not sources.change:
         raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "
                         "give --metrics FILE, which is read each time, or --probe on the GPU itself")
-    if surroundings.asks_prometheus and not surroundings.fields():
+    if sources.asks_prometheus and not sources.fields():
         raise UserError("--watch: the predictors were trained without metrics, so they predict the same under any load")
-    predictor, run_mode = surroundings.predictor, surroundings.run_mode
-    first = predictor.predict(args.model, dims=dims, static=args.static, run_mode=run_mode, **surroundings.with_load(Load()))
+    predictor, run_mode = sources.predictor, sources.run_mode
+    first = predictor.predict(args.model, dims=dims, static=args.static, run_mode=run_mode, **sources.with_load(Load()))
     for warning in first.warnings:  # whatever can't be used has ended the command by now
         log.warning("%s", warning)
-    follow(predictor.watch(args.model, surroundings.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
+    follow(predictor.watch(args.model, sources.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
                            static=args.static, run_mode=run_mode), args.export, args.json)
     return 0
 
 
-def predict_once(args: argparse.Namespace, surroundings: Surroundings,
+def predict_once(args: argparse.Namespace, sources: LoadSources,
                  sizes: Sequence[dict[str, int]]) -> tuple[list[PredictedRun], list[SloUnderLoad | None]]:
     """The predictions at each size, and how they compare with the objective, if there is one."""
-    predictor = surroundings.predictor
-    load = surroundings.load()
+    predictor = sources.predictor
+    load = sources.load()
     with optimized_once():
         if args.measure_missing:
             log_measured(predictor.measure_missing(args.model, sizes, static=args.static))
-        now = surroundings.with_load(load)
-        runs = [predictor.run(args.model, dims=dims, static=args.static, run_mode=surroundings.run_mode, **now)
+        now = sources.with_load(load)
+        runs = [predictor.run(args.model, dims=dims, static=args.static, run_mode=sources.run_mode, **now)
                 for dims in cli.progress(sizes, "predicting")]
     in_order = never_falling([run.prediction for run in runs])
     runs = [run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)]
@@ -248,16 +249,16 @@ def main() -> int:
     if args.measure_missing and config.prometheus.url is not None:
         raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
                         f"{args.config or CONFIG_FILE}")
-    surroundings = Surroundings(
+    sources = LoadSources(
         Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators),
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
     if args.watch:
-        return watch(args, surroundings, sizes[0])
+        return watch(args, sources, sizes[0])
     if args.energy:
-        _ = surroundings.predictor.learned_energy  # before the predictions: nothing may have been learned
-    runs, slos = predict_once(args, surroundings, sizes)
-    energies = [surroundings.predictor.energy(run) for run in runs] if args.energy else []
+        _ = sources.predictor.learned_energy  # before the predictions: nothing may have been learned
+    runs, slos = predict_once(args, sources, sizes)
+    energies = [sources.predictor.energy(run) for run in runs] if args.energy else []
     if args.trace:
         write_json(args.trace, document([*trace_of(runs[0])["traceEvents"], *real]))
     return report(args, [run.prediction for run in runs], slos, energies)

@@ -36,21 +36,21 @@ SLOW_FIXTURES = {
     "with_host",          # measures kernels and trains
 }
 SLOW_FILES = {
-    "benchmark/convolutions/test_gpu_path.py", "benchmark/convolutions/test_run_profile.py",
-    "benchmark/stages/test_profile_stages.py",    "benchmark/stages/test_analysis.py", "benchmark/stages/test_transfers.py",
+    "convolutions/test_gpu_path.py", "convolutions/test_run_profile.py",
+    "graph_stages/test_profile_stages.py",    "graph_stages/test_analysis.py", "graph_stages/test_transfers.py",
     "benchmark/test_adding_a_unit.py", "benchmark/test_metrics_exporter.py", "benchmark/test_stressor.py",
     "inference/test_concurrency.py", "inference/test_evaluator.py", "inference/test_missing_kernels.py",
     "inference/test_no_training.py", "inference/test_prometheus.py", "kernel_model/test_kernel_errors.py",
     "model_zoo/test_exporter.py", "model_zoo/test_networks.py", "recipes/test_convolution_dataset.py",
     "recipes/test_convolution_table.py", "recipes/test_gpu_dataset.py", "recipes/test_pool.py",
     "recipes/test_same_predictions.py", "test_light_install.py", "test_scripts.py", "test_stopping.py",
-    "training/convolutions/test_convolution_choice.py", "training/test_ablation.py", "training/test_composition.py",
+    "convolutions/test_choose_algorithms.py", "training/test_ablation.py", "training/test_composition.py",
     "training/test_training.py", "tvm_analysis/test_operators_and_settings.py", "tvm_analysis/test_tvm_collection.py",
     "tvm_analysis/test_tvm_cuda.py",
 }
 SLOW_TESTS = {  # by file
-    "benchmark/stages/test_analysis.py": ["test_a_bandwidth_where_there_is_one_and_null_with_a_reason_elsewhere"],
-    "model_zoo/test_stages.py": ["test_torchs_stages_are_the_layer_of_torch_geometric"],
+    "graph_stages/test_analysis.py": ["test_a_bandwidth_where_there_is_one_and_null_with_a_reason_elsewhere"],
+    "graph_stages/test_stages.py": ["test_torchs_stages_are_the_layer_of_torch_geometric"],
     "benchmark/test_anatomy.py": ["test_the_real_workers_need_no_record"],
     "benchmark/test_collector.py": [
         "test_a_further_background_is_measured_where_the_others_are_there", "test_a_worker_that_hangs_or_crashes_is_replaced",

@@ -14,7 +14,7 @@ import pytest
 from utils.paths import ROOT
 
 ORDER = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "tvm_analysis", "benchmark",
-         "graph_model", "overlap_simulator", "training", "inference", "evaluator", "recipes")
+         "graph_model", "overlap_simulator", "training", "inference", "evaluator", "convolutions", "graph_stages", "recipes")
 FILES = [path for room in ORDER for path in (sorted((ROOT / room).glob("**/*.py")) or [ROOT / f"{room}.py"])]
 
 

@@ -15,7 +15,8 @@ from recipes.commands_page import PAGE, all_commands, anchor, page
 from runtimes import MODULES as RUNTIMES
 from utils.paths import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*/*.md"))]
+DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("[!.]*/README.md")])  # those that the README leads to
+PAGES = [ROOT / "README.md", *DOCUMENTS, *sorted(ROOT.glob("recipes/*/*.md"))]
 PYTHON = re.compile(r"^```python\n.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 FILE = re.compile(r"(?<![\w/<>.…-])((?:\w+/)+[\w.]+\.(?:py|sh|yaml))\b")
@@ -111,7 +112,7 @@ def test_make_knows_what_the_readme_asks_of_it() -> None:
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
     assert len(readme().splitlines()) < 130
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= set(LINK.findall(readme()))
+    assert {page.relative_to(ROOT).as_posix() for page in DOCUMENTS} <= set(LINK.findall(readme()))
 
 
 def test_the_readmes_tree_is_the_repository() -> None:

@@ -52,9 +52,12 @@ def readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+PAGES = sorted(str(page.relative_to(ROOT)) for page in (*ROOT.glob("docs/*.md"), *ROOT.glob("[!.]*/README.md")))
+
+
 def documents() -> str:
-    """The README and the pages of docs/, one after another."""
-    return "\n".join([readme(), *(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))])
+    """The README and the pages, one after another."""
+    return "\n".join([readme(), *((ROOT / page).read_text(encoding="utf-8") for page in PAGES)])
 
 
 def fenced(language: str, text: str) -> list[str]:

@@ -18,18 +18,21 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from records.kernel_record_files import records_in
-from runtimes.tvm.compiling import (
+from runtimes.tvm.compiling import built_function, compiled_model, cuda_sources, with_searched_schedules
+from runtimes.tvm.functions import SUFFIX, read_function
+from runtimes.tvm.package import (
     FOLDER,
-    built_function,
+    FUSED,
+    TUNED,
+    arch_here,
     check_compiler,
+    check_tvm,
     compile_for,
-    compiled_model,
-    cuda_sources,
+    gpu_target,
     kept_cubin,
-    with_searched_schedules,
+    runs_on_gpus,
+    tvm_flavour,
 )
-from runtimes.tvm.kernels import SUFFIX, read_function
-from runtimes.tvm.package import FUSED, TUNED, arch_here, check_tvm, gpu_target, runs_on_gpus, tvm_flavour
 from runtimes.tvm.recording import parse_at
 from runtimes.tvm.runtime import RUNTIME
 from utils import cli

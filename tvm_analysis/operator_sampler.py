@@ -22,7 +22,7 @@ from kernel_model.sampling.seeds import SEED_FILE, Seeds, read_seeds
 from records.kernel_record import Kernel
 from records.kernel_record_files import update_index
 from runtimes.tvm.drawn import DRAWS, OperatorSizes
-from runtimes.tvm.kernels import write_functions
+from runtimes.tvm.functions import write_functions
 from runtimes.tvm.package import FUSED, tvm_flavour
 from runtimes.tvm.recording import parse
 from utils import cli, files

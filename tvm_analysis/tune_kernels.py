@@ -23,9 +23,8 @@ import psutil
 
 from records.kernel_record import Kernel, ModelRecord
 from records.kernel_record_files import read_model_records, record_path, update_index
-from runtimes.tvm.compiling import compile_for
-from runtimes.tvm.kernels import function_path, read_function, write_function
-from runtimes.tvm.package import FUSED, TUNED, arch_here, tvm_flavour
+from runtimes.tvm.functions import function_path, read_function, write_function
+from runtimes.tvm.package import FUSED, TUNED, arch_here, compile_for, tvm_flavour
 from runtimes.tvm.tuning import DATABASE, tune
 from utils import cli, files
 from utils.errors import UserError

@@ -56,18 +56,18 @@ class Workspace:
     @property
     def convolution_results(self) -> Path:
         """`<stage>/<model>_<algorithm>_<gpu>/`: times of convolution algorithms. Written by run_profile; read by
-        convolution_choice."""
-        return self.root / "benchmark" / "results"
+        choose_algorithms."""
+        return self.root / "convolutions" / "results"
 
     @property
     def stage_models(self) -> Path:
         """`onnx_models/` and `ir_models/`: the stages of a graph network. Written and read by profile_stages."""
-        return self.root / "benchmark" / "profiling" / "exported_models"
+        return self.root / "graph_stages" / "exported_models"
 
     @property
     def stage_results(self) -> Path:
         """Times and bandwidths of the stages of a graph network. Written by profile_stages; read by plan_stages."""
-        return self.root / "benchmark" / "profiling" / "results"
+        return self.root / "graph_stages" / "results"
 
     @property
     def this_device(self) -> Path:

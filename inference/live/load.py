@@ -1,4 +1,4 @@
-"""The load of the device at the time of a run, and the host's pace, from the sources that a command was given."""
+"""The load of the device at the time of a run: none (idle), or metrics by DCGM field name and the readings of probes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from inference.core.targets import Fitted
 from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
-from inference.sharing.co_runner import probe_of, probed
 from measuring.metrics.names import NAMES, in_unit
 from measuring.metrics.source import Unsound, checked, values
-from records.probe_reading import read_reading
 from training.sharing.learned import BUSY_FIELDS
 from utils import files
 from utils.config import Config
@@ -21,10 +19,6 @@ from utils.errors import UserError
 from utils.paths import ROOT
 
 if TYPE_CHECKING:
-    from graph_model.simulation.sharing import CoRunner
-    from inference.core.host_pace import PaceAsked
-    from inference.core.predictor import Circumstances, Predictor
-    from inference.core.run_modes import RunMode
     from records.probe_reading import ProbeSummary
 
 T = TypeVar("T")
@@ -154,71 +148,3 @@ def _recent(latest: Callable[[Server, Collection[str]], tuple[T, float] | None],
     if age_s <= max_age_s:
         return reading, ()
     return None, (f"{last} {age_s:.0f} s ago, prometheus.{setting} is {max_age_s:g}: {instead}",)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """The sources.
-
-    Attributes:
-        predictor: for the target.
-        run_mode: how the model is run.
-        config: names a Prometheus, if there is one.
-        metrics: a file of metrics, which is read each time; with it, Prometheus is not asked.
-        probe: a file with a reading of the sharing probe; "": read it on this machine; None: Prometheus may have one.
-        host: the source of the host's pace.
-    """
-
-    predictor: Predictor
-    run_mode: RunMode
-    config: InferenceConfig
-    metrics: Path | None
-    probe: str | None
-    host: PaceAsked
-
-    @property
-    def asks_prometheus(self) -> bool:
-        """Whether a Prometheus is asked for the load."""
-        return self.config.prometheus.url is not None and not self.metrics
-
-    @property
-    def change(self) -> bool:
-        """Whether any source may say something else at the next prediction."""
-        return bool(self.asks_prometheus or self.metrics or self.probe is not None
-                    or self.host.is_followed(self.predictor.fitted, self.run_mode))
-
-    def fields(self) -> tuple[str, ...]:
-        """The metrics to ask Prometheus for; none where it is not asked, or where the predictors know none."""
-        return fields_asked(self.predictor.fitted) if self.asks_prometheus else ()
-
-    def load(self, config: InferenceConfig | None = None) -> Load:
-        """The load now, by metrics and by what Prometheus says of the probes; errors as of `current_load`.
-
-        Args:
-            config: used in place of `self.config`.
-        """
-        config = config or self.config
-        if not self.asks_prometheus:
-            return current_load(config, self.metrics)
-        fitted = self.predictor.fitted
-        return current_load(config, None, self.fields(), self.probe is None and fitted.sharing is not None,
-                            self.host.of_prometheus(fitted, self.run_mode))
-
-    def with_load(self, load: Load) -> Circumstances:
-        """What a prediction needs to know of its surroundings, given the load. Probes on this machine are read now.
-
-        Raises:
-            UserError: a probe can't be read, or does not fit the target.
-        """
-        return {"load": load.metrics, "notices": load.notices, "co_runner": self._co_runner(load),
-                "host_pace": self.host.now(self.predictor.fitted, self.run_mode, load.host_probe_us)}
-
-    def now(self) -> Circumstances:
-        """The same with the load of this moment; if Prometheus does not know it, that is an error, and never idle."""
-        return self.with_load(self.load(self.config.never_idle()))
-
-    def _co_runner(self, load: Load) -> CoRunner | None:
-        """The co-runner as a probe saw it: the probe that the command was given, or Prometheus's."""
-        if self.probe is None:
-            return probe_of(self.predictor.fitted, load)
-        return probed(self.predictor.fitted, read_reading(Path(self.probe)) if self.probe else None)

@@ -1,9 +1,10 @@
 """The full table of models × convolution algorithms × input sizes, in one process: about 14 minutes on an H200.
 
-Each model is built once, and each combination is profiled as benchmark/run_profile.py does with --fallback, so that every layer
-that can run under an algorithm is timed. Energy is measured only where all layers can. Models of more than 0.1 s are run less
-often. Writes to benchmark/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes on, on another machine of
-the same kind too; with --minutes it begins no combination after that time. Prints one row for each model and algorithm.
+Each model is built once, and each combination is profiled as convolutions/run_profile.py does with --fallback, so that every
+layer that can run under an algorithm is timed. Energy is measured only where all layers can. Models of more than 0.1 s are run
+less often. Writes to convolutions/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes on, on another
+machine of the same kind too; with --minutes it begins no combination after that time. Prints one row for each model and
+algorithm.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmark.convolutions import gpus
-from benchmark.convolutions.algorithms import DEFAULT, algorithm_named, algorithms_of
-from benchmark.convolutions.listing import MODELS
-from benchmark.convolutions.profile_unit import ProfileSettings
-from benchmark.profiler import UnifiedProfiler, open_instruments
+from convolutions.algorithms import DEFAULT, algorithm_named, algorithms_of
+from convolutions.listing import MODELS, gpu_name
+from convolutions.measure import ProfileSettings
+from convolutions.profiler import UnifiedProfiler, open_instruments
 from measuring.bench import Steadiness
 from model_zoo.exporting.torch_models import build, check_names
 from utils import cli
@@ -58,7 +58,7 @@ def combinations(args: argparse.Namespace, device: str) -> Iterator[ProfileSetti
     for model in args.model or MODELS:
         for algorithm in chosen:
             yield ProfileSettings(
-                model=model, algorithm=algorithm.name, gpu=gpus.named(device), device=device, device_name=described,
+                model=model, algorithm=algorithm.name, gpu=gpu_name(device), device=device, device_name=described,
                 batch=args.batch, dtype=args.dtype, tf32=device == "cuda", fallback=True, warmup=args.warmup,
                 measure=args.measure, input_sizes=tuple(sorted(args.sizes)))
 

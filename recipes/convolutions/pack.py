@@ -1,7 +1,8 @@
 """Packs the results of convolution algorithms: tables in one archive, every sample in another.
 
-The tables in benchmark/results/ are written anew from their journals first, so that they have today's columns. Without a GPU.
-Writes <output-dir>/<name>.tar.xz and <name>-samples.tar.xz; training/convolution_choice.py --results reads the first unpacked.
+The tables in convolutions/results/ are written anew from their journals first, so that they have today's columns. Without a
+GPU. Writes <output-dir>/<name>.tar.xz and <name>-samples.tar.xz; convolutions/choose_algorithms.py --results reads the first
+unpacked.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmark.convolutions.results import JOURNAL, SETTINGS, read_settings, write_tables
+from convolutions.results import JOURNAL, SETTINGS, read_settings, write_tables
 from records.journal import read_blocks
 from utils import cli
 from utils.errors import UserError

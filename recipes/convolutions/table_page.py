@@ -12,9 +12,9 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmark.convolutions.algorithms import ON_CPU, ON_GPU
-from benchmark.convolutions.listing import MODELS
-from training.convolutions.table import read_table, unpacked
+from convolutions.algorithms import ON_CPU, ON_GPU
+from convolutions.listing import MODELS
+from convolutions.tables import read_table, unpacked
 from utils import cli, files
 from utils.lazy import pandas as pd
 from utils.markdown import markdown_table
@@ -24,8 +24,8 @@ python recipes/convolutions/table_page.py --workspace out/convolutions --markdow
 """
 HEAD = """# Convolution algorithms: all that was measured
 
-Written by `recipes/convolutions/table_page.py`. [docs/convolutions.md](../../docs/convolutions.md) says how it was measured,
-and what it shows.
+Written by `recipes/convolutions/table_page.py`. [The page of this subject](../../convolutions/README.md) says how it was
+measured, and what it shows.
 
 Each cell has the GPU's time of all convolutions in ms; then, in brackets, the model's own time in ms, the mean power in W, and
 the energy of an inference in J. Energy is measured at batch 1, where all layers can run. A dash: not measured. Where the
@@ -101,7 +101,8 @@ def page(overall: pd.DataFrame, layers: pd.DataFrame) -> str:
 
 def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--results", type=Path, metavar="DIR", help="folder or archive of tables (default: benchmark/results)")
+    parser.add_argument("--results", type=Path, metavar="DIR",
+                        help="folder or archive of tables (default: convolutions/results)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", required=True, help="the page to write")
     args = parser.parse_args()
     workspace = cli.start(args)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from records.kernel_record import ModelOrigin, ModelRecord
 from records.kernel_record_files import record_path
 from runtimes.ort.graph.source import Source
-from runtimes.tvm.kernels import Graph, graph_of, record_of, write_functions
+from runtimes.tvm.functions import write_functions
+from runtimes.tvm.kernels import Graph, graph_of, record_of
 from runtimes.tvm.loading import read_relax, source_of
 from runtimes.tvm.lowering import Lowered, lower
 from runtimes.tvm.package import FUSED, TUNED, UNFUSED, tvm_flavour

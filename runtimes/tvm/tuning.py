@@ -18,7 +18,7 @@ import psutil
 from measuring.bench import Effort
 from records.kernel_record import Kernel
 from runtimes.tvm.compiling import built_function, on_gpu, scheduled
-from runtimes.tvm.kernels import MAIN
+from runtimes.tvm.functions import MAIN
 from runtimes.tvm.package import target_to_run_on
 from runtimes.tvm.worker import samples_ms, tensor_for
 from utils.errors import UserError

@@ -23,10 +23,10 @@ from records.kernel_record_files import read_model_record
 from records.measurement import Measurement
 from runtimes.ort.building.dummy_data import random_floats
 from runtimes.protocol import Reply, Request, Setting, serve
-from runtimes.tvm.compiling import FOLDER, built_function, compile_for, compiled_model, on_gpu, with_searched_schedules
-from runtimes.tvm.kernels import MAIN, read_function, read_kernel
+from runtimes.tvm.compiling import built_function, compiled_model, on_gpu, with_searched_schedules
+from runtimes.tvm.functions import MAIN, read_function, read_kernel
 from runtimes.tvm.lowering import bindings, relax_name
-from runtimes.tvm.package import FUSED, TUNED, arch_here, check_tvm, target_to_run_on
+from runtimes.tvm.package import FOLDER, FUSED, TUNED, arch_here, check_tvm, compile_for, target_to_run_on
 from runtimes.tvm.recording import Parsed, parse_at
 from utils.errors import UserError
 from utils.lazy import tvm

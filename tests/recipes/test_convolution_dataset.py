@@ -1,4 +1,4 @@
-"""The shipped tables of convolution algorithms: what they say is what docs/convolutions.md says of them."""
+"""The shipped tables of convolution algorithms: what they say is what convolutions/README.md says of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pandas as pd
 import pytest
 from command import run_script
 
-from benchmark.convolutions.algorithms import ON_GPU
-from benchmark.convolutions.kernel_names import unexpected
-from benchmark.convolutions.listing import MODELS
-from benchmark.convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
-from training.convolutions.choice import left_out_times, mean_regret, regret_rows
-from training.convolutions.table import read_cases, read_table, unpacked
+from convolutions.algorithms import ON_GPU, unexpected
+from convolutions.choice import left_out_times, mean_regret, regret_rows
+from convolutions.listing import MODELS
+from convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
+from convolutions.tables import read_cases, read_table, unpacked
 from utils.errors import UserError
 from utils.paths import ROOT
 

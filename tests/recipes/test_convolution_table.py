@@ -28,7 +28,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def folder_in(workspace: Path) -> Path:
-    return workspace / "benchmark" / "results" / "4_table_b1" / "squeezenet1_1_default_cpu"
+    return workspace / "convolutions" / "results" / "4_table_b1" / "squeezenet1_1_default_cpu"
 
 
 def tables_in(workspace: Path) -> dict[str, str]:
@@ -46,7 +46,7 @@ def test_tables_are_packed_and_go_on_from_the_samples(measured: Path, tmp_path: 
         assert sorted(Path(member.name).name for member in packed) == sorted(tables)
         assert {(member.uname, member.mtime) for member in packed} == {("", 0)}
     with tarfile.open(tmp_path / "x-samples.tar.xz") as packed:
-        packed.extractall(tmp_path / "benchmark", filter="data")
+        packed.extractall(tmp_path / "convolutions", filter="data")
     (row,) = json.loads(printed(SCRIPT, *TINY, "--workspace", tmp_path))
     assert row["model"] == "squeezenet1_1"
     assert tables_in(tmp_path) == tables

@@ -18,7 +18,8 @@ from optional_packages import needs
 from graph_model.dag.dag import build_dag, longest_path
 from records.kernel_costs import VIEW_OPS
 from records.kernel_record_files import read_index, read_model_record, read_model_records, record_path
-from runtimes.tvm.kernels import function_path, graph_of, hash_of, read_function
+from runtimes.tvm.functions import function_path, hash_of, read_function
+from runtimes.tvm.kernels import graph_of
 from runtimes.tvm.loading import relax_of_torch
 from runtimes.tvm.lowering import lower
 from runtimes.tvm.operators import kind_of_all, network_kind, onnx_name, operator_kind, operator_of_function

@@ -24,7 +24,7 @@ from records.dataset_files import kernel_table_path, model_table_path, read_head
 from records.kernel_record_files import read_model_records, record_path, update_index
 from runtimes.protocol import Request, Setting, Worker
 from runtimes.tvm.drawn import OperatorSizes
-from runtimes.tvm.kernels import function_path
+from runtimes.tvm.functions import function_path
 from runtimes.tvm.package import TUNED, tvm_flavour
 from runtimes.tvm.recording import parse, write_parsed
 from runtimes.tvm.tuning import DATABASE

@@ -24,8 +24,18 @@ from records.dataset_files import header_path, read_header
 from records.kernel_record_files import update_index
 from runtimes.protocol import Setting
 from runtimes.tvm import tuning
-from runtimes.tvm.compiling import FOLDER, built_function, compiled_cubin, compiled_model, cuda_sources, kept_cubin
-from runtimes.tvm.package import FUSED, LEVELS, check_tvm, gpu_target, target_to_run_on, tvm_flavour
+from runtimes.tvm.compiling import built_function, compiled_model, cuda_sources
+from runtimes.tvm.package import (
+    FOLDER,
+    FUSED,
+    LEVELS,
+    check_tvm,
+    compiled_cubin,
+    gpu_target,
+    kept_cubin,
+    target_to_run_on,
+    tvm_flavour,
+)
 from runtimes.tvm.recording import Parsed, parse, parse_at, write_parsed
 from utils import files
 from utils.config import validate

@@ -1,0 +1,168 @@
+"""Profiles a GraphSAGE layer in seven stages on the processing units of this machine (CPU, GPU, NPU, NVIDIA's GPU).
+
+Writes to graph_stages/ in the workspace:
+  exported_models/   the stages as ONNX models and OpenVINO's IR: dynamic for CPU and GPU, for each size for NPUs (--export)
+  results/raw_measurements.json   times of each stage on each unit; the same command goes on where it was stopped (--measure)
+  results/lookup_table.json, bandwidth_table.json, profiling_report.txt and others, from the times (--analyze)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from graph_stages.graphs import DRAWN, GraphSize, GraphSource, read_cases
+from graph_stages.layer import STAGES
+from graph_stages.models import export_stages, has_openvino, model_files
+from graph_stages.profiling import Profile, measure_profile
+from graph_stages.records import UnitReport
+from graph_stages.report import analyze
+from graph_stages.units import (
+    CPU_RUNTIMES,
+    INSTALL,
+    KINDS,
+    OPENVINO,
+    ORT,
+    TORCH,
+    StageUnit,
+    choose_units,
+    find_units,
+    runtime_version,
+)
+from utils import cli
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import ROOT, Workspace
+
+CASES = ROOT / "graph_stages" / "test_cases.json"
+EXAMPLES = """
+python graph_stages/profile_stages.py --all
+python graph_stages/profile_stages.py --export --measure --units CPU --cpu-runtime torch --threads 4
+python graph_stages/profile_stages.py --all --edges cora.txt --undirected --features 1433  # needs a list of edges
+python graph_stages/profile_stages.py --analyze
+"""
+log = get_logger("profiler")
+
+
+def made_parser() -> argparse.ArgumentParser:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--all", action="store_true", help="export, measure and analyze")
+    parser.add_argument("--export", action="store_true", help="write the models that are not there yet")
+    parser.add_argument("--measure", action="store_true", help="measure what was not measured yet")
+    parser.add_argument("--analyze", action="store_true", help="write the tables and the report from the measurements")
+    parser.add_argument("--cases", type=Path, default=CASES, metavar="FILE",
+                        help="JSON with the sizes of the graphs (default: graph_stages/test_cases.json)")
+    parser.add_argument("--graph", choices=tuple(DRAWN), default="uniform", help="how edges are drawn (default: uniform)")
+    parser.add_argument("--edges", type=Path, metavar="FILE", help="a graph of your own: the numbers of two nodes on each line")
+    parser.add_argument("--undirected", action="store_true", help="each line of --edges stands for both directions")
+    parser.add_argument("--features", type=cli.count, metavar="N", help="values of a node, in place of those of --cases")
+    parser.add_argument("--hidden", type=cli.count, metavar="N", help="values of a node after the layer, in the same way")
+    parser.add_argument("--units", type=lambda text: text.upper().split(","), default=[], metavar="NAMES",
+                        help=f"{', '.join(KINDS)} or OpenVINO's names such as GPU.1, separated by commas (default: all)")
+    parser.add_argument("--cpu-runtime", choices=CPU_RUNTIMES,
+                        help=f"what runs stages on the CPU (default: {OPENVINO}; without it {TORCH})")
+    parser.add_argument("--threads", type=cli.count, default=0, metavar="N", help="on the CPU (default: the runtime's choice)")
+    parser.add_argument("--warmup", type=cli.count, default=10, metavar="N", help="runs before a measurement (default: 10)")
+    parser.add_argument("--runs", type=cli.count, default=50, metavar="N", help="runs in a measurement (default: 50)")
+    parser.add_argument("--seed", type=cli.whole, default=0, metavar="N", help="of graphs, features and weights (default: 0)")
+    parser.add_argument("--retry-failed", action="store_true", help="measure stages again that failed earlier")
+    return parser
+
+
+def graphs_of(args: argparse.Namespace) -> tuple[GraphSource, list[tuple[GraphSize, str]]]:
+    """Where graphs come from, and the size and name of each.
+
+    Raises:
+        UserError: the file with the sizes or the one with the edges can't be used.
+    """
+    sizes = read_cases(args.cases, args.features, args.hidden)
+    if args.edges is None:
+        return GraphSource(kind=args.graph, seed=args.seed), [(size, args.graph) for size in sizes]
+    source = GraphSource(kind="", path=str(args.edges.absolute()), undirected=args.undirected, seed=args.seed)
+    graph = source.graph(0, 0)
+    return source, [(sizes[0].model_copy(update={"nodes": graph.nodes, "edges": graph.edges}), graph.name)]
+
+
+def export(workspace: Workspace, sizes: list[GraphSize], seed: int) -> None:
+    """Writes the models, and says how many."""
+    done = export_stages(workspace.stage_models, list(model_files(sizes, seed)))
+    log.info("%d ONNX models written, %d were there; %d IR models written, %d were there; %.0f MB in %s", done.onnx_written,
+             done.onnx_kept, done.ir_written, done.ir_kept, done.megabytes, workspace.stage_models)
+    if not has_openvino():
+        log.warning("no IR models were written: OpenVINO is not installed; %s", INSTALL)
+
+
+def units_here(args: argparse.Namespace) -> tuple[list[UnitReport], list[UnitReport]]:
+    """Every unit that was looked for, and those to measure; says why each of the others is out.
+
+    Raises:
+        UserError: none of those asked for is there.
+    """
+    reports = find_units(args.cpu_runtime)
+    chosen = choose_units(reports, args.units)
+    for unit in reports:
+        if unit in chosen:
+            log.info("%s: %s, by %s %s in %s", unit.name, unit.device_name, unit.runtime, runtime_version(unit.runtime),
+                     unit.inference_precision)
+        else:
+            log.warning("%s is not measured: %s", unit.name, unit.why or "--units leaves it out")
+    return reports, chosen
+
+
+def planned_work(args: argparse.Namespace, workspace: Workspace, chosen: list[UnitReport]) -> list[StageUnit]:
+    """Every stage on every unit, in the order of sizes, units and stages.
+
+    Raises:
+        UserError: a model is missing, or of other widths.
+    """
+    source, graphs = graphs_of(args)
+    work = [StageUnit(size=size, source=source, graph=graph, unit=unit.name, stage=stage.id, runtime=unit.runtime,
+                      runtime_version=runtime_version(unit.runtime), threads=args.threads if unit.name == "CPU" else 0,
+                      warmup=args.warmup, runs=args.runs, models=str(workspace.stage_models))
+            for size, graph in graphs for unit in chosen for stage in STAGES]
+    for unit in work:
+        there = unit.file.has_ir if unit.runtime == OPENVINO else unit.file.has_onnx
+        if unit.runtime in (OPENVINO, ORT) and not there(unit.folder):
+            raise UserError(f"{unit.folder}: {unit.file.stem} is missing, or was exported with other widths or another seed; "
+                            "add --export to the same command")
+    return work
+
+
+def measure(args: argparse.Namespace, workspace: Workspace) -> list[dict[str, Any]]:
+    """Measures what is left, and returns a row for each record."""
+    reports, chosen = units_here(args)
+    profile = Profile(planned_work(args, workspace, chosen), reports, args.warmup, args.runs, args.seed, args.retry_failed)
+    raw = measure_profile(workspace, profile)
+    bad = [record for record in raw.records if record.status != "ok"]
+    if len(bad) == len(raw.records):
+        raise UserError(f"no stage could be measured; the first: {bad[0].error}")
+    if bad:
+        log.warning("%d of %d stages failed; --retry-failed measures them again", len(bad), len(raw.records))
+    return [{"nodes": one.nodes, "edges": one.edges, "unit": one.unit, "stage": f"{one.stage} {one.stage_name}",
+             "by": f"{one.runtime} on {one.ran_on}", **{f"{name}_ms": value for name, value in one.statistics.items()},
+             "status": one.status} for one in raw.records]
+
+
+def main() -> None:
+    parser = made_parser()
+    args = parser.parse_args()
+    if not (args.all or args.export or args.measure or args.analyze):
+        parser.error("say what to do: --all, or one or more of --export, --measure and --analyze")
+    workspace = cli.start(args)
+    rows: list[dict[str, Any]] = []
+    if args.all or args.export:
+        export(workspace, [size for size, _ in graphs_of(args)[1]], args.seed)
+    if args.all or args.measure:
+        rows = measure(args, workspace)
+    if args.all or args.analyze:
+        rows = analyze(workspace)
+    cli.print_rows(rows, args.json)
+
+
+if __name__ == "__main__":
+    cli.run(main, kept="what was measured")

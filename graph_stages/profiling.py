@@ -1,0 +1,238 @@
+"""Measures the stages on the units of this machine, and keeps `raw_measurements.json` up to date."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from graph_stages.layer import TENSORS
+from graph_stages.records import TRANSFERS, RawMeasurements, StageRecord, TransferRecord, UnitReport, raw_path, write_transfers
+from graph_stages.units import PACKAGES, TORCH, StageUnit, runtime_version
+from graph_stages.worker import RESIDENT, Request, copies_to_time, failed
+from measuring.bench import Bench, Steadiness
+from measuring.loads import measure_loads
+from measuring.pending import Planned, pending
+from measuring.worker_process import WorkerFailed, WorkerProcess
+from records.blocks import Block
+from records.journal import Journal, JournalFile
+from records.measurement import Measurement
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import Machine, machine, package_version
+from utils.locks import measuring, sole_writer
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+JOURNAL = "measurements.jsonl"
+WORKER = "graph_stages.worker"
+CANARY_STAGE = 5  # a matrix product, whose time depends least on where edges point
+TIMEOUT_S = 600.0  # for one stage; an NPU's compiler may take minutes
+log = get_logger("profiler")
+Worker = WorkerProcess[Request, Measurement]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What to measure.
+
+    Attributes:
+        work: every stage on every unit that is there, in the order of sizes, units and stages.
+        reports: every unit that was looked for.
+        warmup, runs, seed: as in `RawMeasurements`.
+        retry: whether stages that failed earlier are measured again.
+    """
+
+    work: Sequence[StageUnit]
+    reports: Sequence[UnitReport]
+    warmup: int
+    runs: int
+    seed: int
+    retry: bool = False
+
+    @property
+    def units(self) -> list[str]:
+        """The names of the units that are measured."""
+        return list(dict.fromkeys(unit.unit for unit in self.work))
+
+
+class StageJournal(JournalFile):
+    """The journal of stages, which writes `raw_measurements.json` after each block."""
+
+    def __init__(self, workspace: Workspace, profile: Profile, here: Machine) -> None:
+        super().__init__(workspace.stage_results / JOURNAL)
+        self._raw, self._profile, self._here = raw_path(workspace), profile, here
+
+    def append(self, block: Block) -> None:
+        super().append(block)
+        self.write_raw()
+
+    def write_raw(self) -> RawMeasurements:
+        """Writes what is measured so far of the profile, and returns it."""
+        own = {m.id: m for block in self.blocks if block.machine == self._here.uuid for m in block.measurements}
+        raw = RawMeasurements(
+            machine=self._here.model_dump(), versions=installed(), warmup=self._profile.warmup, runs=self._profile.runs,
+            seed=self._profile.seed, units=tuple(self._profile.reports),
+            records=tuple(record_of(unit, own[unit.id]) for unit in self._profile.work if unit.id in own))
+        files.write_json(self._raw, raw)
+        return raw
+
+
+class UnitJournal(Journal):
+    """The blocks of one unit in this run, which it passes on to the journal. Each unit has a canary of its own, whose times
+    must not be compared with those of others.
+
+    Args:
+        whole: the journal.
+    """
+
+    def __init__(self, whole: Journal) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def append(self, block: Block) -> None:
+        self._whole.append(block)
+        super().append(block)
+
+
+def installed() -> dict[str, str]:
+    """The versions of Python and of what runs stages; a package that is not there is left out."""
+    found = {"python": platform.python_version(), "numpy": package_version("numpy")}
+    return found | {name: version for name in PACKAGES if (version := runtime_version(name))}
+
+
+def record_of(unit: StageUnit, measured: Measurement) -> StageRecord:
+    """A measurement as a record of `raw_measurements.json`."""
+    own = measured.facts["runtime"] == unit.runtime != TORCH
+    model = (unit.file.ir if unit.runtime == "openvino" else unit.file.onnx)(unit.folder).name if own else ""
+    return StageRecord.model_validate(measured.facts | {
+        "samples_ms": measured.samples_ms, "resident_samples_ms": measured.quantities.get(RESIDENT, ()), "model": model,
+        "status": measured.status, "error": measured.error})
+
+
+def measure_profile(workspace: Workspace, profile: Profile) -> RawMeasurements:
+    """Measures what the journal lacks.
+
+    Raises:
+        UserError: a unit's canary does not run, another process writes there, or measures on this device.
+    """
+    with ExitStack() as held:
+        held.enter_context(sole_writer(workspace.stage_results))
+        held.enter_context(measuring("cpu"))
+        if "CUDA" in profile.units:
+            held.enter_context(measuring("cuda"))
+        here = machine("cuda" if "CUDA" in profile.units else "cpu")
+        journal = StageJournal(workspace, profile, here)
+        clock = Clock(sum(len(blocks_left(profile, name, journal.blocks, here.uuid)) for name in profile.units))
+        worker = held.enter_context(Worker(WORKER, Measurement, TIMEOUT_S))
+        for name in profile.units:
+            measure_unit(name, profile, journal, worker, clock, here)
+        if "CUDA" in profile.units and (clock.counted or not (workspace.stage_results / TRANSFERS).exists()):
+            write_transfers(workspace.stage_results, measure_copies("CUDA", profile, worker))
+        return journal.write_raw()
+
+
+def measure_unit(name: str, profile: Profile, journal: StageJournal, worker: Worker, clock: Clock, here: Machine) -> None:
+    """Measures all sizes on one unit; one stage of the first size is its canary."""
+    first = next(unit for unit in profile.work if unit.unit == name and unit.stage == CANARY_STAGE)
+
+    def canary_ms(loaded: bool) -> Sequence[float]:
+        try:
+            measured = worker.ask(Request(do="canary", unit=first))
+        except WorkerFailed as error:
+            raise UserError(f"{name}: {error}; leave it out with --units") from None
+        if measured.status != "ok":
+            raise UserError(f"{name}: {measured.error}; leave it out with --units")
+        return measured.samples_ms
+
+    def time_units(units: Sequence[StageUnit], level: float) -> list[Measurement]:
+        found = [time_stage(unit, worker) for unit in units]
+        report(found, units, clock)
+        return found
+
+    bench = Bench("cuda" if name == "CUDA" else "cpu", here.uuid, canary_ms, steadiness=Steadiness(patience_s=3.0))
+    measure_loads(bench, lambda load, measured: blocks_left(profile, name, journal.blocks, here.uuid), time_units,
+                  UnitJournal(journal))
+
+
+def measure_copies(name: str, profile: Profile, worker: Worker) -> list[TransferRecord]:
+    """Times of copies between the host's memory and a unit's own, up to the largest tensor of all sizes.
+
+    Raises:
+        UserError: they can't be timed.
+    """
+    unit = next(unit for unit in profile.work if unit.unit == name and unit.stage == CANARY_STAGE)
+    largest = max(tensor.bytes(unit.size) for unit in profile.work for tensor in TENSORS.values())
+    records = []
+    for copy in copies_to_time(largest):
+        try:
+            measured = worker.ask(Request(do="copy", unit=unit, copied=copy))
+        except WorkerFailed as error:
+            raise UserError(f"copies to and from {name}: {error}") from None
+        if measured.status != "ok":
+            raise UserError(f"copies to and from {name}: {measured.error}")
+        if measured.samples_ms:
+            records.append(TransferRecord(memory=name, direction=copy.direction, bytes=copy.bytes,
+                                          samples_ms=measured.samples_ms))
+    log.info("%s: %d copies between the host's memory and its own", name, len(records))
+    return records
+
+
+def blocks_left(profile: Profile, name: str, measured: Iterable[Block], machine_uuid: str) -> list[Planned[StageUnit]]:
+    """What is still to be measured on a unit: a block for each size, with its stages."""
+    own = [block for block in measured if block.machine == machine_uuid]
+    left = pending([unit for unit in profile.work if unit.unit == name], own,
+                   lambda m: m.status == "ok" or not profile.retry)
+    sizes = dict.fromkeys((unit.size, unit.graph) for unit in left)
+    return [Planned(f"{name}_{graph}_{size.name}", [unit for unit in left if (unit.size, unit.graph) == (size, graph)])
+            for size, graph in sizes]
+
+
+def time_stage(unit: StageUnit, worker: Worker) -> Measurement:
+    """One stage, in the worker. Where its runtime takes the process down, PyTorch runs it."""
+    try:
+        return worker.ask(Request(do="measure", unit=unit))
+    except WorkerFailed as error:
+        if unit.runtime == TORCH:
+            return failed(unit, error.status, str(error))
+        why = f"{unit.runtime}: {error}"
+    try:
+        instead = worker.ask(Request(do="measure", unit=unit.model_copy(update={"runtime": TORCH})))
+    except WorkerFailed as error:
+        return failed(unit, error.status, f"{why}; {TORCH}: {error}")
+    return instead.model_copy(update={"id": unit.id, "facts": instead.facts | {"fallback": why}})
+
+
+class Clock:
+    """How many blocks are done, and how long the rest will take."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks, self._began_s = blocks, time.monotonic()
+        self._done: set[str] = set()
+
+    @property
+    def counted(self) -> int:
+        """The blocks that are done."""
+        return len(self._done)
+
+    def tick(self, first: str) -> str:
+        """Counts a block by the id of its first unit. One that is measured again counts once."""
+        self._done.add(first)
+        done = len(self._done)
+        left_s = (time.monotonic() - self._began_s) / done * (self._blocks - done)
+        return f"{done} of {self._blocks}, about {left_s:.0f} s left"
+
+
+def report(found: Sequence[Measurement], units: Sequence[StageUnit], clock: Clock) -> None:
+    """A line on what was measured, and one for each stage that failed or that another runtime ran."""
+    unit, total_ms = units[0], sum(sum(m.samples_ms) / len(m.samples_ms) for m in found if m.samples_ms)
+    log.info("%s, %d nodes, %d edges: %d stages, %.3f ms together (%s)", unit.unit, unit.size.nodes, unit.size.edges,
+             len(found), total_ms, clock.tick(unit.id))
+    for m in found:
+        what = f"{m.facts['unit']}, stage {m.facts['stage']} {m.facts['stage_name']}"
+        if m.status != "ok":
+            log.warning("%s: %s", what, m.error)
+        elif m.facts["fallback"]:
+            log.warning("%s ran by PyTorch on %s: %s", what, m.facts["ran_on"], m.facts["fallback"])

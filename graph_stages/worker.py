@@ -1,0 +1,157 @@
+"""The process that times stages, so that a driver that crashes or hangs costs one stage.
+
+Reads one Request a line on standard input, writes one Measurement a line on standard output, and ends when its input does.
+profile_stages.py starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import numpy as np
+
+from graph_stages.layer import HOST
+from graph_stages.opening import Feed, OpenedStage, Refused, open_stage, wrong
+from graph_stages.records import DIRECTIONS, Direction
+from graph_stages.units import StageUnit, facts_of
+from measuring.run_times import time_warm_runs_ms
+from records.measurement import Measurement, Status, now
+from utils.allocator import keep_freed_memory
+from utils.errors import UserError
+from utils.frozen import Frozen
+from utils.processes import serve_lines
+
+SUBJECT = "stage"
+RESIDENT = "resident_ms"
+CANARY, COPY = "canary", "copy"
+CANARY_WARMUP, CANARY_RUNS = 3, 15
+STEPS = 9  # numbers of bytes of copies, evenly spaced on a logarithmic scale
+FEWEST_BYTES = 4096
+
+
+def measure_stage(unit: StageUnit) -> Measurement:
+    """The times of a stage's runs, after some that do not count; a stage that nothing can run is a measurement that says so."""
+    began = now()
+    try:
+        opened, fallback = open_stage(unit)
+    except Refused as refused:
+        return failed(unit, "failed", str(refused), began)
+    feed = unit.tensors
+    samples_ms = time_opened(opened, feed, unit.warmup, unit.runs)
+    quantities = {}
+    if opened.memory != HOST:
+        values = {name: opened.to_unit(name, feed[name]) for name in unit.definition.inputs}
+        quantities[RESIDENT] = rounded(time_warm_runs_ms(partial(opened.run_resident, values), unit.warmup, unit.runs))
+    if why := wrong(opened.run(feed), feed[unit.definition.outputs[0]], opened.inference_precision):
+        return failed(unit, "failed", f"{opened.runtime}: after {unit.runs} runs {why}", began)
+    facts = facts_of(unit) | {"runtime": opened.runtime, "ran_on": opened.ran_on, "fallback": fallback,
+                              "inference_precision": opened.inference_precision, "threads": opened.threads}
+    return Measurement(subject=SUBJECT, id=unit.id, label="run", context="alone", place="alone", facts=facts,
+                       samples_ms=rounded(samples_ms), quantities=quantities, started=began, ended=now())
+
+
+def time_opened(opened: OpenedStage, feed: Feed, warmup: int, runs: int) -> list[float]:
+    """Times of runs in ms, with the copies to and from the unit."""
+    return time_warm_runs_ms(partial(opened.run, feed), warmup, runs)
+
+
+def failed(unit: StageUnit, status: Status, error: str, began: str = "") -> Measurement:
+    """The measurement of a stage that could not be run."""
+    facts = facts_of(unit) | {"runtime": unit.runtime, "ran_on": unit.unit, "fallback": "",
+                              "inference_precision": unit.inference_precision, "threads": unit.threads}
+    return Measurement(subject=SUBJECT, id=unit.id, label="run", context="alone", place="alone", facts=facts, status=status,
+                       error=error, started=began or now(), ended=now())
+
+
+def rounded(samples_ms: Iterable[float]) -> tuple[float, ...]:
+    """Times to the nanosecond; clocks are no finer."""
+    return tuple(round(sample, 6) for sample in samples_ms)
+
+
+class Copy(Frozen):
+    """A copy to time: its direction, and its bytes, a multiple of 4."""
+
+    direction: Direction
+    bytes: int
+
+
+class Request(Frozen):
+    """`measure` a unit, run it a few times as the `canary`, or time a `copy` between the host's memory and its own. For the
+    last two the stage stays open."""
+
+    do: Literal["measure", "canary", "copy"]
+    unit: StageUnit
+    copied: Copy | None = None
+
+
+@lru_cache(maxsize=1)
+def _canary(unit: StageUnit) -> tuple[OpenedStage, Feed]:
+    return open_stage(unit)[0], unit.tensors
+
+
+def run_canary(unit: StageUnit) -> Measurement:
+    """Times of the canary."""
+    try:
+        opened, feed = _canary(unit)
+    except Refused as refused:
+        return failed(unit, "failed", str(refused))
+    return Measurement(subject=SUBJECT, id=CANARY, label=CANARY, context="alone", place="alone",
+                       samples_ms=rounded(time_opened(opened, feed, CANARY_WARMUP, CANARY_RUNS)))
+
+
+def sizes_of_copies(largest: int) -> list[int]:
+    """Numbers of bytes to measure: up to the largest tensor, whole float32 values."""
+    return sorted({4 * round(one / 4) for one in np.geomspace(FEWEST_BYTES, max(largest, 2 * FEWEST_BYTES), STEPS)})
+
+
+def copies_to_time(largest: int) -> list[Copy]:
+    """Both directions at each number of bytes."""
+    return [Copy(direction=direction, bytes=moved) for moved in sizes_of_copies(largest) for direction in DIRECTIONS]
+
+
+def time_copy(copy: Copy, to_device: Callable[[Any], Any], to_host: Callable[[Any], Any], warmup: int,
+              runs: int) -> list[float]:
+    """Times in ms of copies of an array, each to its end.
+
+    Args:
+        copy: which.
+        to_device: copies an array to the device, and returns when that is done.
+        to_host: copies what `to_device` returned to a new array.
+        warmup, runs: copies before and in the measurement.
+    """
+    array = np.random.default_rng(0).random(copy.bytes // 4, np.float32)
+    run = partial(to_device, array) if copy.direction == "to_device" else partial(to_host, to_device(array))
+    return time_warm_runs_ms(run, warmup, runs)
+
+
+def run_copy(unit: StageUnit, copy: Copy) -> Measurement:
+    """Times of a copy; none where the stage has its data in the host's memory."""
+    try:
+        opened, _ = _canary(unit)
+    except Refused as refused:
+        return failed(unit, "failed", str(refused))
+    name = unit.definition.inputs[0]
+    copies = partial(opened.to_unit, name), partial(opened.to_host, name)
+    samples_ms = time_copy(copy, *copies, unit.warmup, unit.runs) if opened.memory != HOST else []
+    return Measurement(subject=COPY, id=COPY, label="run", context="alone", place="alone", samples_ms=rounded(samples_ms))
+
+
+def answer(request: Request) -> Measurement:
+    """What a request asks for; an error of the graph's file is one of the unit."""
+    try:
+        if request.copied:
+            return run_copy(request.unit, request.copied)
+        return measure_stage(request.unit) if request.do == "measure" else run_canary(request.unit)
+    except UserError as error:
+        return failed(request.unit, "failed", str(error))
+
+
+def main() -> None:
+    keep_freed_memory()
+    serve_lines(lambda line: answer(Request.model_validate_json(line)).model_dump_json())
+
+
+if __name__ == "__main__":
+    main()

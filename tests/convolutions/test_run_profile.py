@@ -1,0 +1,281 @@
+"""The profiler on a CPU with a real model: its tables, how it resumes, what fails, and the staged scripts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from command import printed, run_script
+
+from convolutions.algorithms import ON_CPU, NotSupported
+from convolutions.engines import ForcedModel, Plan, TorchEngine
+from convolutions.measure import Instruments, ProfileSettings, _layer, _layer_facts, affordable, measure_profile
+from convolutions.profiler import UnifiedProfiler, described
+from convolutions.results import LAYERS, OVERALL, ResultsJournal
+from convolutions.timing import CallTimes, LayerTimer, time_layers
+from measuring.bench import Steadiness
+from measuring.gpu_trace import GpuRun, GpuWork
+from measuring.metrics.power_sensors import PowerSample, PowerSensor
+from measuring.run_times import time_runs_ms
+from records.journal import read_blocks
+from utils.paths import ROOT
+
+SCRIPT = "convolutions/run_profile.py"
+MODEL = "squeezenet1_1"
+QUICKLY = ("--model", MODEL, "--algorithm", "default", "--device", "cpu", "--test", "--min-size", "64", "--max-size", "72",
+           "--energy-seconds", "0.05")
+AT_ONCE = Steadiness(attempts=1, patience_s=0.0)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as table:
+        return list(csv.DictReader(table))
+
+
+def settings(**changes: object) -> ProfileSettings:
+    facts = {"model": MODEL, "algorithm": "default", "gpu": "cpu", "device": "cpu", "device_name": "a CPU", "tf32": False,
+             "input_sizes": (64,), "warmup": 1, "measure": 3}
+    return ProfileSettings.model_validate(facts | changes)
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torchvision.models.squeezenet1_1().eval()
+
+
+def test_the_tables_and_how_a_run_resumes(tmp_path: Path) -> None:
+    printed(SCRIPT, *QUICKLY, "--workspace", tmp_path)
+    folder = tmp_path / "convolutions" / "results" / "1_sanity" / f"{MODEL}_default_cpu"
+    (first,) = rows(folder / f"{MODEL}_default_overall.csv")
+    (found,) = json.loads(printed(SCRIPT, *QUICKLY, "--workspace", tmp_path, "--json"))  # again: nothing is measured
+    assert len(read_blocks(folder / "measurements.jsonl")) == 1
+    assert found["mean"] == float(first["mean"])
+    printed(SCRIPT, *QUICKLY, "--num-sizes", "3", "--workspace", tmp_path)
+    overall, layers = rows(folder / f"{MODEL}_default_overall.csv"), rows(folder / f"{MODEL}_default_layers.csv")
+    assert tuple(overall[0])[:len(OVERALL)] == OVERALL
+    assert tuple(layers[0])[:len(LAYERS)] == LAYERS
+    assert [row["input_size"] for row in overall] == ["64", "68", "72"]
+    assert overall[0] == first
+    for row in overall:
+        assert (row["status"], row["runs"], row["layers"], row["layers_not_supported"]) == ("ok", "5", "26", "0")
+        assert float(row["min"]) <= float(row["mean"]) <= float(row["max"])
+        assert bool(row["energy_per_inference_j"]) != ("power:" in row["energy_doubts"])  # a sensor, or why there is none
+    assert len(layers) == 3 * 26
+    for size in ("64", "68", "72"):
+        assert sum(float(row["percentage"]) for row in layers if row["input_size"] == size) == pytest.approx(100, abs=0.01)
+    shown = [layers[0][name] for name in (*LAYERS[:4], "stride", "height", "ran")]
+    assert shown == ["features.0", "3", "64", "3x3", "2x2", "64", "default"]
+    (state,) = json.loads(printed(SCRIPT, "--status", "--json", "--workspace", tmp_path))
+    assert (state["state"], state["measured"], state["failed"], state["left"]) == ("done", 3, 0, 0)
+    refused = run_script(SCRIPT, *QUICKLY, "--batch", "2", "--workspace", tmp_path)
+    assert refused.returncode == 1
+    assert "holds a profile with another batch" in refused.stderr
+
+
+def test_what_is_listed(tmp_path: Path) -> None:
+    names = [row["model"] for row in json.loads(printed(SCRIPT, "--list-models", "--json", "--workspace", tmp_path))]
+    assert names[:6] == ["vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50"]
+    assert "mobilenet_v2" in names
+    listed = json.loads(printed(SCRIPT, "--list-algorithms", "--device", "cpu", "--json", "--workspace", tmp_path))
+    assert [row["algorithm"] for row in listed] == list(ON_CPU)
+    assert run_script(SCRIPT, "--workspace", tmp_path).returncode == 2
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    for options, said in (
+            (("--algorithm", "fft_tiling"), "cuDNN is not available: algorithm fft tiling needs an NVIDIA GPU"),
+            (("--model", "vgg61"), "torchvision has no such classification model; did you mean"),
+            (("--gpu", "h100"), "use --gpu cpu"),
+            (("--min-size", "8"), f"{MODEL} at 8x8, batch 1: ")):  # too small for the model
+        done = run_script(SCRIPT, *QUICKLY, *options, "--workspace", tmp_path)
+        assert done.returncode == 1, done
+        assert said in done.stderr.splitlines()[-1]
+
+
+class OutOfMemory(TorchEngine):
+    """Pretends that larger images do not fit into memory."""
+
+    def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> Plan:
+        if images.shape[2] > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().plan(layer, images)
+
+
+def test_out_of_memory_costs_one_size(tmp_path: Path, model: torch.nn.Module) -> None:
+    asked = settings(input_sizes=(64, 80), batch=2)
+    UnifiedProfiler(asked, 0, AT_ONCE, engine=OutOfMemory()).profile(tmp_path, model)
+    small, large = rows(tmp_path / f"{MODEL}_default_overall.csv")
+    assert (small["status"], large["status"], large["mean"]) == ("ok", "failed", "")
+    assert large["error"] == f"{MODEL} at 80x80, batch 2: out of memory; try --batch 1"
+    assert not UnifiedProfiler(asked, 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model).units
+    again = UnifiedProfiler(asked, 0, AT_ONCE, retry=True, engine=TorchEngine()).profile(tmp_path, model)
+    assert [unit.input_size for unit in again.units] == [80]
+    assert [row["status"] for row in rows(tmp_path / f"{MODEL}_default_overall.csv")] == ["ok", "ok"]
+
+
+def test_what_another_machine_of_the_kind_measured_counts(tmp_path: Path, model: torch.nn.Module) -> None:
+    UnifiedProfiler(settings(), 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model)
+    journal = tmp_path / "measurements.jsonl"
+    (block,) = read_blocks(journal)
+    journal.write_text(block.model_copy(update={"machine": "another"}).model_dump_json() + "\n")
+    done = UnifiedProfiler(settings(input_sizes=(64, 80)), 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model)
+    assert [unit.input_size for unit in done.units] == [80]
+    assert [row["input_size"] for row in rows(tmp_path / f"{MODEL}_default_overall.csv")] == ["64", "80"]
+
+
+def test_a_slow_model_is_run_less_often(model: torch.nn.Module) -> None:
+    by = Instruments("cpu", energy_s=0.0, longest_s=1.0)
+    assert [affordable(10, run_ms, by) for run_ms in (0.5, 100.0, 200.0, 900.0, 5000.0)] == [10, 10, 5, 3, 3]
+    assert (affordable(2, 5000.0, by), affordable(30, 5000.0, Instruments("cpu"))) == (2, 30)
+    (unit,) = settings(measure=5).units
+    whole, *layers = measure_profile(unit, ForcedModel(model, TorchEngine()), replace(by, longest_s=1e-6))
+    assert {len(m.samples_ms) for m in (whole, *layers)} == {3}
+
+
+class NoPointwise(TorchEngine):
+    """Pretends to be an algorithm of cuDNN that can't run 1x1 filters."""
+
+    def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> Plan:
+        if layer.kernel_size == (1, 1):
+            raise NotSupported("CUDNN_STATUS_NOT_SUPPORTED", "filter")
+        return Plan(super().plan(layer, images).run, "winograd")
+
+
+def test_a_refused_model_says_which_layers_and_a_fallback_runs_them(tmp_path: Path, model: torch.nn.Module) -> None:
+    by = Instruments("cpu", energy_s=0.0)
+    (unit,) = settings(algorithm="default").units
+    whole, *layers = measure_profile(unit, ForcedModel(model, NoPointwise()), by)
+    assert whole.error.startswith(f"Algorithm default not compatible with model {MODEL}: 17 of 26 layers "
+                                  "(features.3.squeeze and 16 more): CUDNN_STATUS_NOT_SUPPORTED, filter")
+    assert described(whole) == whole.error
+    assert [m.facts["layer_status"] for m in layers].count("CUDNN_STATUS_NOT_SUPPORTED") == 17
+    assert not any(m.samples_ms for m in layers)
+    asked = settings(fallback=True)
+    UnifiedProfiler(asked, 0, AT_ONCE, engine=NoPointwise(), fallback=TorchEngine()).profile(tmp_path, model)
+    (overall,), table = rows(tmp_path / f"{MODEL}_default_overall.csv"), rows(tmp_path / f"{MODEL}_default_layers.csv")
+    assert (overall["status"], overall["layers_not_supported"]) == ("ok", "17")
+    assert {(row["kernel_size"], row["ran"], row["status"]) for row in table} == {
+        ("3x3", "winograd", "ok"), ("1x1", "default", "CUDNN_STATUS_NOT_SUPPORTED")}
+    assert all(float(row["mean_ms"]) > 0 for row in table)
+
+
+def test_a_fallback_for_every_layer_is_refused(model: torch.nn.Module) -> None:
+    """Else the times of another algorithm would stand in the tables."""
+    (unit,) = settings(fallback=True).units
+    whole, *layers = measure_profile(unit, ForcedModel(model, RunsNothing(), TorchEngine()), Instruments("cpu", energy_s=0.0))
+    assert whole.error == (f"Algorithm default not compatible with model {MODEL}: 26 of 26 layers (features.0 and 25 more): "
+                           "CUDNN_STATUS_NOT_SUPPORTED")
+    assert len(layers) == 26
+    assert not any(m.samples_ms for m in layers)
+
+
+class RunsNothing(TorchEngine):
+    """Pretends to be cuDNN's `direct`, which runs nothing."""
+
+    def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> Plan:
+        raise NotSupported("CUDNN_STATUS_NOT_SUPPORTED")
+
+
+def test_layers_are_timed_within_the_run(model: torch.nn.Module) -> None:
+    images = torch.randn(1, 3, 64, 64)
+    convolutions = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
+    with torch.inference_mode():
+        times = time_layers(lambda: model(images), convolutions, 4, "cpu")
+        assert np.array([call.samples_ms for call in times]).shape == (26, 4)
+        assert all(call.ahead_runs == 4 and call.host_ms > 0 and min(call.samples_ms) > 0 for call in times)
+        with LayerTimer(convolutions, "cpu") as timer:
+            (whole_ms,) = time_runs_ms(lambda: model(images), 1, "cpu")
+            assert sum(call.ms for call in timer.take()) < whole_ms
+        model(images)
+        assert not timer.take()  # no hook is left
+
+
+def test_cuda_kernels_of_a_layer(model: torch.nn.Module) -> None:
+    """The trace is written by hand: there is no GPU here."""
+    unit = settings(device="cuda", gpu="h200", algorithm="fft").units[0]
+    forced = ForcedModel(model, TorchEngine())
+    forced.plan(torch.randn(1, 3, 64, 64))
+    call = forced.calls[0]
+    traced = GpuRun(9.0, (GpuWork("fft2d_r2c_32x32", 0, 30.0), GpuWork("", 31, 2.0, "gpu_memset"), GpuWork("cgemm", 33, 18.0)))
+    measured = _layer(unit, call, _layer_facts(call) | {"ran": "fft"}, "now", CallTimes((0.06,), 1, 0.02), traced)
+    assert measured.cuda_kernels == ("fft2d_r2c_32x32", "cgemm")
+    assert measured.launches == 3
+    assert measured.quantities["cupti_ms"] == (pytest.approx(0.050),)
+    assert measured.quantities["cupti_span_ms"] == (pytest.approx(0.051),)
+
+
+class PretendedSensor(PowerSensor):
+    """Pretends to be a power sensor of 50 W: this machine need not have one."""
+
+    name, averages_s = "the pretended sensor", 0.0
+
+    def read(self) -> PowerSample:
+        now_s = time.monotonic()
+        return PowerSample(now_s, 50.0, 50.0 * now_s)
+
+
+def test_energy_of_a_run(tmp_path: Path, model: torch.nn.Module) -> None:
+    forced, (unit,) = ForcedModel(model, TorchEngine()), settings().units
+    whole, *_ = measure_profile(unit, forced, Instruments("cpu", PretendedSensor(), 0.2, idle_w=20.0))
+    assert whole.quantities["power_w"] == (pytest.approx(50.0),)
+    assert whole.quantities["energy_agreement"] == (pytest.approx(1.0),)
+    assert whole.quantities["idle_power_w"] == (20.0,)
+    assert 0 < whole.quantities["energy_j"][0] <= 50.0 * whole.quantities["energy_window_s"][0] + 1e-6  # of one run or more
+    assert "too short" in str(whole.facts["energy_doubts"])
+    assert isinstance(ResultsJournal(tmp_path, "x").tables[0], Path)
+
+
+def shell(folder: Path, script: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script of convolutions/ with the workspace `folder`, which is first on the path too."""
+    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "HASE_PYTHON": sys.executable}
+    return subprocess.run([f"convolutions/{script}", *words, "--workspace", folder], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, check=False)
+
+
+def test_a_stage_runs_in_place_without_slurm(tmp_path: Path) -> None:
+    done = shell(tmp_path, "1_sanity_check.sh", MODEL, "default", "cpu", "--min-size", "64", "--energy-seconds", "0")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "convolutions" / "results" / "1_sanity" / f"{MODEL}_default_cpu"
+    (log,) = folder.glob("*.out")
+    assert MODEL in log.read_text()
+    assert (folder / f"{MODEL}_default_layers.csv").is_file()
+    (row,) = json.loads(shell(tmp_path, "check_status.sh", "--json").stdout)
+    assert row["results"] == f"1_sanity/{MODEL}_default_cpu"
+    assert row["log"].startswith("tables: ")
+
+
+def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
+    """`sbatch` is a stand-in, which says so and notes what it was given."""
+    stand_in = tmp_path / "sbatch"
+    stand_in.write_text(f'#!/bin/sh\necho "a stand-in for sbatch"\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
+    stand_in.chmod(0o755)
+    done = shell(tmp_path, "2_quick_sweep.sh", "vgg16", "implicit", "gemm", "l40s", "--batch", "4")
+    assert done.returncode == 0, done.stderr
+    assert "a stand-in for sbatch" in done.stdout
+    assert "sinfo -C gpul40s" in done.stderr
+    given = (tmp_path / "given").read_text().splitlines()
+    folder = tmp_path / "convolutions" / "results" / "2_quick" / "vgg16_implicit_gemm_l40s"
+    assert folder.is_dir()
+    assert {"--constraint=gpul40s", "--gres=gpu:1", "--time=01:00:00", f"--output={folder}/%x_%j.out"} <= set(given)
+    assert f"--model vgg16 --algorithm implicit\\ gemm --gpu l40s --quick --batch 4 --workspace {tmp_path}" in given[-1]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["vgg16", "gemm"], "no GPU named"), (["vgg16", "gemm", "a100"], "a100: no such GPU"),
+    (["vgg16", "--batch", "h200"], "usage: 3_full"),
+    (["vgg16", "bogus", "h200"], "bogus: no such algorithm on cuda")])
+def test_wrong_words_of_a_stage(words: list[str], said: str, tmp_path: Path) -> None:
+    done = shell(tmp_path, "3_full_run.sh", *words)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr

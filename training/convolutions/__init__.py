@@ -1,1 +1,0 @@
-"""What is learned from the times of convolution algorithms: which one is best for a layer, and how long each takes."""
