@@ -28,8 +28,7 @@ from utils.paths import Workspace
 log = get_logger("builder")
 EXAMPLES = """
 python kernel_model/kernel_builder.py
-python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/*/resnet18_fp32_b16_224x224.json
-python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/*/resnet18@batch=8.json --check
+python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/*/resnet18_fp32_b16_224x224.json --check
 """
 
 

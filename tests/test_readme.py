@@ -141,10 +141,8 @@ def test_every_phase_of_the_table_and_its_examples_in_their_order(copy: Path) ->
     assert {command.split()[1] for command in phases} >= PLAN
     for phase in phases:
         assert run(f"{smaller(phase)} 2>&1", copy).strip(), phase  # one with nothing to print says so on stderr
-        examples = read_command(ROOT / phase.split()[1]).examples.splitlines()
-        assert NEEDS not in examples[0]
-        for example in examples:
-            if NEEDS not in example:
+        for example in read_command(ROOT / phase.split()[1]).examples.splitlines():
+            if example != phase and NEEDS not in example:
                 run(smaller(example), copy)
 
 
