@@ -68,7 +68,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--recorded", action="store_true",
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
     cli.add_run_mode(parser)
-    cli.add_load(parser)
+    cli.add_load(parser, CONFIG_FILE)
     parser.add_argument("--under-load", type=Path, nargs="?", const=ROOT / "benchmark" / "config.yaml", metavar="CONFIG",
                         help="measure at the levels and under the backgrounds of a collector's config (default: "
                              "benchmark/config.yaml), which are started here; of its other keys only settle_s, source, metrics "
@@ -95,8 +95,8 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--patience-s can't be negative")
     if not args.models and not args.recorded:
         parser.error("name models (files or folders), or --recorded for all that the dataset holds")
-    if args.recorded and (args.metrics or args.config):
-        parser.error("--recorded takes the load from the dataset: leave --metrics and --config out")
+    if args.recorded and (args.metrics or args.changes or args.config != CONFIG_FILE):
+        parser.error("--recorded takes the load from the dataset: leave --metrics, --config and --set out")
     if args.recorded and (args.under_load or args.probe):
         parser.error("--recorded measures nothing: leave --under-load and --probe out")
     if args.under_load and args.metrics:
@@ -120,7 +120,7 @@ def main() -> int:
     args = parser.parse_args()
     check_arguments(parser, args)
     workspace = cli.start(args)
-    loads = LoadsHere(config=read_config(args.config or CONFIG_FILE, InferenceConfig), metrics_file=args.metrics,
+    loads = LoadsHere(config=read_config(args.config, InferenceConfig, args.changes), metrics_file=args.metrics,
                       under_load=read_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,

@@ -23,6 +23,7 @@ from measuring.bench import Effort
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord
 from records.kernel_record_files import read_model_record
+from records.operators import CONTROL_FLOW
 from runtimes.ort.graph.analysis import record_of
 from runtimes.ort.profile import NodeEvent, ProfiledRun, kernel_times_ms, profile_model, read_profile
 from utils import cli
@@ -34,7 +35,6 @@ from utils.logger import get_logger
 Floats = npt.NDArray[np.float64]
 log = get_logger("overlap")
 ROUNDING_US = 1.5  # profiles hold whole microseconds, so neighbours may seem to overlap by this much
-CONTROL_FLOW = ("If", "Loop", "Scan")  # their events span those of the nodes inside
 WARMUP_RUNS = 3
 EXAMPLES = """
 python overlap_simulator.py --model resnet18.onnx --dim batch=1
@@ -100,7 +100,7 @@ def innermost(nodes: Iterable[NodeEvent]) -> list[NodeEvent]:
         if node.end_us <= inside_until + ROUNDING_US and node.start_us < inside_until:
             continue
         kept.append(node)
-        if node.op_type in CONTROL_FLOW:
+        if node.op_type in CONTROL_FLOW:  # its event spans those of the nodes inside
             inside_until = node.end_us
     return kept
 

@@ -34,20 +34,19 @@ from utils.paths import ROOT
 log = get_logger("collector")
 EXAMPLES = """
 python benchmark/collector.py
-python benchmark/collector.py --minutes 15
+python benchmark/collector.py --minutes 15 --set 'levels=[0.0, 0.5]' --set model.budget_s=1
 python benchmark/collector.py --config recipes/demo/collector.yaml --workspace out/demo  # needs make demo
 """
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--config", type=Path, default=ROOT / "benchmark" / "config.yaml",
-                        help="default: benchmark/config.yaml")
+    cli.add_config(parser, ROOT / "benchmark" / "config.yaml", "levels=[0.0]", "what to measure, and how")
     parser.add_argument("--minutes", type=cli.positive, metavar="N",
                         help="begin nothing more after N minutes, and measure what is most useful first (default: no limit)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    result = collect(workspace, read_config(args.config, CollectorConfig), args.minutes)
+    result = collect(workspace, read_config(args.config, CollectorConfig, args.changes), args.minutes)
     if args.json:
         cli.print_json(result)
     else:

@@ -50,18 +50,17 @@ def differences(first_ms: dict[str, float], second_ms: dict[str, float], least_m
     both = [name for name in second_ms if first_ms.get(name, 0.0) > max(least_ms, 0.0)]
     if not both:
         return {"count": 0, "mean_%": None, "median_%": None, "within_10_%": None}
-    found = error_statistics([second_ms[name] for name in both], [first_ms[name] for name in both])
-    return {"count": found.count, "mean_%": 100 * found.mape, "median_%": 100 * found.median,
-            "within_10_%": 100 * found.within_10}
+    errors = error_statistics([second_ms[name] for name in both], [first_ms[name] for name in both])
+    return {"count": errors.count, "mean_%": 100 * errors.mape, "median_%": 100 * errors.median,
+            "within_10_%": 100 * errors.within_10}
 
 
-def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> list[dict[str, Any]]:
+def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int) -> list[dict[str, Any]]:
     """One row per level and background for kernels (label `run`), one for kernels of 20 µs and more, and one for whole models.
 
     Raises:
         UserError: there is no dataset of this machine.
     """
-    config = read_config(config_path, CollectorConfig)
     device = resolve_device(config.device)
     target, here = local_target(device), machine(device)
     folder = workspace.dataset(target.name)
@@ -98,23 +97,23 @@ def compared(first: Sequence[Block], second: Sequence[Block]) -> list[dict[str, 
 
 def medians(blocks: Sequence[Block]) -> dict[str, dict[str, float]]:
     """The median of label `run` by kernel, and of the latency by model (ms)."""
-    found: dict[str, dict[str, float]] = {"kernel": {}, "model": {}}
+    medians_ms: dict[str, dict[str, float]] = {"kernel": {}, "model": {}}
     for block in blocks:
         for m in block.measurements:
             if m.status == "ok" and m.label in ("run", "latency"):
-                found[m.subject][m.id] = float(np.median(m.samples_ms))
-    return found
+                medians_ms[m.subject][m.id] = float(np.median(m.samples_ms))
+    return medians_ms
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--config", type=Path, default=ROOT / "benchmark" / "config.yaml",
-                        help="the collector's config that the dataset was measured with (default: benchmark/config.yaml)")
+    cli.add_config(parser, ROOT / "benchmark" / "config.yaml", "block_kernels=48",
+                   "the collector's config that the dataset was measured with")
     parser.add_argument("--count", type=cli.count, default=200, help="kernels to measure again (default: 200)")
     parser.add_argument("--seed", type=cli.whole, default=0, help="which ones")
     args = parser.parse_args()
     workspace = cli.start(args)
-    rows = repeat(workspace, args.config, args.count, args.seed)
+    rows = repeat(workspace, read_config(args.config, CollectorConfig, args.changes), args.count, args.seed)
     cli.print_rows(rows, args.json, "a second measurement against the first")
     return 0
 

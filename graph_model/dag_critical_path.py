@@ -2,7 +2,6 @@
 
 Reads kernel records (by default all of ort_analysis/ort_kernel_record). Writes one DAG per record to
 graph_model/model_DAG/<flavour>/<model>.json: its nodes in execution order and the tensors between them.
-History of the DAG file's schema: version 1 is the first.
 """
 
 from __future__ import annotations

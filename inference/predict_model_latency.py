@@ -95,10 +95,12 @@ def options() -> argparse.ArgumentParser:
     cli.add_dim(parser)
     cli.add_static(parser)
     cli.add_target(parser)
-    cli.add_load(parser)
+    cli.add_load(parser, CONFIG_FILE)
     cli.add_run_mode(parser)
     parser.add_argument("--top", type=cli.whole, default=5, metavar="N",
                         help="show the N kernels with the most time (default: 5)")
+    parser.add_argument("--show-sum", action="store_true",
+                        help="show the plain α·Σ+β beside the prediction (--json always has it as sum_latency_ms)")
     parser.add_argument("--trace", type=cli.out_file, metavar="FILE",
                         help="write the predicted timeline, for ui.perfetto.dev or chrome://tracing")
     parser.add_argument("--measure-missing", action="store_true",
@@ -182,7 +184,7 @@ def watch(args: argparse.Namespace, sources: LoadSources, dims: dict[str, int]) 
     from inference.live.watch import follow
 
     if not sources.change:
-        raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "
+        raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config}, or "
                         "give --metrics FILE, which is read each time, or --probe on the GPU itself")
     if sources.asks_prometheus and not sources.fields():
         raise UserError("--watch: the predictors were trained without metrics, so they predict the same under any load")
@@ -223,7 +225,7 @@ def report(args: argparse.Namespace, found: Sequence[Prediction], slos: Sequence
                 for slo, energy in itertools.zip_longest(slos, energies)]
         cli.print_json([one.model_dump(mode="json") | also for one, also in zip(found, more, strict=True)])
     else:
-        print_predictions(found, args.top, energies)
+        print_predictions(found, args.top, energies, args.show_sum)
         for one, slo in zip(found, slos, strict=True):
             if slo:
                 print(verdict(one, slo))
@@ -245,10 +247,10 @@ def main() -> int:
         gc.freeze()  # Boosters, which must still be found then, are not there yet, nor is xgboost
         gc.enable()
     real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
-    config = read_config(args.config or CONFIG_FILE, InferenceConfig)
+    config = read_config(args.config, InferenceConfig, args.changes)
     if args.measure_missing and config.prometheus.url is not None:
-        raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
-                        f"{args.config or CONFIG_FILE}")
+        raise UserError("--measure-missing: idle times are not looked up under a load; leave prometheus.url out, or give "
+                        "--set prometheus.url=null")
     sources = LoadSources(
         Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators),
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,

@@ -111,10 +111,10 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
     parser.add_argument("--repeats", type=cli.count, default=20, help="calls of the cases that can be repeated (default: 20)")
     parser.add_argument("--target", help="whose predictors, as the predictor takes it (default: this machine's)")
-    cli.add_load(parser)
+    cli.add_load(parser, CONFIG_FILE)
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = read_config(args.config or CONFIG_FILE, InferenceConfig).never_idle()
+    config = read_config(args.config, InferenceConfig, args.changes).never_idle()
 
     def read_load() -> Load:
         fitted = fitted_for(workspace, args.target)

@@ -28,8 +28,8 @@ from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record, record_path
 from runtimes import runtime_named
 from runtimes.tvm.operators import network_kind
-from training.composition.candidates import compose
-from training.composition.fitted import composition_path, read_composition
+from training.composition.fitted import Kind, composition_path, read_composition
+from training.composition.fitting import compose
 from training.kernels.training_set import measured_times
 from utils import cli
 from utils.errors import UserError
@@ -39,7 +39,7 @@ from utils.paths import Workspace
 
 log = get_logger("sum_and_path")
 IN_MODEL = "kernel_time"  # the label of kernels that adds up under ONNX Runtime on a CPU
-KINDS = ("sum", "critical_path")
+KINDS: tuple[Kind, ...] = ("sum", "critical_path")
 EXAMPLES = """
 python inference/sum_and_path.py
 python inference/sum_and_path.py --choose-by densenet --choose-by efficientnet

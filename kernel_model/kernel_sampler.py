@@ -29,9 +29,9 @@ from kernel_model.sampling.float_types import FLOAT_TYPES, on_cuda
 from kernel_model.sampling.free_shapes.table import draw_free_kernel
 from kernel_model.sampling.kernel_errors import KernelErrors, draw_weights, read_errors
 from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
-from records.kernel_costs import VIEW_OPS
 from records.kernel_record import Kernel, KernelInput
 from records.kernel_record_files import index_paths, read_index
+from records.operators import operator_row
 from runtimes.ort.building.kernel_models import kernel_build
 from utils import cli, files
 from utils.errors import UserError
@@ -41,7 +41,6 @@ from utils.processes import process_pool
 
 log = get_logger("sampler")
 MOST_MIB = 256
-NEVER_SEEDS = VIEW_OPS | {"MemcpyToHost", "MemcpyFromHost"}  # take no time, or are measured apart
 FREE: Families = ()  # no model's kernel seeded this one
 NEAR_SPREAD = 0.5  # of the sizes around a kernel that is predicted badly; around those of models 1
 TRIES = 20  # draws for each kernel asked for, at most
@@ -79,8 +78,8 @@ def sample(entries: Sequence[Drawn], count: int, generator: np.random.Generator,
     """
     seeds: dict[str, list[Drawn]] = {}
     for kernel, groups in entries:
-        families = _families(groups, without)
-        if families and kernel.op_type not in NEVER_SEEDS and not kernel.subgraphs:
+        families, row = _families(groups, without), operator_row(kernel.op_type)
+        if families and row.cost != "view" and not row.copies and not kernel.subgraphs:  # copies are measured apart
             seeds.setdefault(kernel.type, []).append((kernel, families))
     types = sorted(seeds)
     weights = np.sqrt([len(seeds[name]) for name in types])

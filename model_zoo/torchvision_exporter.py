@@ -23,10 +23,10 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from model_zoo.exporting.export_process import ExportProcess
 from model_zoo.exporting.export_report import report
-from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig, read_zoo_config
+from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig
 from runtimes.targets import flavour_of
 from utils import cli
-from utils.config import validate
+from utils.config import read_config, validate
 from utils.errors import UserError
 from utils.fingerprint import resolve_device
 from utils.logger import get_logger
@@ -35,6 +35,7 @@ from utils.paths import Workspace
 EXAMPLES = """
 python model_zoo/torchvision_exporter.py
 python model_zoo/torchvision_exporter.py --model mnasnet1_0 --batch-size 1 --batch-size 8 --image-size 224 --no-dynamic
+python model_zoo/torchvision_exporter.py --model resnet18 --set 'batch_sizes=[16]' --set dynamic=batch --set fixed=false
 python model_zoo/torchvision_exporter.py --model resnet18 --dtype fp16 --device cuda  # needs a GPU
 """
 log = get_logger("exporter")
@@ -64,17 +65,9 @@ def export_all(workspace: Workspace, config: ZooConfig, force: bool = False) -> 
     return rows
 
 
-def with_options(config: ZooConfig, args: argparse.Namespace) -> ZooConfig:
-    """The config, with the values that the command line gives instead."""
-    said = {"models": args.model, "batch_sizes": args.batch_size, "image_sizes": args.image_size, "dtypes": args.dtype,
-            "device": args.device, "dynamic": args.dynamic}
-    return validate(config.model_dump() | {key: value for key, value in said.items() if value is not None}, ZooConfig,
-                    "command line")
-
-
-def main() -> int:
+def command_line() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--config", type=Path, default=CONFIG_FILE, help="default: model_zoo/config.yaml")
+    cli.add_config(parser, CONFIG_FILE, "fixed=false", "what to export")
     parser.add_argument("--model", action="append", help="a torchvision classification model (repeatable)")
     parser.add_argument("--batch-size", action="append", type=int, metavar="N", help="(repeatable)")
     parser.add_argument("--image-size", action="append", metavar="H[xW]", help="(repeatable)")
@@ -83,9 +76,26 @@ def main() -> int:
     parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction, default=None,
                         help="also write <model>.onnx with dynamic sizes")
     parser.add_argument("--force", action="store_true", help="export existing files again")
-    args = parser.parse_args()
+    return parser
+
+
+def asked_config(args: argparse.Namespace) -> ZooConfig:
+    """The config with the values that the command line gives instead.
+
+    Raises:
+        UserError: there is no such config, or it is wrong.
+    """
+    config = read_config(args.config, ZooConfig, args.changes)
+    options = {"models": args.model, "batch_sizes": args.batch_size, "image_sizes": args.image_size, "dtypes": args.dtype,
+               "device": args.device, "dynamic": args.dynamic}
+    return validate(config.model_dump() | {key: value for key, value in options.items() if value is not None}, ZooConfig,
+                    "command line")
+
+
+def main() -> int:
+    args = command_line().parse_args()
     workspace = cli.start(args, begins=True)
-    rows = export_all(workspace, with_options(read_zoo_config(args.config), args), args.force)
+    rows = export_all(workspace, asked_config(args), args.force)
     return report(rows, workspace.models, args.json)
 
 

@@ -17,13 +17,12 @@ class Block(Frozen):
 
     Attributes:
         level: share of the time that the stressor was asked to be busy, 0–1.
-        background_name: what it was busy with, by its name in the dataset's header; "" on an idle device, and in a journal
-            from before backgrounds had names.
+        background_name: what it was busy with, by its name in the dataset's header; "" on an idle device.
         key: the block's name within its level and background.
         background: mean of each metric over a window with the stressor alone, by DCGM field name.
         during: the same over a window around the block's own runs; empty if they were too short for a valid window.
-        background_s, during_s: how long the two windows lasted, in seconds; 0 if there was none, or if an older journal does
-            not say.
+        background_s, during_s: how long the two windows lasted, in seconds; 0 if there was none, or if it is not
+            known.
         canary_before_ms, canary_after_ms: the canary's times around the block.
         canary_best_ms: its shortest time so far on this machine when idle; 0 under load, where it varies.
         attempts: how often the block was measured until it was steady, or attempts ran out.

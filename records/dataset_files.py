@@ -61,10 +61,7 @@ class DatasetKernel(Frozen):
 
 
 class DatasetHeader(Frozen):
-    """`dataset.json`: what all rows of a dataset have in common, the machines by uuid, and the backgrounds by name.
-
-    History: `collections`, `energy` and `environment` came later; older files leave them out.
-    """
+    """`dataset.json`: what all rows of a dataset have in common, the machines by uuid, and the backgrounds by name."""
 
     version: int = DATASET_VERSION
     target: Target
@@ -132,15 +129,12 @@ def read_header(folder: Path) -> DatasetHeader:
 
 
 def read_journal(folder: Path) -> list[Block]:
-    """Every finished block, in the order measured. A block under load that names no background is of the dataset's first one.
+    """Every finished block, in the order measured.
 
     Raises:
         UserError: a line is no block of this version.
     """
-    backgrounds = read_header(folder).backgrounds if header_path(folder).exists() else {}
-    unnamed = {"background_name": next(iter(backgrounds), "")}
-    return [block if block.background_name or not block.level else block.model_copy(update=unnamed)
-            for block in read_blocks(journal_path(folder))]
+    return read_blocks(journal_path(folder))
 
 
 def kernel_lines(folder: Path) -> dict[str, str]:

@@ -1,8 +1,5 @@
 """A machine's host pace: the record that benchmark/host_pace.py writes, the names of its metrics, and the host's pace in a
-table of models.
-
-History of the record's schema: version 1 called the device `execution_provider`.
-"""
+table of models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The costs of a kernel: floating-point operations, bytes read and written, and steps that must run one after another.
 
-They follow from the operator, its attributes and shapes alone. Training and prediction compute them anew, whatever a file says.
+They follow from the operator's row in the table (operators.py), its attributes and shapes alone. Training and prediction
+compute them anew, whatever a file says.
 """
 
 from __future__ import annotations
@@ -10,41 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from records.kernel_record import Kernel, KernelInput, Tensor
+from records.operators import operator_row
 
-# Operators with a fused activation or addition, and the operator without it.
-BASE_NAMES = {"FusedConv": "Conv", "FusedGemm": "Gemm"}
-
-# Operators that only change a tensor's shape: in ORT the output shares the input's memory.
-VIEW_OPS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
-
-# Operations per element, where it is not one. A transcendental function counts as about ten operations, as a polynomial
-# approximation takes. Only the order of magnitude matters, because memory limits these kernels.
-ELEMENT_FLOPS = {
-    "Sigmoid": 10, "Tanh": 10, "Exp": 10, "Log": 10, "Erf": 10, "Gelu": 15, "FastGelu": 15, "BiasGelu": 16,
-    "QuickGelu": 12, "HardSigmoid": 3, "HardSwish": 4, "Softmax": 13, "LogSoftmax": 14, "LayerNormalization": 8,
-    "SkipLayerNormalization": 9, "BatchNormalization": 2, "InstanceNormalization": 8, "GroupNorm": 8, "Pow": 10, "Sqrt": 4,
-    "BiasSoftmax": 14, "LRN": 12,
-}
-MOVE_OPS = VIEW_OPS | {"Transpose", "Concat", "Split", "Slice", "Gather", "Expand", "Cast", "Pad", "ReorderInput",
-                       "ReorderOutput", "MemcpyToHost", "MemcpyFromHost", "Shape", "Tile", "DepthToSpace", "SpaceToDepth"}
-TABLE_INPUTS = {"Gather": (0,), "GatherElements": (0,), "GatherND": (0,), "ArrayFeatureExtractor": (0,),
-                "EmbedLayerNormalization": (2, 3, 4)}  # inputs of which a kernel reads at most as many elements as it outputs
-CONTROL_FLOW = {"If", "Loop", "Scan"}  # the computation is done by the nodes of their bodies
-RECURRENT_OPS = {"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"}
 # A step down a decision tree counts as this many operations, because it waits for memory. Measured on two cores of an AMD
 # EPYC: 2.8 ns per step (64 rows, 200 trees of a scikit-learn forest).
 STEP_FLOPS = 100
-# Operators for which the CUDA provider calls cuDNN or cuBLAS (in its sources: execution plans, cublasGemm… and cublasLt…).
-CONVOLUTION_OPS = {"Conv", "FusedConv", "NhwcConv", "NhwcFusedConv", "ConvTranspose"}
-PRODUCT_OPS = {"MatMul", "FusedMatMul", "TransposeMatMul", "Gemm", "FusedGemm", "Einsum", "Attention", "MultiHeadAttention"}
-REDUCE_OPS = {"ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
-              "ReduceSum", "ReduceSumSquare"}
-# Operators that make few numbers from many. The CUDA provider calls cuDNN for pools, most reductions and the normalisation of
-# channels, and has kernels of its own for softmaxes and layers.
-REDUCING_OPS = REDUCE_OPS | {
-    "Softmax", "LogSoftmax", "BiasSoftmax", "LayerNormalization", "SkipLayerNormalization", "SimplifiedLayerNormalization",
-    "SkipSimplifiedLayerNormalization", "EmbedLayerNormalization", "BatchNormalization", "InstanceNormalization", "MaxPool",
-    "AveragePool", "GlobalMaxPool", "GlobalAveragePool"}
 LAUNCHED_INPUTS = 32  # a Concat with more inputs copies tables from the host; up to here the launch carries them
 
 
@@ -54,36 +25,35 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
     In every step, a recurrent layer multiplies the input and the previous state by the weights of all gates (W and R in ONNX):
     2 · directions · steps · batch · gates · hidden · (input + hidden).
     """
-    base = BASE_NAMES.get(op_type, op_type)
+    row = operator_row(op_type)
     out = outputs[0].elements if outputs else 0
     first = inputs[0] if inputs else Tensor(dtype="")
     second = inputs[1] if len(inputs) > 1 else Tensor(dtype="")
-    if base in ("Conv", "NhwcConv", "NhwcFusedConv"):
-        weights = second.shape
-        return out * (2 * math.prod(weights[1:]) + sum(tensor.present for tensor in inputs[2:4]))
-    if base == "ConvTranspose":
-        return 2 * first.elements * math.prod(second.shape[1:])
-    if base == "Gemm":
-        inner = _size(first, 0 if attributes.get("transA") else -1)
-        return out * (2 * inner + (1 if len(inputs) > 2 and inputs[2].present else 0))
-    if base in ("MatMul", "FusedMatMul", "MatMulInteger", "TransposeMatMul"):
-        inner = _size(first, -2 if attributes.get("transA") else -1)
-        return 2 * out * inner
-    if base == "Einsum" and (product := einsum_product(attributes, inputs)):
-        return 2 * math.prod(product)
-    if base in ("Attention", "MultiHeadAttention"):
-        return _attention_flops(base, first, second)
-    if base in RECURRENT_OPS:  # without the activations of the cells, about 1 % of the products
-        return 2 * math.prod(first.shape[:2]) * sum(tensor.elements for tensor in inputs[1:3])
-    if base in ("MaxPool", "AveragePool"):
-        return out * math.prod(attributes.get("kernel_shape", [1]))
-    if base.startswith(("Global", "Reduce", "Arg")):
-        return first.elements
-    if base.startswith("TreeEnsemble"):
-        return round(_size(first, 0) * tree_steps(attributes) * STEP_FLOPS)
-    if base in MOVE_OPS | CONTROL_FLOW:
-        return 0
-    return max([out, *(tensor.elements for tensor in inputs[:1])]) * ELEMENT_FLOPS.get(base, 1)
+    match row.cost:
+        case "view" | "move":
+            return 0
+        case "convolution":
+            return out * (2 * math.prod(second.shape[1:]) + sum(tensor.present for tensor in inputs[2:4]))
+        case "transposed convolution":
+            return 2 * first.elements * math.prod(second.shape[1:])
+        case "gemm":
+            inner = _size(first, 0 if attributes.get("transA") else -1)
+            return out * (2 * inner + (1 if len(inputs) > 2 and inputs[2].present else 0))
+        case "product":
+            return 2 * out * _size(first, -2 if attributes.get("transA") else -1)
+        case "einsum" if product := einsum_product(attributes, inputs):
+            return 2 * math.prod(product)
+        case "attention":
+            return _attention_flops(op_type, first, second)
+        case "recurrent":  # without the activations of the cells, about 1 % of the products
+            return 2 * math.prod(first.shape[:2]) * sum(tensor.elements for tensor in inputs[1:3])
+        case "window":
+            return out * math.prod(attributes.get("kernel_shape", [1]))
+        case "reduction":
+            return first.elements
+        case "trees":
+            return round(_size(first, 0) * tree_steps(attributes) * STEP_FLOPS)
+    return max(out, first.elements) * row.element_flops
 
 
 def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:
@@ -91,27 +61,28 @@ def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ker
 
     Of a table, at most the gathered elements count. A recurrent layer reads the weights of its state (R) again in every step.
     """
-    if op_type in VIEW_OPS:
+    row = operator_row(op_type)
+    if row.cost == "view":
         return 0
     total = sum(tensor.bytes for tensor in inputs)
     out = outputs[0].elements if outputs else 0
-    for place in TABLE_INPUTS.get(op_type, ()):
+    for place in row.table_inputs:
         if place < len(inputs) and inputs[place].elements > out:
             table = inputs[place]
             total -= table.bytes - table.model_copy(update={"shape": (out,)}).bytes
-    if op_type in RECURRENT_OPS and len(inputs) > 2:
+    if row.cost == "recurrent" and len(inputs) > 2:
         total += (max(steps(op_type, attributes, inputs), 1) - 1) * inputs[2].bytes
     return total
 
 
 def bytes_written(op_type: str, outputs: Sequence[Tensor]) -> int:
     """Bytes of all outputs; 0 where a tensor is only renamed."""
-    return 0 if op_type in VIEW_OPS else sum(tensor.bytes for tensor in outputs)
+    return 0 if operator_row(op_type).cost == "view" else sum(tensor.bytes for tensor in outputs)
 
 
 def steps(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> int:
     """The number of steps that must run one after another: the sequence length of a recurrent layer; 1 for other kernels."""
-    if op_type not in RECURRENT_OPS or not inputs:
+    if operator_row(op_type).cost != "recurrent" or not inputs:
         return 1
     return _size(inputs[0], 1 if attributes.get("layout") else 0)
 
@@ -127,7 +98,7 @@ def tree_steps(attributes: Mapping[str, Any]) -> float:
 
 def is_control_flow(kernel: Kernel) -> bool:
     """Whether it is a Loop, an If or a Scan. The nodes of their bodies are nodes of the model."""
-    return kernel.op_type in CONTROL_FLOW and not kernel.domain
+    return bool(operator_row(kernel.op_type).bodies) and not kernel.domain
 
 
 def recosted(kernel: Kernel) -> Kernel:
@@ -145,10 +116,14 @@ def copied_tables(kernel: Kernel) -> int:
     copies four tables to the GPU (traced on an H200). Once for each step of a recurrent layer after the first: a step needs
     the state of the step before it, so it needs at least one launch of its own (not measured).
     """
-    if kernel.op_type in RECURRENT_OPS:
-        return max(steps(kernel.op_type, kernel.attributes, kernel.inputs) - 1, 0)
-    unequal = kernel.op_type == "Split" and len({tensor.shape for tensor in kernel.outputs if tensor.present}) > 1
-    return 4 if unequal or (kernel.op_type == "Concat" and len(kernel.inputs) > LAUNCHED_INPUTS) else 0
+    match operator_row(kernel.op_type).launches:
+        case "one a step":
+            return max(steps(kernel.op_type, kernel.attributes, kernel.inputs) - 1, 0)
+        case "unequal parts":
+            return 4 if len({tensor.shape for tensor in kernel.outputs if tensor.present}) > 1 else 0
+        case "many inputs":
+            return 4 if len(kernel.inputs) > LAUNCHED_INPUTS else 0
+    return 0
 
 
 def einsum_product(attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> tuple[int, int, int, int] | None:
@@ -178,11 +153,11 @@ def _size(tensor: Tensor, axis: int) -> int:
     return tensor.shape[axis] if -len(tensor.shape) <= axis < len(tensor.shape) else 1
 
 
-def _attention_flops(base: str, query: Tensor, second: Tensor) -> int:
+def _attention_flops(op_type: str, query: Tensor, second: Tensor) -> int:
     """Two products over the sequence. ORT's fused Attention, whose second input is a matrix, also projects its input to query,
     key and value. ONNX's own Attention takes query and key as inputs, and its heads may be a separate dimension."""
     *_, sequence, hidden = (1, 1, *query.shape)
-    projects = base == "Attention" and len(second.shape) == 2
-    other = sequence if projects or not second.present else _size(second, -2 if base == "Attention" else 1)
+    projects = op_type == "Attention" and len(second.shape) == 2
+    other = sequence if projects or not second.present else _size(second, -2 if op_type == "Attention" else 1)
     total = 4 * query.elements * other if query.shape else 0
     return total + (2 * (query.elements // max(hidden, 1)) * second.elements if projects else 0)

@@ -1,7 +1,4 @@
 """The kernel records: what `fusion_detector` writes and every later phase reads.
-
-History of the schemas: version 2 adds a model's group, the stem of its file, and the runtime. Collections came later; older
-files leave them out.
 """
 
 from __future__ import annotations

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from records.elements import SHORT_DTYPE
-from records.kernel_costs import BASE_NAMES, bytes_read, bytes_written, flops
+from records.kernel_costs import bytes_read, bytes_written, flops
 from records.kernel_record import Kernel, KernelInput, Tensor
 from records.operator_versions import canonical
+from records.operators import operator_row
 from utils.safe_names import as_file_name
-
-SUM_INPUT = {"Conv": 3}  # the input that a fused Conv adds to its result: Z of FusedConv, Sum of the NCHWc Conv
 
 # Default values: the same kernel as without the attribute.
 NEUTRAL = {"auto_pad": "NOTSET", "group": 1, "ceil_mode": 0, "storage_order": 0, "count_include_pad": 0}
@@ -23,9 +22,9 @@ TYPE_LIMIT = 3  # inputs spelled out in an id
 
 def kernel_type(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> str:
     """The canonical name of an operation: the operator, then a fused addition, then a fused activation."""
-    parts = [BASE_NAMES.get(op_type, op_type)]
-    position = SUM_INPUT.get(parts[0])
-    if position is not None and len(inputs) > position and inputs[position].present:
+    row = operator_row(op_type)
+    parts = [row.base_name]
+    if row.sum_input is not None and len(inputs) > row.sum_input and inputs[row.sum_input].present:
         parts.append("Add")
     if attributes.get("activation"):
         parts.append(str(attributes["activation"]))
@@ -35,6 +34,15 @@ def kernel_type(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ke
 def operator_of(type_name: str) -> str:
     """The operator in a name that `kernel_type` made, without what is fused into it. No operator's name has an underscore."""
     return type_name.partition("_")[0]
+
+
+def form_of(kernel: Kernel) -> str:
+    """Element type and rank of a kernel, such as `float32 of rank 4`; for a product the type alone, since its rank matters
+    little."""
+    if operator_row(kernel.op_type).operator_class == "product":
+        return kernel.dtype
+    first = next((tensor for tensor in kernel.inputs if tensor.dtype), None)
+    return f"{kernel.dtype} of rank {len(first.shape) if first else 0}"
 
 
 def normalize(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +95,7 @@ def describe_kernel(op_type: str, domain: str, opset: int, attributes: Mapping[s
     Whatever the model's operator set, the kernel is described in one common operator set if the operator means the same there
     (see `operator_versions`).
     """
-    if BASE_NAMES.get(op_type, op_type) == "Conv":
+    if operator_row(op_type).base_name == "Conv":
         attributes = {"kernel_shape": list(inputs[1].shape[2:]), **attributes}  # may be omitted: the weights say it
     opset, attributes, inputs = canonical(op_type, domain, opset, attributes, inputs, outputs)
     kept = normalize(attributes)

@@ -13,23 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from records.kernel_record import KernelInput, Tensor
+from records.operators import operator_row
 from utils.lazy import onnx
 
 if TYPE_CHECKING:
     from onnx.defs import OpSchema
 
 REFERENCE = 20
-# Versions in which the meaning of an operator changed although its attributes and inputs did not (from ONNX's changelog): scale
-# and bias per channel, not per group; a shift by half a pixel; one axis, not all from `axis` on; other names of modes; another
-# way to count an axis; sizes rounded up.
-REWORDED = {"GroupNormalization": (21,), "RoiAlign": (16,), "Softmax": (13,), "LogSoftmax": (13,), "Hardmax": (13,),
-            "GridSample": (20,), "DFT": (20,), "Resize": (11, 13, 18, 19), "LpPool": (18,), "Upsample": (9, 10)}
-REWORDED_CEILING = {"AveragePool": (19,)}  # only for sizes that are rounded up (ceil_mode)
-AXES = (13, "axes")
-INPUT_SINCE = {  # since this version, the attribute is the second input
-    "Squeeze": AXES, "Unsqueeze": AXES, "ReduceSum": AXES, "Split": (13, "split"),
-    **{f"Reduce{kind}": (18, "axes")
-       for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")}}
 CLIP_BY_INPUTS = 11  # since this version, Clip's bounds are inputs
 CLIP_BOUNDS = (("min", -3.4028234663852886e38), ("max", 3.4028234663852886e38))  # older: attributes with these defaults
 SPLIT_COUNTED = 18  # since this version, a Split has the number of equal parts
@@ -44,25 +34,26 @@ def canonical(op_type: str, domain: str, opset: int, attributes: Mapping[str, An
         attributes: of the node, with defaults, since ORT writes them out.
         inputs, outputs: of the node.
     """
-    old = list(inputs)
-    if domain or opset == REFERENCE or (here := _schema(op_type, opset)) is None:
-        return opset, dict(attributes), old
-    there = _schema(op_type, max(REFERENCE, _first_version(op_type)))
-    reference = max(REFERENCE, there.since_version) if there else opset
-    if there and here.since_version == there.since_version:
-        return reference, dict(attributes), old
-    kept, given = _inputs_for_attributes(op_type, here.since_version, reference, attributes, old, outputs)
-    if there is None or there.deprecated or _reworded(op_type, here.since_version, there.since_version, attributes):
-        return here.since_version, dict(attributes), old
-    for name, value in list(kept.items()):
-        if name not in there.attributes:
-            if name not in here.attributes or value != _default(here, name):
-                return here.since_version, dict(attributes), old
-            del kept[name]
-    for name in there.attributes:
-        if name not in kept and name not in here.attributes and (value := _default(there, name)) is not None:
-            kept[name] = value
-    return (reference, kept, given) if _takes(there, given) else (here.since_version, dict(attributes), old)
+    unchanged = dict(attributes), list(inputs)
+    if domain or opset == REFERENCE or (schema := _schema(op_type, opset)) is None:
+        return opset, *unchanged
+    newer = _schema(op_type, max(REFERENCE, _first_version(op_type)))
+    reference = max(REFERENCE, newer.since_version) if newer else opset
+    version = schema.since_version
+    if newer and version == newer.since_version:
+        return reference, *unchanged
+    translated, given = _inputs_for_attributes(op_type, version, reference, attributes, list(inputs), outputs)
+    if newer is None or newer.deprecated or _meaning_changed(op_type, version, newer.since_version, attributes):
+        return version, *unchanged
+    for name, value in list(translated.items()):
+        if name not in newer.attributes:
+            if name not in schema.attributes or value != _default(schema, name):
+                return version, *unchanged
+            del translated[name]
+    for name in newer.attributes:
+        if name not in translated and name not in schema.attributes and (value := _default(newer, name)) is not None:
+            translated[name] = value
+    return (reference, translated, given) if _takes(newer, given) else (version, *unchanged)
 
 
 @functools.cache
@@ -86,21 +77,22 @@ def _default(schema: OpSchema, name: str) -> Any:
     value = schema.attributes[name].default_value
     if not value.type:
         return None
-    found = onnx.helper.get_attribute_value(value)
-    return found.decode() if isinstance(found, bytes) else found
+    plain = onnx.helper.get_attribute_value(value)
+    return plain.decode() if isinstance(plain, bytes) else plain
 
 
-def _reworded(op_type: str, one: int, other: int, attributes: Mapping[str, Any]) -> bool:
-    """Whether the meaning of such a node changed between two versions (see REWORDED)."""
-    versions = REWORDED.get(op_type, ()) + (REWORDED_CEILING.get(op_type, ()) if attributes.get("ceil_mode") else ())
-    return any(min(one, other) < version <= max(one, other) for version in versions)
+def _meaning_changed(op_type: str, old: int, new: int, attributes: Mapping[str, Any]) -> bool:
+    """Whether the meaning of such a node changed between two versions."""
+    row = operator_row(op_type)
+    versions = row.changed_in + (row.ceiling_changed_in if attributes.get("ceil_mode") else ())
+    return any(min(old, new) < version <= max(old, new) for version in versions)
 
 
 def _inputs_for_attributes(op_type: str, version: int, reference: int, attributes: Mapping[str, Any], inputs: list[KernelInput],
                            outputs: Sequence[Tensor]) -> tuple[dict[str, Any], list[KernelInput]]:
     """The attributes and inputs of a node, translated from an old version to a newer one."""
     kept, given = dict(attributes), list(inputs)
-    since, name = INPUT_SINCE.get(op_type, (0, ""))
+    since, name = operator_row(op_type).input_since or (0, "")
     if version < since <= reference and kept.get(name) is not None:
         values = tuple(int(value) for value in kept.pop(name))
         given.append(KernelInput(dtype="int64", shape=(len(values),), constant=True, values=values))

@@ -1,6 +1,4 @@
 """The record of one measurement with the sharing probe (benchmark/sharing_probe.py), and its summary for metrics.
-
-History of the record's schema: version 1 called the device `execution_provider`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections import Counter
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import schedule
 from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
 from xdist.scheduler import LoadScopeScheduling
@@ -32,46 +32,46 @@ from utils.paths import Workspace
 
 TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # name: side of the image
 TORCH_BATCH = 2
+QUICK_S = 2.0  # what takes longer, its fixtures included, is to be marked slow
 Once = Callable[[str, Callable[[Path], object]], Path]  # the type of the fixture `once`
 
 
-TESTS = Path(__file__).resolve().parent
+@functools.cache
+def measures(file: Path) -> bool:
+    """Whether a test file measures. The scheduler knows tests by name only, so the mark is read in the file's text."""
+    return "pytest.mark.measuring" in file.read_text(encoding="utf-8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is slow, and gives each test its place (schedule.py)."""
-    places = {}
-    for item in items:
-        file = item.path.relative_to(TESTS).as_posix()
-        if schedule.is_slow(file, getattr(item, "originalname", item.name), getattr(item, "fixturenames", [])):
-            item.add_marker(pytest.mark.slow)
-        places[item] = schedule.position(schedule.group_of(file))
-    items.sort(key=lambda item: places[item])
+    """What takes longest first, so that two workers end at about the same time: measuring files, others with slow tests."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (not measures(item.path), item.path not in slow))
 
 
-class GroupScheduling(LoadScopeScheduling):
-    """One worker runs a group (schedule.py) from beginning to end.
+class FileScheduling(LoadScopeScheduling):
+    """A worker runs a file from beginning to end; the measuring files are one group, so that no two measure at once.
 
     The marker `xdist_group` would say the same, but xdist 3.8 puts it into an attribute that pytest 9.2 no longer reads.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return schedule.group_of(nodeid.partition("::")[0].removeprefix(f"{TESTS.name}/"))
+        file = nodeid.partition("::")[0]
+        return "measuring" if measures(self.config.rootpath / file) else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
-    return GroupScheduling(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+    return FileScheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names the tests that `make quick` runs although they take long: to be sped up, or to be listed in schedule.py."""
+    """Names the tests that `make quick` runs although they take long: to be sped up, or to be marked."""
     seconds: Counter[str] = Counter()
     for report in (report for reports in terminalreporter.stats.values() for report in reports
                    if isinstance(report, pytest.TestReport)):
         if "slow" not in report.keywords:
             seconds[report.nodeid] += report.duration  # type: ignore[assignment]
-    if late := {name: took_s for name, took_s in seconds.most_common() if took_s > schedule.LIMIT_S}:
-        terminalreporter.section(f"over {schedule.LIMIT_S:.0f} s, but not listed as slow in tests/schedule.py")
+    if late := {name: took_s for name, took_s in seconds.most_common() if took_s > QUICK_S}:
+        terminalreporter.section(f"over {QUICK_S:.0f} s, but not marked slow")
         for name, took_s in late.items():
             terminalreporter.write_line(f"{took_s:.1f} s  {name}")
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from model_zoo.exporting.torch_models import group_of
+from records.blocks import Block
 from records.dataset_files import DatasetHeader, DatasetKernel, header_path, kernel_table_path, kernels_path, model_table_path
 from records.dataset_tables import input_shape, kernel_columns, model_columns
+from records.dataset_writer import DatasetWriter
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
 from records.kernel_record_files import record_path
 from records.kernel_types import describe_kernel
+from records.measurement import Measurement
 from utils import files
 from utils.fingerprint import Flavour, Machine, Target
 from utils.paths import Workspace
@@ -155,3 +159,25 @@ def write_workspace(workspace: Workspace, families: Sequence[str] = ("anet", "bn
     kernels_by_id = {kernel.id: kernel for kernel in drawn if kernel.id in owners}
     write_dataset(workspace, kernels_by_id, owners, models, levels or {0.0: 0.0, 0.5: 50.0}, held_out)
     return records
+
+
+def collect(root: Path, *records: ModelRecord, uuid: str = "0", labels: tuple[str, ...] = ("run",),
+            target: Target = TARGET) -> Workspace:
+    """A workspace with a dataset of these models, whose kernels a machine measured, and with their records."""
+    workspace = Workspace(root)
+    machine = MACHINE.model_copy(update={"uuid": uuid})
+    header = DatasetHeader(target=target, metrics=(METRIC,), machines={uuid: machine}, labels=labels,
+                           groups={record.model: record.group for record in records},
+                           collections={record.model: record.collection for record in records if record.collection})
+    kernels = {name: kernel for record in records for name, kernel in record.kernels.items()}
+    writer = DatasetWriter(workspace.dataset(target.name), header,
+                           [DatasetKernel.held_by(kernel, records) for kernel in kernels.values()])
+    measured = [Measurement(subject="kernel", id=name, label="run", context="alone", place="alone",
+                         samples_ms=(0.5 + float(uuid), 0.25 + float(uuid)), started="2026-01-01", ended="2026-01-02")
+             for name in kernels]
+    writer.append(Block(level=0.0, key="k", background={METRIC: 1.0}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
+                        attempts=1, machine=uuid, measurements=tuple(measured)))
+    writer.write_tables()
+    for record in records:
+        files.write_json(record_path(workspace, target.flavour, record.model), record)
+    return workspace

@@ -8,6 +8,8 @@ from runtimes.targets import local_target
 from tests.fuzzing import Outcome, files_of, fuzz_files, fuzz_models
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.slow
+
 TARGET = local_target("cpu").name
 MODELS, DAMAGES = 40, 3
 

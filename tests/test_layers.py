@@ -1,4 +1,4 @@
-"""The order of the house: no module imports from a room that comes later, from a script, or in a circle."""
+"""The order of packages: no module imports from a package that comes later, from a script, or in a circle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from utils.paths import ROOT
 
 ORDER = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "tvm_analysis", "benchmark",
          "graph_model", "overlap_simulator", "training", "inference", "evaluator", "convolutions", "graph_stages", "recipes")
-FILES = [path for room in ORDER for path in (sorted((ROOT / room).glob("**/*.py")) or [ROOT / f"{room}.py"])]
+FILES = [path for package in ORDER for path in (sorted((ROOT / package).glob("**/*.py")) or [ROOT / f"{package}.py"])]
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
@@ -24,26 +24,26 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}:{node.lineno}: a relative import; name the room"
+            assert not node.level, f"{path}:{node.lineno}: a relative import; name the package"
             yield node.lineno, (node.module or "").partition(".")[0]
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
-def test_imports_only_earlier_rooms(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    allowed = set(ORDER[:ORDER.index(room) + 1])
+def test_imports_only_earlier_packages(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    allowed = set(ORDER[:ORDER.index(package) + 1])
     later = [f"{path}:{line} imports {name}" for line, name in imported(path) if name in ORDER and name not in allowed]
     assert not later
 
 
-def test_every_room_is_a_package_or_a_script() -> None:
-    missing = [room for room in ORDER if not (ROOT / room / "__init__.py").is_file() and not (ROOT / f"{room}.py").is_file()]
+def test_the_order_names_packages_and_scripts() -> None:
+    missing = [name for name in ORDER if not (ROOT / name / "__init__.py").is_file() and not (ROOT / f"{name}.py").is_file()]
     assert not missing
 
 
 def test_no_python_file_stands_outside_the_order() -> None:
-    rooms = {path.parent.name for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
-    assert rooms - {".venv", "tests"} <= set(ORDER)
+    packages = {path.parent.name for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
+    assert packages - {".venv", "tests"} <= set(ORDER)
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -58,18 +58,18 @@ def import_graph(files: Mapping[str, str]) -> nx.DiGraph[str]:
     for name, text in files.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
-                named = [alias.name for alias in node.names]
+                modules = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                inside = [f"{node.module}.{alias.name}" for alias in node.names]
-                named = [one if one in files else str(node.module) for one in inside]
+                full_names = [f"{node.module}.{alias.name}" for alias in node.names]
+                modules = [full_name if full_name in files else str(node.module) for full_name in full_names]
             else:
                 continue
-            graph.add_edges_from((name, one) for one in named if one in files and one != name)
+            graph.add_edges_from((name, module) for module in modules if module in files and module != name)
     return graph
 
 
 def circles(graph: nx.DiGraph[str]) -> list[list[str]]:
-    return sorted(sorted(found) for found in nx.strongly_connected_components(graph) if len(found) > 1)
+    return sorted(sorted(modules) for modules in nx.strongly_connected_components(graph) if len(modules) > 1)
 
 
 def scripts(files: Mapping[str, str]) -> set[str]:
@@ -78,23 +78,24 @@ def scripts(files: Mapping[str, str]) -> set[str]:
 
 
 @functools.cache
-def of_the_house() -> tuple[dict[str, str], nx.DiGraph[str]]:
+def hase_modules() -> tuple[dict[str, str], nx.DiGraph[str]]:
+    """The text of every module by its name, and which imports which."""
     files = {module_name(path, ROOT): path.read_text(encoding="utf-8") for path in FILES}
     return files, import_graph(files)
 
 
 def test_no_modules_import_each_other() -> None:
-    assert not circles(of_the_house()[1])
+    assert not circles(hase_modules()[1])
 
 
 def test_no_module_imports_from_a_script() -> None:
-    files, graph = of_the_house()
+    files, graph = hase_modules()
     runnable = scripts(files)
     assert {"evaluator", "overlap_simulator", "training.train_kernel_model", "inference.predict_model_latency"} <= runnable
-    assert not [f"{one} imports {other}" for one, other in graph.edges if other in runnable]
+    assert not [f"{module} imports {script}" for module, script in graph.edges if script in runnable]
 
 
-def test_circles_and_imports_from_scripts_are_found() -> None:
+def test_circles_and_imports_from_scripts_are_seen() -> None:
     """In a function, and for an annotation; a package's own modules by either way of writing it."""
     files = {
         "a.one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a.two import Two\n",

@@ -20,6 +20,8 @@ from onnx import TensorProto, helper
 from utils.cli import LEFT_OUT
 from utils.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 NEEDED = "HASE_NEEDS_PACKAGES"  # set where an index that can't be reached is a failure
 NO_NETWORK = ("Retrying (Retry", "Temporary failure in name resolution", "Failed to establish a new connection")
 FOLDER = ".venv-predict"  # as the README names it

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from recipe_commands import commands_of
 
-from model_zoo.exporting.zoo_config import read_zoo_config
+from model_zoo.torchvision_exporter import asked_config, command_line
 from recipes.commands_page import read_command
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT
@@ -31,7 +32,6 @@ TINY = {  # instead of what a config says; all else stays as it says
     "model_zoo/config.yaml": {"image_sizes": [32], "batch_sizes": [16]},
     "benchmark/config.yaml": {"levels": [0.0, 0.5], "stress": {"settle_s": 0.2}, **yaml.safe_load(QUICK_COLLECTOR)},
     "recipes/demo/model_zoo.yaml": {"models": ["resnet18", "mnasnet1_0"], "image_sizes": [32]},
-    "recipes/demo/open_sizes.yaml": {"image_sizes": [32]},
     "recipes/demo/collector.yaml": {"levels": [0.0], **yaml.safe_load(QUICK_COLLECTOR)},
     "training/config.yaml": {"folds": 2, "xgboost": {"trees": 40}, "forest": {"trees": 3}},
 }
@@ -112,6 +112,7 @@ def run_or_refuse(command: str, folder: Path) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_the_demo_then_the_first_prediction(copy: Path) -> None:
     """What `make demo` runs after its install ends in the table; then the commands that ask for its models."""
     table = run("bash recipes/demo/run.sh out/demo", copy)
@@ -125,16 +126,18 @@ def test_the_demo_then_the_first_prediction(copy: Path) -> None:
                 run_or_refuse(smaller(line), copy)
 
 
-def test_the_demo_exports_what_the_first_prediction_asks_for() -> None:
+def test_the_demo_exports_what_the_first_prediction_asks_for(tmp_path: Path) -> None:
     """The other tests run a smaller demo; here are the files' names as `make demo` writes them."""
     demo = (ROOT / "recipes" / "demo" / "run.sh").read_text(encoding="utf-8")
-    configs = re.findall(r"torchvision_exporter\.py --config (\S+)", demo)
-    written = {f"{export.stem}.onnx" for name in configs for export in read_zoo_config(ROOT / name).exports()}
+    asked_of_exporter = [command_line().parse_args(options) for script, *options in commands_of("recipes/demo/run.sh", tmp_path)
+                         if script == "model_zoo/torchvision_exporter.py"]
+    written = {f"{export.stem}.onnx" for args in asked_of_exporter for export in asked_config(args).exports()}
     asked = re.findall(r"model (\S+\.onnx)", "\n".join([demo, *fenced("bash", documents())]))
     assert len(asked) >= 6
     assert set(asked) <= written
 
 
+@pytest.mark.slow
 def test_every_phase_of_the_table_and_its_examples_in_their_order(copy: Path) -> None:
     """Each command of the table, then the examples of its --help, which run as they stand: on what the steps before made."""
     phases = PHASE.findall(readme())
@@ -146,6 +149,7 @@ def test_every_phase_of_the_table_and_its_examples_in_their_order(copy: Path) ->
                 run(smaller(example), copy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/predicting.md"])
 def test_the_python_examples(page: str, copy: Path) -> None:
     """After the table's commands: on the exporter's dynamic model. (docs/adding_a_unit.md and

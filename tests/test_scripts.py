@@ -14,6 +14,8 @@ import pytest
 from recipes.commands_page import all_commands
 from utils.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "sklearn", "xgboost", "pandas", "matplotlib", "scipy", "networkx")
 FORBID = f"""
 import sys

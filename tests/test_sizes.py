@@ -1,4 +1,9 @@
-"""Limits that keep the code readable: no long file or function, imports at the top. Exceptions are listed with a reason."""
+"""No file or function without end, and imports at the top. Exceptions are listed with a reason.
+
+The limits are loose on purpose: good modules of the field have 250 lines on average (asv 230, pyperf 258) and some have twice
+that. They stop a file that grows without end. They are no reason to split what is read together, or to extract a function that
+has no name worth reading.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from test_layers import FILES
 from utils.paths import ROOT
 
 MOST_LINES = 500  # of a file
-MOST_FUNCTION_LINES = 80
+MOST_FUNCTION_LINES = 100
 LONG_FILES: dict[str, str] = {}  # file: why it is longer
 LONG_FUNCTIONS: dict[str, str] = {}  # file:function: why it is longer
 NOT_FOR_A_PREDICTION = "most predictions do not need what it loads"
@@ -35,11 +40,11 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def imports_in_functions(tree: ast.AST) -> list[str]:
-    """The modules that a module's functions import, once for each function."""
-    found = {(node.lineno, alias.name if isinstance(node, ast.Import) else str(node.module))
-             for function in functions(tree) for node in ast.walk(function)
-             if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
-    return [module for _, module in sorted(found)]
+    """The modules that a module's functions import, once for each line."""
+    imports = {(node.lineno, alias.name if isinstance(node, ast.Import) else str(node.module))
+               for function in functions(tree) for node in ast.walk(function)
+               if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+    return [module for _, module in sorted(imports)]
 
 
 @functools.cache
@@ -63,11 +68,11 @@ def test_no_function_is_long() -> None:
 
 def test_imports_stand_at_the_top() -> None:
     """Slow packages too: utils.lazy binds them there and loads them at their first use."""
-    found = Counter((name, module) for name, tree in trees().items() for module in imports_in_functions(tree))
-    assert found == Counter(IN_FUNCTIONS.keys()), "import at the top, a slow package by utils.lazy; or list it with its reason"
+    imports = Counter((name, module) for name, tree in trees().items() for module in imports_in_functions(tree))
+    assert imports == Counter(IN_FUNCTIONS.keys()), "import at the top, slow packages by utils.lazy; or list it with its reason"
 
 
-def test_an_import_in_a_function_is_found() -> None:
+def test_imports_in_functions_are_seen() -> None:
     text = ("import a\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import b\n"
             "def one():\n    import c.d\n    from e import f, g\n    def inner():\n        import h\n"
             "class K:\n    def two(self):\n        try:\n            import i\n        except ImportError:\n            pass\n")

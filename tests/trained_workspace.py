@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+from command import printed
 from onnx import TensorProto, helper, numpy_helper
 
 from records.blocks import Block
@@ -30,7 +29,7 @@ from runtimes.targets import local_target
 from utils import files
 from utils.fingerprint import machine
 from utils.model_files import GROUP_KEY
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 METRIC = "DCGM_FI_DEV_CPU_UTIL_TOTAL"  # one that a CPU has, so that a collector can go on
 LEVELS = {0.0: 0.0, 0.5: 0.5}  # stress level: the metric in the background
@@ -138,10 +137,6 @@ def train(root: Path) -> Workspace:
     workspace = Workspace(root)
     make_dataset(workspace, make_models(workspace))
     files.write_text(root / "training.yaml", TRAINING)
-    for script, *options in (["training/train_kernel_model.py", "--config", str(root / "training.yaml")],
-                             ["training/fit_composition.py"]):
-        done = subprocess.run([sys.executable, script, "--workspace", str(root), "--quiet", *options], cwd=ROOT,
-                              capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{script}: {done.stderr}")
+    printed("training/train_kernel_model.py", "--workspace", root, "--quiet", "--config", root / "training.yaml")
+    printed("training/fit_composition.py", "--workspace", root, "--quiet")
     return workspace

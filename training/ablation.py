@@ -25,7 +25,7 @@ import numpy.typing as npt
 from records.dataset_files import read_kernels
 from records.dataset_reading import read_kernel_table
 from records.labels import GPU_LABEL
-from training.composition.left_out import kernel_errors, predict_out_of_fold
+from training.composition.held_out import kernel_errors, predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, TimesOfModels, left_out_groups, measured_models
 from training.kernels.cuda_classes import cuda_class, fit_two_stages
 from training.kernels.estimators import (
@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="(repeatable; default: all)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = read_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig, args.changes)
     chosen = {name: VARIANTS[name] for name in args.variant or VARIANTS}
 
     def compare(target: str, show: Show) -> list[dict[str, Any]]:

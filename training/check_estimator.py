@@ -41,7 +41,7 @@ from training.composition.fitted import composition_path, read_composition
 from training.estimators.in_use import InUse
 from training.kernels.settings import LAUNCHES, TrainingConfig
 from training.kernels.sidecar import Sidecar, read_sidecar
-from training.kernels.targets import CONFIG, trained_targets
+from training.kernels.targets import add_config, trained_targets
 from training.kernels.training_set import TrainingSet, read_training_set
 from utils import cli
 from utils.config import read_config
@@ -71,7 +71,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--hold-out", choices=("family", "kernel"),
                         help="what is held out together (default: families of models, or kernels where there are too few)")
     parser.add_argument("--label", help="which time of a kernel (default: the one that predictions are made from)")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
+    add_config(parser)
     parser.add_argument("--force", action="store_true", help="admit it although it is not better")
     parser.add_argument("--dry-run", action="store_true", help="only say whether it would be admitted")
     parser.add_argument("--list", action="store_true", help="print the estimators that are there and those that are admitted")
@@ -137,7 +137,7 @@ def held_out(task: Task, found: Sequence[Found], in_use: Floats) -> dict[str, Fl
 
 def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str], Task]:
     """The table of errors; for one estimator also by kernel type why it is not admitted ("": it is)."""
-    folder, config = workspace.predictors(target), read_config(args.config, TrainingConfig)
+    folder, config = workspace.predictors(target), read_config(args.config, TrainingConfig, args.changes)
     sidecar, rows = read_sidecar(folder), read_training_set(workspace, target)
     found = [find_estimator(args.name, args.estimators)] if args.name else [
         one for one in find_estimators(args.estimators).values() if not environment_error(one.estimator, rows)]

@@ -21,10 +21,8 @@ from records.copies import MEASURE, WaitTimes, read_copies
 from records.kernel_record import Kernel, KernelInput, Tensor
 from records.kernel_types import describe_kernel
 from training.composition.default_composition import shipped_costs
-from training.composition.fit_copies import fit_copies
 from training.composition.fitted import composition_path, read_composition
-from training.composition.host_costs import FILE, HostCosts
-from training.composition.host_side import host_folder, host_predictors
+from training.composition.host_side import HostCosts, fit_copies, host_costs_path, host_folder, host_predictors
 from training.kernels.predictors import ON_GPU, Predictors, read_predictors
 from training.kernels.saving import copy_predictors
 from training.kernels.sidecar import read_sidecar
@@ -42,11 +40,11 @@ python training/fit_host.py --workspace out/h200 --host out/h200/host
 """
 
 
-def waiting_kernel(one: WaitTimes) -> Kernel:
+def waiting_kernel(measured: WaitTimes) -> Kernel:
     """The NonZero that was timed (recipes/cuda_kernels/measure_copies.py has the graph): of truth values, as in detectors,
     whose kernels were measured. It was of floats, which take the GPU as long."""
-    x = KernelInput(dtype="bool", shape=(one.elements,))
-    return describe_kernel("NonZero", "", 17, {}, [x], [Tensor(dtype="int64", shape=(1, one.elements))])
+    x = KernelInput(dtype="bool", shape=(measured.elements,))
+    return describe_kernel("NonZero", "", 17, {}, [x], [Tensor(dtype="int64", shape=(1, measured.elements))])
 
 
 def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> HostCosts | None:
@@ -60,10 +58,10 @@ def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> Host
         log.warning("%s: no copies were measured, so defaults are used; measure them on that machine with: %s", target, MEASURE)
         return None
 
-    def predict(one: WaitTimes) -> tuple[float, float] | None:
-        if one.operator != "NonZero":  # of the others, no kernels with the GPU's own time were measured yet
+    def predict(wait: WaitTimes) -> tuple[float, float] | None:
+        if wait.operator != "NonZero":  # of the others, no kernels with the GPU's own time were measured yet
             return None
-        gpu_ms, launches = (predictors.predict([waiting_kernel(one)], {}, label) for label in ON_GPU)
+        gpu_ms, launches = (predictors.predict([waiting_kernel(wait)], {}, label) for label in ON_GPU)
         return None if "estimated" in gpu_ms.provenance else (gpu_ms.latency_ms[0], launches.latency_ms[0])
 
     return fit_copies(measured, predict, costs_of(workspace.predictors(target)))
@@ -71,25 +69,22 @@ def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> Host
 
 def costs_of(folder: Path) -> PipelineCosts:
     """The costs of a run on a target; those that come with Hase where none were fitted yet."""
-    if composition_path(folder).is_file():
-        try:
-            found = read_composition(folder).costs
-        except UserError:  # of other predictors: it is fitted anew after this
-            found = None
-        if found is not None:
-            return found
-    return shipped_costs()
+    try:
+        costs = read_composition(folder).costs if composition_path(folder).is_file() else None
+    except UserError:  # of other predictors: it is fitted anew after this
+        costs = None
+    return costs or shipped_costs()
 
 
 def row(target: str, costs: HostCosts | None, kernels: bool) -> dict[str, Any]:
     """One row of the table."""
-    found: dict[str, Any] = {"target": target, "copies": "measured" if costs else "defaults",
-                             "CPU kernels": "learned" if kernels else "guessed"}
+    columns: dict[str, Any] = {"target": target, "copies": "measured" if costs else "defaults",
+                               "CPU kernels": "learned" if kernels else "guessed"}
     if costs:
-        found |= {f"{name} of {size >> 10} KiB (µs)": 1000 * getattr(costs, name).at(size)
-                  for name in ("to_host", "to_gpu") for size in (1 << 10, 1 << 20)}
-        found["waiting inside a node (µs)"] = 1000 * costs.wait_ms
-    return found
+        columns |= {f"{name} of {size >> 10} KiB (µs)": 1000 * getattr(costs, name).at(size)
+                    for name in ("to_host", "to_gpu") for size in (1 << 10, 1 << 20)}
+        columns["waiting inside a node (µs)"] = 1000 * costs.wait_ms
+    return columns
 
 
 def main() -> int:
@@ -109,7 +104,7 @@ def main() -> int:
             folder = workspace.predictors(target)
             costs = fit_costs(workspace, target, read_predictors(folder))
             if costs:
-                files.write_json(folder / FILE, costs)
+                files.write_json(host_costs_path(folder), costs)
             if learned:
                 copy_predictors(learned, host_folder(folder))
             rows.append(row(target, costs, learned is not None))

@@ -284,7 +284,7 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     workspaces = [Workspace(one) for one in args.beside or [workspace.root]]
-    config = read_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig, args.changes)
 
     def fit(target: str, show: Show) -> dict[str, Any]:
         measured_in = [one for one in workspaces if args.target or target in collected_targets(one)]

@@ -74,7 +74,7 @@ def main() -> int:
             parser.error(f"--{option.replace('_', '-')} goes with --by {' or '.join(kinds)}")
     if args.markdown and not args.target:
         parser.error("--markdown needs a --target: a page shows one")
-    workspace, config = cli.start(args), read_config(args.config, TrainingConfig)
+    workspace, config = cli.start(args), read_config(args.config, TrainingConfig, args.changes)
     if args.at_most:
         config = config.model_copy(update={"folds": args.at_most})
     if args.by == "operator":

@@ -112,7 +112,7 @@ def main() -> int:
                        help="replay half precision, starting from predictors of single precision")
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = read_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig, args.changes)
     start = StartFrom.named(workspace, args.start_from) if args.start_from else None
 
     def replayed(target: str, show: Show) -> list[dict[str, Any]]:

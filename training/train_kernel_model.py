@@ -130,7 +130,7 @@ def main() -> int:
                              "that lowers the error (default: as the settings say, none)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = read_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig, args.changes)
     if args.start_from:
         config = config.model_copy(update={"start_from": args.start_from})
     start = StartFrom.named(workspace, config.start_from) if config.start_from else None

@@ -77,8 +77,7 @@ def main() -> None:
     parser.add_argument("--count", type=cli.count, default=500, metavar="N", help="models to draw (default: 500)")
     parser.add_argument("--operators", type=lambda text: text.split(","), default=list(DRAWS), metavar="NAMES",
                         help=f"of {', '.join(DRAWS)} (default: all, in turns)")
-    parser.add_argument("--config", type=Path, default=ROOT / "kernel_model" / "operator_sizes.yaml", metavar="FILE",
-                        help="bounds of sizes (default: tvm_analysis/operator_sizes.yaml)")
+    cli.add_config(parser, ROOT / "tvm_analysis" / "operator_sizes.yaml", "most_gflop=20", "bounds of sizes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels (default: cpu)")
     parser.add_argument("--seed", type=cli.whole, default=0, metavar="N", help="of the draws (default: 0)")
     args = parser.parse_args()
@@ -86,8 +85,8 @@ def main() -> None:
         parser.error(f"--operators: {', '.join(unknown)}: choose from {', '.join(DRAWS)}")
     workspace = cli.start(args)
     with sole_writer(workspace.kernel_records):
-        found = sample(workspace, read_config(args.config, OperatorSizes), args.count, args.operators, args.seed,
-                       args.device)
+        found = sample(workspace, read_config(args.config, OperatorSizes, args.changes), args.count, args.operators,
+                       args.seed, args.device)
     cli.print_rows([{"type": kind, "kernels": number} for kind, number in found.most_common()], args.json, "kernels drawn")
 
 

@@ -1,11 +1,17 @@
-"""Reads a YAML config into a validated pydantic class. Errors name the file, the key, and what is allowed."""
+"""Reads a YAML config into a validated pydantic class. Errors name the file, the key, and what is allowed.
+
+A config may extend another one: `extends: other.yaml`, a path relative to its own folder. It then states only what differs.
+Mappings are merged key by key; any other value, a list too, replaces that of the other file. `--set KEY=VALUE` of a command
+(`utils.cli.add_config`) changes one more value: `--set kernel.budget_s=0.1`.
+"""
 
 from __future__ import annotations
 
 import difflib
 import reprlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -14,6 +20,7 @@ from utils.errors import UserError
 
 _SHORTLY = reprlib.Repr()  # a few lines of YAML, whose aliases repeat each other, can stand for gigabytes of text
 _SHORTLY.maxstring = _SHORTLY.maxother = 200
+EXTENDS = "extends"  # the key that names the config which a config extends
 
 
 class Config(BaseModel):
@@ -55,39 +62,121 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     return f"{key}: {message[:1].lower()}{message[1:]} (got {_SHORTLY.repr(error['input'])})"
 
 
+class _Layer(NamedTuple):
+    """What one file or one `--set` says.
+
+    Attributes:
+        source: its name in error messages.
+        data: as in the YAML.
+    """
+
+    source: str
+    data: Any
+
+
 def validate(data: Any, schema: type[C], where: str) -> C:
     """`data` as a `schema`.
 
     Raises:
         UserError: naming `where`, each key that does not fit, and what is allowed.
     """
+    return _validated([_Layer(where, data)], schema)
+
+
+def read_config(path: Path, schema: type[C], changes: Sequence[str] = ()) -> C:
+    """The config in a YAML file, validated.
+
+    Args:
+        path: the file.
+        schema: its class.
+        changes: values of `--set`, as `KEY=VALUE`, for example `kernel.budget_s=0.1`; later ones win.
+
+    Raises:
+        UserError: no such file, no YAML, a config that extends itself, or a key or value that `schema` does not allow.
+    """
+    return _validated([*_layers(path), *map(_change, changes)], schema)
+
+
+def _validated(layers: Sequence[_Layer], schema: type[C]) -> C:
+    """The layers merged, later ones over earlier ones, as a `schema`. Errors name the layer that they come from."""
+    try:
+        data = layers[0].data
+        for layer in layers[1:]:
+            data = _merged(data, layer.data)
+    except RecursionError:
+        raise UserError(f"{layers[-1].source}: not a config: nested too deeply") from None
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        lines = [_describe(item, schema) for item in error.errors()]
-        raise UserError(f"{where}: " + "; ".join(lines)) from None
+        by_source: dict[str, list[str]] = {}
+        for item in error.errors():
+            source = max(reversed(layers), key=lambda layer: _depth(layer.data, item["loc"])).source
+            by_source.setdefault(source, []).append(_describe(item, schema))
+        raise UserError("; ".join(f"{source}: {'; '.join(lines)}" for source, lines in by_source.items())) from None
 
 
-def read_config(path: Path, schema: type[C]) -> C:
-    """The config in the YAML file `path`, validated.
+def _merged(base: Any, changed: Any) -> Any:
+    """`base` with what `changed` says: mappings key by key, anything else in place of the base's."""
+    if not (isinstance(base, Mapping) and isinstance(changed, Mapping)):
+        return changed
+    return {**base, **{key: _merged(base[key], value) if key in base else value for key, value in changed.items()}}
 
-    Raises:
-        UserError: no such file, no YAML, or a key or value that `schema` does not allow.
-    """
+
+def _depth(data: Any, location: Sequence[int | str]) -> int:
+    """How many parts of a location, from its first on, are keys in nested mappings."""
+    for depth, part in enumerate(location):
+        if not isinstance(data, Mapping) or part not in data:
+            return depth
+        data = data[part]
+    return len(location)
+
+
+def _layers(path: Path, extended_by: tuple[Path, ...] = ()) -> list[_Layer]:
+    """A config file after those that it extends, the first base first."""
+    if path.resolve() in [file.resolve() for file in extended_by]:
+        circle = " extends ".join(map(str, (*extended_by, path)))
+        raise UserError(f"{extended_by[-1]}: {EXTENDS}: a config can't extend itself ({circle}); remove one {EXTENDS}")
+    data = _read_yaml(path, extended_by[-1] if extended_by else None)
+    if not isinstance(data, dict) or EXTENDS not in data:
+        return [_Layer(str(path), {} if data is None else data)]
+    base = data.pop(EXTENDS)
+    if not isinstance(base, str):
+        raise UserError(f"{path}: {EXTENDS}: the path of another config is expected (got {_SHORTLY.repr(base)})")
+    return [*_layers(path.parent / base, (*extended_by, path)), _Layer(str(path), data)]
+
+
+def _change(text: str) -> _Layer:
+    """A value of `--set` as nested mappings: `kernel.budget_s=0.1` is `{"kernel": {"budget_s": 0.1}}`."""
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"--set {text}: write KEY=VALUE, with dots in the key of a nested value: --set kernel.budget_s=0.1")
+    data = _parse_yaml(value, f"--set {text}")
+    for part in reversed(parts):
+        data = {part: data}
+    return _Layer(f"--set {text}", data)
+
+
+def _read_yaml(path: Path, extended_by: Path | None) -> Any:
+    """The YAML in a file, which `extended_by` extends."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such config file") from None
+        raise UserError(f"{extended_by}: {EXTENDS}: {path}: no such config file" if extended_by else
+                        f"{path}: no such config file") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a text file; a YAML config is expected") from None
+    return _parse_yaml(text, str(path))
+
+
+def _parse_yaml(text: str, source: str) -> Any:
     try:
-        data = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except RecursionError:
-        raise UserError(f"{path}: not a config: nested too deeply") from None
+        raise UserError(f"{source}: not a config: nested too deeply") from None
     except ValueError as error:  # a date or number that is none
-        raise UserError(f"{path}: not valid YAML: {error}") from None
+        raise UserError(f"{source}: not valid YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
-    return validate({} if data is None else data, schema, str(path))
+        raise UserError(f"{source}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from utils.errors import UserError
-from utils.paths import to_convert
 from utils.temporary import temporary_file
 
 M = TypeVar("M", bound=BaseModel)
@@ -26,8 +25,7 @@ _CHUNK = 1 << 20
 Signature: TypeAlias = "tuple[str, int, int, int, int]"
 _digests: dict[Signature | None, str] = {}
 _evicting = threading.Lock()
-CONVERT = "python recipes/convert/convert_files.py"  # rewrites files of older versions
-DIGEST = "digest"  # the key of a versioned record's own SHA-256
+DIGEST = "digest"  # the key of the SHA-256 that a versioned record holds of itself
 
 
 @contextmanager
@@ -61,7 +59,7 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes a pydantic model or plain data as indented JSON, completely or not at all.
 
-    A versioned record contains its own digest. `read_record` checks it, since a damaged number could look like a good one.
+    A versioned record gets its digest (see `with_digest`).
     """
     if isinstance(value, BaseModel):
         text = value.model_dump_json(indent=1)
@@ -206,19 +204,16 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
         version: the only version this code reads.
         remake: the command that makes a new file; errors name it.
 
-    A record without a digest was written before Hase had digests, and is accepted.
-
     Raises:
-        UserError: the file is missing, damaged, edited, of another version, or of another kind.
+        UserError: the file is missing, damaged, edited, without a digest, of another version, or of another kind.
     """
     try:
         data = read_json(path)
     except UserError as error:
         raise UserError(f"{error}; make it{'' if not path.exists() else ' anew'} with: {remake}") from None
-    found = data.get("version") if isinstance(data, dict) else None
-    if found != version:
-        convert = f"convert it: {CONVERT} {to_convert(path)}, or " if isinstance(found, int) and found < version else ""
-        raise UserError(f"{path}: version {found}, this Hase reads version {version}; {convert}make it anew: {remake}")
+    written = data.get("version") if isinstance(data, dict) else None
+    if written != version:
+        raise UserError(f"{path}: version {written}, this Hase reads version {version}; make it anew: {remake}")
     digest = data.pop(DIGEST, None)
     try:
         record = schema.model_validate(data)
@@ -226,15 +221,23 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{path}: damaged at {where}: {first['msg']}; make it anew: {remake}") from None
-    if digest is not None and digest != digest_of(data):
-        raise UserError(f"{path}: damaged or changed by hand: its contents are not those that its {DIGEST} is of; make it "
-                        f"anew: {remake}")
+    if digest != digest_of(data):
+        raise UserError(f"{path}: damaged or changed by hand: its {DIGEST} does not match its contents; make it anew: {remake}")
     return record
 
 
 def digest_of(document: Any) -> str:
     """The SHA-256 of a JSON document's contents, in hex. Layout and order of keys do not matter."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def with_digest(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A versioned record's document with the digest of its contents, in place of any that it has.
+
+    `read_record` checks it, since a damaged number could look like a good one.
+    """
+    contents = {key: value for key, value in document.items() if key != DIGEST}
+    return contents | {DIGEST: digest_of(contents)}
 
 
 def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int = 256) -> Any:

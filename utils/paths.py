@@ -80,8 +80,8 @@ class Workspace:
         return self.root / "graph_model" / "model_DAG" / flavour
 
     def predictors(self, target: str) -> Path:
-        """What is learned for one target. Written by train_kernel_model, fit_composition (composition.json), fit_sharing
-        (sharing.json), fit_doubt (doubt.json), fit_energy (energy.json), check_estimator (estimators.json) and
+        """What is learned for one target. Written by train_kernel_model (doubt.json too), fit_composition
+        (composition.json), fit_sharing (sharing.json), fit_energy (energy.json), check_estimator (estimators.json) and
         predict_model_latency --measure-missing (measured times); read by the predictor."""
         return self.root / "training" / "predictors" / target
 
@@ -94,12 +94,6 @@ class Workspace:
     def evaluation(self) -> Path:
         """Predicted and measured latencies: CSV, JSON, plot. Written by evaluator; read by people."""
         return self.root / "evaluation"
-
-    @property
-    def records(self) -> list[Path]:
-        """The files and folders with versioned JSON records, those that are there."""
-        places = (self.kernel_records, self.dataset(""), self.host_pace, self.predictors(""), self.kernel_errors("").parent)
-        return [place for place in places if place.exists()]
 
     def find_model(self, name: Path) -> Path:
         """The model file `name`; a bare name is also looked for among the exported models.
@@ -114,10 +108,10 @@ class Workspace:
             inside = [path.name for path in model_files([name])]
             raise UserError(f"{name}: a folder, not a model; name " + (f"one of its models: {', '.join(inside)}" if inside else
                             "an .onnx file (this folder holds none)"))
-        there = ", ".join(path.name for path in model_files([self.models])) if self.models.is_dir() else ""
+        exported = ", ".join(path.name for path in model_files([self.models])) if self.models.is_dir() else ""
         raise UserError(
             f"{name}: no such model, here or in {self.models}"
-            + (f" (there: {there})" if there else "; export some with: python model_zoo/torchvision_exporter.py")
+            + (f" (exported: {exported})" if exported else "; export some with: python model_zoo/torchvision_exporter.py")
         )
 
     def find_models(self, names: Iterable[Path]) -> list[Path]:
@@ -126,25 +120,18 @@ class Workspace:
         Raises:
             UserError: there is no such file, or the folder holds no models.
         """
-        found: list[Path] = []
+        models: list[Path] = []
         for name in names:
             folder = next((p for p in (name, self.root / "model_zoo" / name) if p.is_dir()), None)
             if folder is None:
-                found.append(self.find_model(name))
+                models.append(self.find_model(name))
                 continue
             inside = model_files([folder])
             if not inside:
                 raise UserError(f"{folder}: no .onnx models in this folder; export some with: "
                                 "python model_zoo/torchvision_exporter.py")
-            found += inside
-        return found
-
-
-def to_convert(path: Path) -> Path:
-    """What to convert along with a JSON record of an older version: the workspace that it is part of, else its folder."""
-    path = path.absolute()
-    return next((root for root in path.parents if any(path.is_relative_to(place) for place in Workspace(root).records)),
-                path.parent)
+            models += inside
+        return models
 
 
 def targets_in(folder: Path, holding: str, none: str) -> list[str]:
@@ -153,10 +140,10 @@ def targets_in(folder: Path, holding: str, none: str) -> list[str]:
     Raises:
         UserError: there is none; `none` says what is missing and how to make it.
     """
-    found = sorted(path.parent.name for path in folder.glob(f"*/{holding}") if path.is_file())
-    if not found:
+    targets = sorted(path.parent.name for path in folder.glob(f"*/{holding}") if path.is_file())
+    if not targets:
         raise UserError(f"{folder}: {none}")
-    return found
+    return targets
 
 
 def model_files(folders: Iterable[Path], suffixes: Sequence[str] = (".onnx",)) -> list[Path]:

@@ -44,7 +44,7 @@ class StressConfig(Config):
     @classmethod
     def _all_names_differ(cls, backgrounds: tuple[Background, ...]) -> tuple[Background, ...]:
         if len({background.name for background in backgrounds}) != len(backgrounds):
-            raise ValueError("one name stands twice")
+            raise ValueError("two backgrounds have one name; names must differ")
         return backgrounds
 
 
@@ -115,15 +115,15 @@ class CollectorConfig(Config):
     @classmethod
     def _all_differ(cls, values: tuple[float | str, ...] | None) -> tuple[float | str, ...] | None:
         if values is not None and len(set(values)) != len(values):
-            raise ValueError("one stands twice")
+            raise ValueError("duplicate value")
         return values
 
     @field_validator("held_out_backgrounds")
     @classmethod
     def _all_are_backgrounds(cls, names: tuple[str, ...], given: ValidationInfo) -> tuple[str, ...]:
-        there = {background.name for background in given.data["stress"].backgrounds} if "stress" in given.data else set(names)
-        if unknown := sorted(set(names) - there):
-            raise ValueError(f"{', '.join(unknown)} is none of stress.backgrounds, which are {', '.join(sorted(there))}")
+        known = {background.name for background in given.data["stress"].backgrounds} if "stress" in given.data else set(names)
+        if unknown := sorted(set(names) - known):
+            raise ValueError(f"stress.backgrounds has no {', '.join(unknown)}, but {', '.join(sorted(known))}")
         return names
 
     def open_source(self, device: str) -> MetricSource:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import model_validator
 
 from graph_model.simulation.tracks import Floats, NodeKind, OffGpu, Tracks
 from utils.frozen import Frozen
@@ -22,7 +21,7 @@ class PipelineCosts(Frozen):
         convolution_ms, product_ms: what a convolution and a matrix product cost the host in addition, for the call of cuDNN or
             cuBLAS.
         recurrent_launch_ms: what each launch of a recurrent layer costs it in addition.
-        reducing_ms: what a reduction, normalisation, softmax or pool costs it in addition; 0 in older files.
+        reducing_ms: what a reduction, normalisation, softmax or pool costs it in addition.
         start_ms: the host's time before the first node.
         gap_ms: the GPU's pause between the work of two launches.
         lead_ms: from a launch to the start of its work on an idle GPU. It is fitted to whole runs, and negative where it makes
@@ -41,16 +40,6 @@ class PipelineCosts(Frozen):
     product_ms: float = 0.0
     recurrent_launch_ms: float = 0.0
     reducing_ms: float = 0.0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_cost_for_both_libraries(cls, costs: Any) -> Any:
-        """Reads older files: they have one cost for the calls of both libraries."""
-        if not isinstance(costs, dict) or "library_ms" not in costs:
-            return costs
-        both = costs["library_ms"]
-        return {name: cost for name, cost in costs.items() if name != "library_ms"} | {
-            "convolution_ms": both, "product_ms": both}
 
     def at_pace(self, pace: float) -> PipelineCosts:
         """The costs where the host takes `pace` times as long for everything it does. The GPU's pauses stay as they are."""

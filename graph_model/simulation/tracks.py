@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from records.kernel_costs import CONVOLUTION_OPS, PRODUCT_OPS, RECURRENT_OPS, REDUCING_OPS
 from records.kernel_record import Kernel
+from records.operators import operator_row
 
 Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.int_]  # the NodeKind of each node
@@ -32,14 +32,7 @@ def node_kind(kernel: Kernel, on_gpu: bool = True) -> NodeKind:
     """The kind of a node; no node that the CPU provider runs calls a GPU's library."""
     if not kernel.moves_data:
         return NodeKind.VIEW
-    for kind, operators in OPERATORS.items():
-        if on_gpu and kernel.op_type in operators:
-            return kind
-    return NodeKind.OWN
-
-
-OPERATORS = {NodeKind.CONVOLUTION: CONVOLUTION_OPS, NodeKind.PRODUCT: PRODUCT_OPS, NodeKind.RECURRENT: RECURRENT_OPS,
-             NodeKind.REDUCING: REDUCING_OPS}
+    return NodeKind[operator_row(kernel.op_type).dispatch.upper()] if on_gpu else NodeKind.OWN
 
 
 class Tracks(NamedTuple):

@@ -91,7 +91,8 @@ class Prediction(Frozen):
             data were taken to be the largest possible; or some nodes hold graphs that are not counted.
         estimated_operators: kernel types that were never measured, so they are estimated from operators of their class.
         doubtful_operators: kernel types that were measured for other ranks or element types only.
-        sum_latency_ms: α·Σ+β; the prediction itself, unless the composition uses the longest path.
+        sum_latency_ms: the plain α·Σ+β of an idle device, with the α and β of the sum among the composition's candidates; the
+            prediction itself where that is the composition. None where no sum was fitted.
         kernel_sum_ms: Σ of the kernels' times.
         critical_path_ms: the longest path, where the composition uses it.
         load: `idle`, or the metrics of the load by DCGM field name (empty where only a probe saw it).

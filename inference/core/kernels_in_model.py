@@ -13,25 +13,23 @@ from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, kernel_
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
 from runtimes.ort.profile import RANGE, trip_ms
-from training.composition.host_side import HOST_LABEL
-from training.composition.off_gpu import (
+from training.composition.cuda_nodes import (
+    SELECTION_RANGE,
     host_range,
     is_copy,
     is_off_gpu,
     on_host,
     reading_loops,
-    takes_no_time,
-    to_host,
-    waits_inside,
-)
-from training.composition.selection import RANGE as SELECTION_RANGE
-from training.composition.selection import (
     row_selection_ms,
     selection_launches,
     selection_ms,
     selects_boxes,
     selects_in_rows,
+    takes_no_time,
+    to_host,
+    waits_inside,
 )
+from training.composition.host_side import HOST_LABEL
 from training.kernels.settings import LAUNCHES
 
 if TYPE_CHECKING:

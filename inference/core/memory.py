@@ -32,25 +32,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from records.kernel_record import Kernel, ModelRecord, Node
+from records.operators import operator_row
 from runtimes import runtime_named
 from utils.fingerprint import Machine, Target
 from utils.frozen import Frozen
 
 MIB = 2**20
-
-# Inputs whose buffer the output may take over, by operator: the `MayInplace` hints of ONNX Runtime's kernels.
-_UNARY = (
-    "Relu", "LeakyRelu", "ThresholdedRelu", "Elu", "Selu", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Tanh", "Clip",
-    "Abs", "Neg", "Floor", "Ceil", "Reciprocal", "Sqrt", "Exp", "Log", "Softmax", "LogSoftmax", "Cast", "Not",
-)
-_BINARY = ("Add", "Sub", "Mul", "Div")
-IN_PLACE: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(_UNARY, (0,)), **dict.fromkeys(_BINARY, (0, 1)), "Sum": (0,), "FusedConv": (3,),
-}
-_NCHWC_CONV_IN_PLACE = (3,)  # the tensor that a Conv with a fused Add adds to its product
-_NCHWC_DOMAIN = "com.microsoft.nchwc"
-
-
+BLOCKED_DOMAIN = "com.microsoft.nchwc"
 # bytes that stay in the heap for each byte of a weight: of a convolution, of one-byte integers, and of others
 ONCE_LOADED_CONV, ONCE_LOADED_INT8, ONCE_LOADED = 1.8, 1.0, 0.5
 LOADED_BASE_BYTES = 2 * MIB  # of the graph itself
@@ -107,9 +95,10 @@ class Layout(NamedTuple):
 
 def layout_of(kernel: Kernel) -> Layout:
     """How a kernel uses memory; the same in every model that holds it."""
-    in_place = IN_PLACE.get(kernel.op_type, ())
-    if kernel.domain == _NCHWC_DOMAIN and kernel.op_type == "Conv":
-        in_place = _NCHWC_CONV_IN_PLACE
+    row = operator_row(kernel.op_type)
+    in_place = row.in_place
+    if kernel.domain == BLOCKED_DOMAIN and row.sum_input is not None:
+        in_place = (row.sum_input,)
     return Layout(tuple(tensor.bytes for tensor in kernel.outputs), not kernel.moves_data, in_place, _column_bytes(kernel),
                   _loading_bytes(kernel))
 

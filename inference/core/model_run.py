@@ -39,8 +39,8 @@ from inference.core.uncertainty import (
 from inference.core.used_estimators import used_estimators
 from inference.sharing.co_runner import UnderLoad, under_load
 from records.run_order import at_guess, run_order, runs_in_order, shortest_cut
-from training.composition.error_sources import KNOWN, Sources, Stranger, sources
 from training.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes
+from training.composition.intervals import KNOWN, Novelty, Sources, sources
 
 if TYPE_CHECKING:
     from graph_model.simulation.pipeline import PipelineCosts
@@ -155,18 +155,18 @@ def kernels_span(run: ModelRun, latency: float, marking_only: bool) -> Span:
 
 def sources_of(run: ModelRun, latency: float) -> Sources:
     """What the error of a latency (ms) on a GPU may come from."""
-    return sources(((node.runs * found.gpu_ms, _stranger(found))
+    return sources(((node.runs * found.gpu_ms, _novelty(found))
                     for node, found in zip(run.record.nodes, run.nodes, strict=True)), latency)
 
 
-def _stranger(kernel: KernelInModel) -> Stranger | None:
+def _novelty(kernel: KernelInModel) -> Novelty | None:
     """How a kernel differs from those that were learned from; None where it was measured."""
     if kernel.provenance == "measured":
         return None
     if kernel.uncertainty is None or kernel.uncertainty.reason not in CALIBRATED:
         return KNOWN
-    how = CALIBRATED[kernel.uncertainty.reason]
-    return Stranger(how, kernel.uncertainty.time.high ** (1.0 / BEYOND_POWER) if how == "beyond" else 1.0)
+    kind = CALIBRATED[kernel.uncertainty.reason]
+    return Novelty(kind, kernel.uncertainty.time.high ** (1.0 / BEYOND_POWER) if kind == "beyond" else 1.0)
 
 
 def without_calibrated(run: ModelRun) -> ModelRun:

@@ -52,8 +52,7 @@ def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
 
 
 def uncounted(record: ModelRecord) -> list[str]:
-    """The nodes whose bodies are not in the record, so that nothing in them is counted. Records of an older Hase lack those of
-    Loop and If too."""
+    """The nodes whose bodies are not in the record, so that nothing in them is counted."""
     held = {node.inside for node in record.nodes}
     return [node.name for node in record.nodes if record.kernel_of(node).subgraphs and node.name not in held]
 

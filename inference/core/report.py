@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 log = get_logger("predict")
 
 
-def summary(found: Prediction) -> dict[str, Any]:
-    """A prediction as one row of a table."""
+def summary(found: Prediction, show_sum: bool = False) -> dict[str, Any]:
+    """A prediction as one row of a table; with `show_sum`, the plain α·Σ+β stands beside it."""
     return {
         "model": found.model, "batch": found.batch,
         **({"sizes": "fixed" if found.static else "left open"} if found.dims else {}),
         **({"host pace": found.host_pace} if found.host_pace is not None else {}),
         **(found.under_load.columns() if found.under_load else {"latency (ms)": found.latency_ms}),
+        **({"α·Σ+β (ms)": found.sum_latency_ms} if show_sum else {}),
         "90 % between (ms)": "{:.4g} and {:.4g}".format(*found.interval_ms),
         "items/s": found.items_per_second, "peak memory (MiB)": found.peak_memory_mib,
         "Σ kernels (ms)": found.kernel_sum_ms,
@@ -39,12 +40,14 @@ def kernel_rows(found: Prediction, top: int) -> list[dict[str, Any]]:
         for kernel in found.kernels[:top]]
 
 
-def print_predictions(found: Sequence[Prediction], top: int, energies: Sequence[EnergyPrediction] = ()) -> None:
+def print_predictions(found: Sequence[Prediction], top: int, energies: Sequence[EnergyPrediction] = (),
+                      show_sum: bool = False) -> None:
     """Prints one row per prediction on stdout and, if there is only one, the kernels with the most time. What the predictions
     hold for goes to stderr.
 
     Args:
         energies: of the predictions, if they are to be printed.
+        show_sum: whether the plain α·Σ+β stands beside each prediction.
     """
     first = found[0]
     used = first.composition
@@ -58,7 +61,7 @@ def print_predictions(found: Sequence[Prediction], top: int, energies: Sequence[
         load = ", ".join(filter(None, (load, "as the probe met it")))
     log.info("target %s, %s, load %s; latency = %s", first.target, first.way.description, load, how)
     mark = any(one.rough_estimate for one in found)
-    cli.print_table([summary(one) | ({"rough estimate": "yes" if one.rough_estimate else "no"} if mark else {})
+    cli.print_table([summary(one, show_sum) | ({"rough estimate": "yes" if one.rough_estimate else "no"} if mark else {})
                      for one in found], "predicted latency")
     if energies:
         print()

@@ -16,15 +16,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from records.kernel_record import Kernel
-from training.composition import fit_pipeline
-from training.composition.error_sources import Strangeness
+from training.composition import formulas
+from training.composition.intervals import NoveltyKind
 from training.kernels.settings import LAUNCHES
 from utils.lazy import scipy
 
 if TYPE_CHECKING:
     from inference.core.run_modes import RunMode
     from inference.core.targets import Fitted
-    from training.composition.fitted import Composition, ErrorRange
+    from training.composition.fitted import Composition
+    from training.composition.intervals import ErrorRange
     from training.kernels.predictors import Predictors
     from training.sharing.learned import Sharing, SharingErrors
     from utils.timing import ErrorStatistics
@@ -44,7 +45,7 @@ PACE_WORTH_SAYING = 0.05  # of the latency: no warning about an unknown host's p
 
 Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow", "forced"]
 # The reasons that a calibrated interval (training/composition/intervals.py) covers, and as what.
-CALIBRATED: dict[Reason, Strangeness] = {
+CALIBRATED: dict[Reason, NoveltyKind] = {
     "estimated": "unmeasured", "other form": "other form", "beyond": "beyond"}
 
 
@@ -64,7 +65,7 @@ class Span(NamedTuple):
 
 
 CERTAIN = Span(1.0, 1.0)
-HOSTS = Span(*fit_pipeline.HOSTS)  # how many times as long as usual a host may take to dispatch
+HOSTS = Span(*formulas.HOSTS)  # how many times as long as usual a host may take to dispatch
 # Where the pace is known, a model's host plausibly takes from pace ** (1 - this) to pace ** (1 + this) times as long as usual.
 # With it, intervals hold about nine of ten recorded latencies of H200s at any pace from 0.83 to 1.7: 87 to 96 % of 436 in five
 # groups by pace, all kernels predicted (without it 69 % where the pace is above 1.3).

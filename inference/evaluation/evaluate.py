@@ -96,7 +96,8 @@ def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[s
     if not header_path(folder).exists():
         shipped = ROOT / "recipes" / "h200" / f"{fitted.target.name}.tar.xz"
         raise UserError(f"{folder}: no dataset of target {fitted.target.name} to compare with; " + (
-            f"unpack the one that comes with Hase: tar xf {shipped} -C {folder.parent}" if shipped.exists() else
+            f"unpack the one that comes with Hase: python recipes/h200/dataset_archives.py unpack --workspace {workspace.root}"
+            if shipped.exists() else
             "measure it on such a machine: python benchmark/collector.py"))
     records = recorded_records(workspace, paths, dims, fitted, failures, static)
     models = models_in_dataset(folder, records, fitted.predictors.sidecar.metrics, run_mode.label)

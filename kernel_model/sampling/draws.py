@@ -9,9 +9,9 @@ import numpy as np
 
 from kernel_model.sampling.float_types import float_types, in_float_type
 from records.elements import session_dtype
-from records.kernel_costs import BASE_NAMES
 from records.kernel_record import Kernel, KernelInput, Tensor
 from records.kernel_types import describe_kernel
+from records.operators import operator_row
 from runtimes.ort.building.dummy_data import index_limit
 from runtimes.ort.building.kernel_models import build_model, shareable
 from utils.errors import UserError
@@ -20,11 +20,6 @@ from utils.ort_sessions import open_session
 Draw = tuple[list[KernelInput], dict[str, Any]]
 BLOCK = 16  # channels of a blocked tensor come in multiples of ORT's widest block
 SIDES = np.array([4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224])
-# Operators with one output, of the first input's shape: no session is needed to know it, nor could the CPU provider open
-# one for all of them.
-LIKE_FIRST_INPUT = {"Relu", "Sigmoid", "HardSigmoid", "HardSwish", "Clip", "Gelu", "QuickGelu", "BiasGelu", "FastGelu", "Tanh",
-                    "Softmax", "BiasSoftmax", "LogSoftmax", "Sqrt", "Reciprocal",
-                    "Elu", "LeakyRelu", "Softplus", "Erf", "Neg", "Abs", "Exp", "Log"}
 
 
 def scaled(size: int, generator: np.random.Generator, multiple: int = 1, spread: float = 1.0) -> int:
@@ -131,7 +126,7 @@ def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator, spread
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     tensors = [tensor for tensor in inputs if tensor.present and tensor.values is None]
     rank = max((len(tensor.shape) for tensor in tensors), default=0)
-    fixed = attributes.get("axis") if kernel.op_type in ("Concat", "Split") else None
+    fixed = attributes.get("axis") if operator_row(kernel.op_type).kind == "joint" else None
     fixed = fixed % rank if isinstance(fixed, int) and rank else None
     image = rank == 4
     new: dict[tuple[int, int], int] = {}
@@ -296,7 +291,7 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
     Raises:
         UserError: the sizes do not fit together.
     """
-    if kernel.op_type in LIKE_FIRST_INPUT:
+    if operator_row(kernel.op_type).keeps_shape:  # nor could the CPU provider open a session for all of these
         return (Tensor(dtype=kernel.outputs[0].dtype, shape=inputs[0].shape),)
     free = tuple(tensor.model_copy(update={"constant": False}) if shareable(tensor) else tensor for tensor in inputs)
     model = build_model(kernel.model_copy(update={"inputs": free, "attributes": attributes}))  # no large weight is made
@@ -328,8 +323,7 @@ def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     own = float_types(kernel)
     # The CPU provider, which says what a kernel puts out, lacks many operators in half precision.
     seed = in_float_type(kernel, "float32") if own == {"float16"} else kernel
-    base = BASE_NAMES.get(seed.op_type, seed.op_type)
-    inputs, attributes = DRAWS.get(base, draw_axes)(seed, batch, generator, spread)
+    inputs, attributes = DRAWS.get(operator_row(seed.op_type).base_name, draw_axes)(seed, batch, generator, spread)
     outputs = infer_outputs(seed, inputs, attributes)
     drawn = describe_kernel(seed.op_type, seed.domain, seed.opset, attributes, inputs, outputs)
     for position, tensor in enumerate(drawn.inputs):

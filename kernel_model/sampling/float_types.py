@@ -9,17 +9,17 @@ import numpy as np
 from records.elements import type_code
 from records.kernel_record import Kernel, KernelInput, Tensor
 from records.kernel_types import describe_kernel
+from records.operators import operator_row
 from runtimes.ort.cuda.kernels import cuda_kernel
 from utils.errors import UserError
 
 FLOAT_TYPES = ("float32", "float16")  # that a kernel may be drawn in
-ALWAYS_SINGLE = {"Resize": (2,)}  # inputs that are float32 whatever the type of the rest: scales
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def float_types(kernel: Kernel) -> set[str]:
     """The types in FLOAT_TYPES that a kernel's tensors have, except those that are of one type in all models."""
-    single = ALWAYS_SINGLE.get(kernel.op_type, ())
+    single = operator_row(kernel.op_type).single_inputs
     tensors = [t for position, t in enumerate(kernel.inputs) if position not in single] + list(kernel.outputs)
     return {t.dtype for t in tensors}.intersection(FLOAT_TYPES)
 
@@ -37,7 +37,7 @@ def in_float_type(kernel: Kernel, dtype: str) -> Kernel:
         return kernel
     if len(types) > 1:
         raise UserError(f"{kernel.id}: mixes floating types, so it has no counterpart in {dtype}")
-    single = ALWAYS_SINGLE.get(kernel.op_type, ())
+    single = operator_row(kernel.op_type).single_inputs
     inputs = [t if position in single else _typed(t, dtype) for position, t in enumerate(kernel.inputs)]
     attributes: dict[str, Any] = {
         name: value | {"dtype": dtype} if isinstance(value, dict) and value.get("dtype") in FLOAT_TYPES else value

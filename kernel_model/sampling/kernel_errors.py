@@ -2,8 +2,7 @@
 
 Training writes it as it cross-validates: one JSON document a target (see `Workspace.kernel_errors`). The sampler reads it.
 Kernels that only held-out families hold are in no training, so they are not in it either; the families held out are named
-there all the same, and seed nothing. History of the schema: version 2
-names the target's runtime.
+there all the same, and seed nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class KernelErrors(Frozen):
 def write_errors(path: Path, errors: KernelErrors) -> None:
     """Writes what `read_errors` reads; what is as by default is left out, which halves it."""
     document = errors.model_dump(mode="json", exclude_defaults=True) | {"version": errors.version}
-    files.write_text(path, json.dumps(document, separators=(",", ":")) + "\n")
+    files.write_text(path, json.dumps(files.with_digest(document), separators=(",", ":")) + "\n")
 
 
 def read_errors(path: Path) -> KernelErrors:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from utils.config import Config, read_config
+from utils.config import Config
 from utils.paths import ROOT
 
 CONFIG_FILE = ROOT / "model_zoo" / "config.yaml"
@@ -95,8 +94,3 @@ class Export:
         if self.batch is None:
             return (self.model if self.dtype == "fp32" else f"{self.model}_{self.dtype}") + (size if self.names_size else "")
         return f"{self.model}_{self.dtype}_b{self.batch}{size}"
-
-
-def read_zoo_config(path: Path | None = None) -> ZooConfig:
-    """The config in `path` (default: model_zoo/config.yaml); `UserError` where it is wrong."""
-    return read_config(path or CONFIG_FILE, ZooConfig)

@@ -8,7 +8,6 @@ unpacked.
 from __future__ import annotations
 
 import sys
-import tarfile
 from pathlib import Path
 
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
@@ -16,9 +15,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from convolutions.results import JOURNAL, SETTINGS, read_settings, write_tables
 from records.journal import read_blocks
-from utils import cli
+from utils import archives, cli
 from utils.errors import UserError
-from utils.files import replacing
 from utils.logger import get_logger
 
 EXAMPLES = """
@@ -44,17 +42,8 @@ def rewrite_tables(results: Path) -> int:
 
 def pack(results: Path, patterns: tuple[str, ...], archive: Path) -> None:
     """Packs the files below `results` whose names fit one of `patterns`, under the folder's own name."""
-    files = sorted(path for pattern in patterns for path in results.glob(f"**/{pattern}"))
-    with replacing(archive) as part, tarfile.open(part, "w:xz") as packed:
-        for path in files:
-            packed.add(path, Path(results.name, path.relative_to(results)), filter=of_nobody)
-
-
-def of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """An entry without user and time, so that the same files give the same archive."""
-    member.uid = member.gid = member.mtime = 0
-    member.uname = member.gname = ""
-    return member
+    paths = sorted(path for pattern in patterns for path in results.glob(f"**/{pattern}"))
+    archives.pack(archive, ((str(Path(results.name, path.relative_to(results))), path.read_bytes()) for path in paths))
 
 
 def main() -> None:

@@ -33,5 +33,6 @@ else
     mv "$out/evaluation.new" "$out/evaluation.txt"
 fi
 phase "8  a model with open sizes, for questions of your own"
-hase model_zoo/torchvision_exporter.py --config recipes/demo/open_sizes.yaml >> "$out/exported.txt"
+hase model_zoo/torchvision_exporter.py --config recipes/demo/model_zoo.yaml --model mnasnet1_0 --batch-size 1 \
+  --set dynamic=true --set fixed=false >> "$out/exported.txt"
 phase "done"

@@ -27,7 +27,7 @@ step() { # name command…: keeps its output and says how it ended
 torchvision() { # the models, a few at a time, and their records at three batch sizes
   # shellcheck disable=SC2086
   printf '%s\n' $torchvision | OMP_NUM_THREADS=2 xargs -P "$jobs" -I NAME python model_zoo/torchvision_exporter.py \
-    --workspace "$out" --config recipes/h200/model_zoo_energy.yaml --model NAME
+    --workspace "$out" --config recipes/h200/model_zoo.yaml --model NAME
   # shellcheck disable=SC2046,SC2086
   hase ort_analysis/fusion_detector.py --device cuda --jobs "$jobs" --static --dim batch=1,16,64 \
     $(printf -- '--model %s.onnx ' $torchvision)

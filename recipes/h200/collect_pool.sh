@@ -39,5 +39,6 @@ step pace hase benchmark/host_pace.py --json
 step build hase kernel_model/kernel_builder.py &
 step models hase benchmark/collector.py --config recipes/h200/collect_pool.yaml
 wait
-step kernels hase benchmark/collector.py --config recipes/h200/collect_pool_kernels.yaml
+step kernels hase benchmark/collector.py --config recipes/h200/collect_pool.yaml --set model_labels=false \
+  --set 'kernel_levels=[0.0]' --set patience_s=0.5
 step pace_after hase benchmark/host_pace.py --json

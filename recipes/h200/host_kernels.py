@@ -18,7 +18,7 @@ from records.kernel_costs import is_control_flow
 from records.kernel_record import KernelIndex, ModelRecord
 from records.kernel_record_files import build_index, index_path, read_model_record
 from runtimes.targets import flavour_of
-from training.composition.off_gpu import is_copy, reads_shape
+from training.composition.cuda_nodes import is_copy, reads_shape
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import Flavour
@@ -43,7 +43,7 @@ def on_host(record: ModelRecord) -> ModelRecord:
 
 def host_index(records: Sequence[ModelRecord], flavour: Flavour) -> KernelIndex:
     """The index of the CPU provider's kernels in some CUDA graphs, as kernels of `flavour`."""
-    held = [one for one in map(on_host, records) if one.kernels]
+    held = [record for record in map(on_host, records) if record.kernels]
     return build_index(flavour, held)
 
 

@@ -25,15 +25,23 @@ from inference.core.run_modes import AS_USUAL
 from inference.core.targets import Fitted, fitted_for
 from records.kernel_costs import is_control_flow
 from records.kernel_record import ModelRecord
-from training.composition.fit_pipeline import fit_pipeline
+from training.composition.cuda_nodes import (
+    guessed_ms,
+    is_copy,
+    reads_shape,
+    row_selection_ms,
+    selects_boxes,
+    selects_in_rows,
+    takes_no_time,
+    waits_inside,
+)
+from training.composition.formulas import fit_pipeline
+from training.composition.held_out import predict_as_learned
 from training.composition.host_side import HOST_LABEL, host_predictors
-from training.composition.left_out import predict_as_learned
 from training.composition.measured_models import MeasuredModel, TimesOfModels, measured_models, tracks_of
-from training.composition.off_gpu import guessed_ms, is_copy, reads_shape, takes_no_time, waits_inside
-from training.composition.selection import row_selection_ms, selects_boxes, selects_in_rows
 from training.kernels.predictors import ON_GPU, read_predictors
 from training.kernels.settings import TrainingConfig
-from training.kernels.targets import CONFIG
+from training.kernels.targets import add_config
 from training.kernels.training_set import read_training_set
 from utils import cli
 from utils.config import read_config
@@ -81,20 +89,21 @@ def held_out_kernels(known: Mapping[Placed, KernelInModel], record: ModelRecord,
         types_without: the types of the host's kernels that were measured for other families than this one; the time of a kernel
             of another type is guessed, as in any prediction.
     """
-    found = dict(known)
+    kernels = dict(known)
     for name, provider in {(node.kernel_id, node.provider) for node in record.nodes}:
-        one, kernel = known[name, provider], record.kernels[name]
+        known_time, kernel = known[name, provider], record.kernels[name]
         if is_control_flow(kernel) or is_copy(kernel) or selects_boxes(kernel):
             continue
         if selects_in_rows(kernel):
-            found[name, provider] = one._replace(latency_ms=row_selection_ms(kernel), launches=1.0)
-        elif not one.on_host:
+            kernels[name, provider] = known_time._replace(latency_ms=row_selection_ms(kernel), launches=1.0)
+        elif not known_time.on_host:
             gpu_ms, launches = (times[label][record.model][name] for label in ON_GPU)
-            found[name, provider] = one._replace(latency_ms=gpu_ms, launches=launches)
+            kernels[name, provider] = known_time._replace(latency_ms=gpu_ms, launches=launches)
         elif on_host and not takes_no_time(kernel):
             known_type = kernel.type in types_without(record.group)
-            found[name, provider] = one._replace(latency_ms=on_host[record.model][name] if known_type else guessed_ms(kernel))
-    return found
+            time_ms = on_host[record.model][name] if known_type else guessed_ms(kernel)
+            kernels[name, provider] = known_time._replace(latency_ms=time_ms)
+    return kernels
 
 
 def looked_up(fitted: Fitted, record: ModelRecord, label: str) -> dict[str, float]:
@@ -144,14 +153,14 @@ def judge(workspace: Workspace, host: Workspace | None, target: str, config: Tra
 
 def errors_of(judged: Sequence[Judged], what: str) -> list[dict[str, Any]]:
     """The errors of some models, one row for each way of predicting."""
-    measured = [one.model.latency_ms for one in judged]
-    found = []
+    measured = [judgement.model.latency_ms for judgement in judged]
+    rows = []
     for how, kernels in WAYS.items():
-        errors = error_statistics([getattr(one, how) for one in judged], measured)
-        found.append({"models": what, "kernels": kernels,
-                      "count": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
-                      "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst})
-    return found
+        errors = error_statistics([getattr(judgement, how) for judgement in judged], measured)
+        rows.append({"models": what, "kernels": kernels,
+                     "count": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
+                     "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst})
+    return rows
 
 
 def on_cpu(record: ModelRecord) -> int:
@@ -175,21 +184,21 @@ def main() -> int:
     parser.add_argument("--host", type=Path, metavar="DIR", help="the workspace with the host's kernels")
     parser.add_argument("--parts", type=cli.count, default=PARTS, metavar="N",
                         help=f"in how many parts families are held out (default: {PARTS})")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="of the training")
+    add_config(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
     fitted: Fitted = fitted_for(workspace, args.target)
-    config = read_config(args.config, TrainingConfig).model_copy(update={"folds": args.parts})
+    config = read_config(args.config, TrainingConfig, args.changes).model_copy(update={"folds": args.parts})
     judged = judge(workspace, Workspace(args.host) if args.host else None, fitted.target.name, config)
-    some = [one for one in judged if on_cpu(one.model.record)]
-    kinds = [one for one in some if one.model.group in DETECTORS_AND_DECODERS]
-    table = [line for models, what in ((kinds, "detectors and decoders with nodes on the CPU"), (some, "all such models"),
+    with_cpu = [judgement for judgement in judged if on_cpu(judgement.model.record)]
+    kinds = [judgement for judgement in with_cpu if judgement.model.group in DETECTORS_AND_DECODERS]
+    table = [line for models, what in ((kinds, "detectors and decoders with nodes on the CPU"), (with_cpu, "all such models"),
                                        (judged, "all that wait or compute on the host")) if models
              for line in errors_of(models, what)]
     if args.json:
-        cli.print_json({"models": [row(one) for one in judged], "errors": table})
+        cli.print_json({"models": [row(judgement) for judgement in judged], "errors": table})
     else:
-        cli.print_table([row(one) for one in judged], "models of which a CUDA session runs a part on the host")
+        cli.print_table([row(judgement) for judgement in judged], "models of which a CUDA session runs a part on the host")
         cli.print_table(table, "errors, at the host's pace as measured")
     return 0
 

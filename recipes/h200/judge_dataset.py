@@ -67,7 +67,7 @@ def judge(predictor: Predictor, measured: Workspace) -> list[Judged]:
         log.warning("%s: measured on %s, which the predictors were learned from, too", folder, cli.first_of(seen))
     strict = Predictor(predictor.workspace, name, strict=True, force=predictor.force)
     table = idle_rows(read_model_table(measured, name)).reindex(columns=["Model", "median_ms", "Probe_us"])
-    found = []
+    judged = []
     for model, (latency_ms, probe_us) in table.groupby("Model").median().iterrows():
         path = record_path(measured, fitted.target.flavour, str(model))
         if not path.is_file():
@@ -75,10 +75,10 @@ def judge(predictor: Predictor, measured: Workspace) -> list[Judged]:
             continue
         record = read_model_record(path)
         pace: HostPace = UNKNOWN if math.isnan(probe_us) else given_pace(ratio_of(probe_us, fitted))
-        found.append(Judged(latency_ms, *(one.predict(record, host_pace=pace) for one in (strict, predictor))))
-    if not found:
+        judged.append(Judged(latency_ms, *(which.predict(record, host_pace=pace) for which in (strict, predictor))))
+    if not judged:
         raise UserError(f"{folder}: no latency of a model on an idle device with a record to predict it from")
-    return found
+    return judged
 
 
 def holds(latency_ms: float, prediction: Prediction) -> bool:
@@ -87,9 +87,9 @@ def holds(latency_ms: float, prediction: Prediction) -> bool:
     return low_ms <= latency_ms <= high_ms
 
 
-def row(one: Judged) -> dict[str, Any]:
+def row(model: Judged) -> dict[str, Any]:
     """A model as a row of the table."""
-    latency_ms, strict, usual = one
+    latency_ms, strict, usual = model
     return {"model": strict.model, "measured (ms)": latency_ms, "pace": strict.host_pace, "predicted (ms)": strict.latency_ms,
             "from (ms)": strict.interval_ms[0], "to (ms)": strict.interval_ms[1],
             "error_%": 100 * (strict.latency_ms / latency_ms - 1), "held": "yes" if holds(latency_ms, strict) else "no",
@@ -100,17 +100,17 @@ def row(one: Judged) -> dict[str, Any]:
 
 def errors_of(judged: Sequence[Judged]) -> list[dict[str, Any]]:
     """The errors of all models, one row for each way of predicting, in per cent."""
-    measured = [one.latency_ms for one in judged]
-    found = []
+    measured = [model.latency_ms for model in judged]
+    rows = []
     for how, kernels in WAYS.items():
-        predictions: list[Prediction] = [getattr(one, how) for one in judged]
-        errors = error_statistics([one.latency_ms for one in predictions], measured)
-        held = [holds(latency_ms, one) for latency_ms, one in zip(measured, predictions, strict=True)]
-        widths = sorted(one.interval_ms[1] / one.interval_ms[0] - 1 for one in predictions)
-        found.append({"kernels": kernels, "count": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
-                      "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst,
-                      "held_%": 100 * sum(held) / len(held), "width_%": 100 * widths[len(widths) // 2]})
-    return found
+        predictions: list[Prediction] = [getattr(model, how) for model in judged]
+        errors = error_statistics([prediction.latency_ms for prediction in predictions], measured)
+        held = [holds(latency_ms, prediction) for latency_ms, prediction in zip(measured, predictions, strict=True)]
+        widths = sorted(high_ms / low_ms - 1 for low_ms, high_ms in (prediction.interval_ms for prediction in predictions))
+        rows.append({"kernels": kernels, "count": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
+                     "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst,
+                     "held_%": 100 * sum(held) / len(held), "width_%": 100 * widths[len(widths) // 2]})
+    return rows
 
 
 def main() -> int:
@@ -120,9 +120,9 @@ def main() -> int:
     args = parser.parse_args()
     judged = judge(Predictor(cli.start(args), args.target), Workspace(args.measured))
     if args.json:
-        cli.print_json({"models": [row(one) for one in judged], "errors": errors_of(judged)})
+        cli.print_json({"models": [row(model) for model in judged], "errors": errors_of(judged)})
     else:
-        cli.print_table([row(one) for one in judged], "models of a dataset that nothing was learned from")
+        cli.print_table([row(model) for model in judged], "models of a dataset that nothing was learned from")
         cli.print_table(errors_of(judged), "errors, at the host's pace as measured")
     return 0
 

@@ -9,7 +9,8 @@
 #   families     figures: families, operators, models that also use their host    90 minutes
 #   ship         into the repository: predictors to training/shipped/, which `--target nvidia-h200` predicts from, and the
 #                pages of operators and of energy to docs/, if there are any
-#   pack         the dataset of the workspace, into the archives of this folder
+#   pack         what the workspace's dataset holds beyond the archives of this folder, as a further archive; and the host's side,
+#                whose archive is small and written anew where it changed
 # Figures go to WORKSPACE/figures. TRAINING_CONFIG=FILE takes other settings than training/config.yaml.
 set -euo pipefail
 usage="usage: recipes/h200/learn.sh [workspace [unpack|learn|sharing|energy|collections|families|ship|pack ...]]"
@@ -20,7 +21,6 @@ cd "$here/../.."
 parts=("${@:2}")
 ((${#parts[@]})) || parts=(unpack learn sharing energy collections families ship)
 target=nvidia-h200-cuda-ort1.31-all
-records=cuda-ort1.31-all
 failed=()
 
 hase() { python "$1" --workspace "$out" "${@:2}"; } # script option…
@@ -43,7 +43,7 @@ archive() { # name folder path…: packs paths of a folder, so that the same fil
 
 part_unpack() {
   mkdir -p "$out"
-  tar xJf "$here/$target.tar.xz" -C "$out"
+  hase recipes/h200/dataset_archives.py unpack --archives "$here"
   tar xJf "$here/host-nvidia-h200.tar.xz" -C "$out"
 }
 part_learn() {
@@ -91,7 +91,7 @@ part_ship() {
   done
 }
 part_pack() {
-  archive "$target.tar.xz" "$out" --exclude=copies.json "benchmark/dataset/$target" "ort_analysis/ort_kernel_record/$records"
+  hase recipes/h200/dataset_archives.py pack --archives "$here"
   archive host-nvidia-h200.tar.xz "$out" host/benchmark/dataset host/ort_analysis/ort_kernel_record \
     "benchmark/dataset/$target/copies.json" node_profiles.json
 }

@@ -12,7 +12,7 @@ parts=("${@:2}")
 worst=0
 fail() { echo "error: $1" >&2; exit "${2:-1}"; }
 for part in "${parts[@]}"; do
-  case $part in from_metrics | from_probe | from_exported_probe) ;; *) fail "$part is none of live.sh's parts" 2 ;; esac
+  case $part in from_metrics | from_probe | from_exported_probe) ;; *) fail "$part: no such part; there are from_metrics, from_probe and from_exported_probe" 2 ;; esac
 done
 command -v prometheus > /dev/null || fail "no prometheus on the PATH: apt-get install prometheus"
 for port in 9090 9400; do
@@ -29,7 +29,8 @@ compare() {  # and keeps what it found as $out/$1.txt and .json, also where a mo
 by_prometheus() {  # a part, and the exporter's options; the exporter says at its end what it took of a core
   python benchmark/metrics_exporter.py --workspace "$out" --host 127.0.0.1 "${@:2}" >> "$out/exporter.txt" 2>&1 &
   local exporter=$!
-  compare "$1" --config recipes/h200/live_prometheus.yaml
+  compare "$1" --set prometheus.url=http://127.0.0.1:9090 --set prometheus.window_s=10 --set prometheus.max_age_s=10 \
+    --set prometheus.probe_max_age_s=15  # no sample from before the load in question enters a mean
   kill "$exporter" 2> /dev/null || fail "the exporter ended by itself; see $out/exporter.txt"
   wait "$exporter"
 }

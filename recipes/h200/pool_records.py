@@ -43,9 +43,9 @@ def sizes_of(path: Path) -> list[dict[str, int]] | UserError:
     if POOL_SIZES_KEY not in metadata:
         return []
     every = {dim: tuple(sizes) for dim, sizes in json.loads(metadata[POOL_SIZES_KEY]).items()}
-    found = cli.combinations(every)
+    combinations = cli.combinations(every)
     if DATA_SIZED_KEY in metadata:
-        for sizes in found:
+        for sizes in combinations:
             options = [f"--dim={name}={size}" for name, size in sizes.items()]
             command = [sys.executable, "benchmark/sizes_of_a_run.py", "--model", str(path.resolve()), "--static", "--json",
                        *options]
@@ -53,7 +53,7 @@ def sizes_of(path: Path) -> list[dict[str, int]] | UserError:
             if done.returncode:
                 return UserError(f"{path.name}: {done.stderr.strip().splitlines()[-1]}")
             sizes |= json.loads(done.stdout)
-    return found
+    return combinations
 
 
 def main() -> int:
@@ -64,8 +64,8 @@ def main() -> int:
     workspace = cli.start(args)
     paths = model_files([workspace.models])
     with ThreadPoolExecutor(args.jobs) as pool:
-        found = list(pool.map(sizes_of, paths))
-    work = [(path, sizes) for path, every in zip(paths, found, strict=True) if not isinstance(every, UserError)
+        sizes_by_path = list(pool.map(sizes_of, paths))
+    work = [(path, sizes) for path, every in zip(paths, sizes_by_path, strict=True) if not isinstance(every, UserError)
             for sizes in every]
     if not work:
         raise UserError(f"{workspace.models}: no models of the pool; export them with: "
@@ -76,10 +76,11 @@ def main() -> int:
                     for record in records}
         for flavour in flavours.values():
             update_index(workspace, flavour)
-    failed = [one for one in (*found, *done) if isinstance(one, UserError)]
+    failed = [result for result in (*sizes_by_path, *done) if isinstance(result, UserError)]
     for error in failed:
         log.error("%s", error)
-    log.info("%d records written, %d models and sizes failed", sum(not isinstance(one, UserError) for one in done), len(failed))
+    log.info("%d records written, %d models and sizes failed", sum(not isinstance(records, UserError) for records in done),
+             len(failed))
     return 1 if failed else 0
 
 

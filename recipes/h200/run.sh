@@ -8,9 +8,15 @@ jobs=$(($(nproc) / 2 + 1))
 hase() { python "$1" --workspace "$out" "${@:2}"; }
 
 mkdir -p "$out"
-for config in model_zoo model_zoo_fp16 model_zoo_sizes; do
-  hase model_zoo/torchvision_exporter.py --config "recipes/h200/$config.yaml"
-done
+in_half="alexnet, convnext_tiny, densenet121, efficientnet_b0, googlenet, mnasnet1_0, mobilenet_v2, mobilenet_v3_large,
+  regnet_y_400mf, regnet_x_3_2gf, resnet18, resnet50, resnext50_32x4d, shufflenet_v2_x1_0, squeezenet1_1, swin_t, vgg16, vit_b_16,
+  vit_b_32"  # one or two models of each family
+at_other_sizes="convnext_tiny, densenet121, efficientnet_b0, googlenet, mobilenet_v2, regnet_y_400mf, resnet18, resnet50,
+  shufflenet_v2_x1_0, squeezenet1_1, vgg11"  # of the families that take them
+zoo=recipes/h200/model_zoo.yaml
+hase model_zoo/torchvision_exporter.py --config $zoo
+hase model_zoo/torchvision_exporter.py --config $zoo --set "models=[$in_half]" --set 'dtypes=[fp16]'
+hase model_zoo/torchvision_exporter.py --config $zoo --set "models=[$at_other_sizes]" --set 'image_sizes=[224, 160, 288]'
 hase ort_analysis/fusion_detector.py --device cuda --jobs "$jobs" --static --dim batch=1,4,16,64,128
 hase kernel_model/kernel_builder.py > "$out/kernels.txt"
 hase kernel_model/kernel_sampler.py --count 10000 --free 25000 --batch-sizes 1,2,4,8,16,32,64,128 \

@@ -24,7 +24,7 @@ class GpuLatency(BaseModel):
 
     Attributes:
         io: `device`: tensors stay on the device; `host`: numpy in and out.
-        host_probe_us: time of the host probe meanwhile (measuring/quiet_host.py); None in older files.
+        host_probe_us: time of the host probe meanwhile (measuring/quiet_host.py).
     """
 
     model_config = ConfigDict(frozen=True)

@@ -161,7 +161,7 @@ def on_gpu(path: Path | None) -> dict[str, float]:
 
 def paces_on_gpu(path: Path | None, workspace: Path) -> dict[str, float]:
     """The host pace by model, from a file of compare_on_gpu.py: its ratio, to four digits, to the pace of the shipped
-    predictors. Empty without a file, or with an older one."""
+    predictors. Empty without a file."""
     rows = files.read_json(path)["models"] if path else []
     probes = {row["model"]: row["host_probe_us"] for row in rows if row.get("host_probe_us")}
     if not probes:

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from recipes.kinds.node_lists import NodeList, NodeRow
-from runtimes.ort.cuda.capture import COPIES
 
 
 class Difference(BaseModel):
@@ -113,7 +112,7 @@ def match(real: Sequence[NodeRow], derived: Sequence[NodeRow]) -> tuple[
 
 def _copies(of: NodeList) -> tuple[int, int]:
     counts = Counter(node.op_type for node in of.nodes)
-    return counts[COPIES[0]], counts[COPIES[1]]
+    return counts["MemcpyToHost"], counts["MemcpyFromHost"]
 
 
 def _difference(real: NodeList, what: str, node: NodeRow | None, other: NodeRow | None) -> Difference:

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict
 
 from recipes.kinds.manifest import MadeModel
 from records.elements import numpy_dtype, session_dtype
+from records.operators import COPIES
 from runtimes.ort.building.dummy_data import random_floats
-from runtimes.ort.cuda.capture import COPIES
 from runtimes.ort.graph.analysis import analyze, kernel_of
 from runtimes.ort.graph.nodes import name_nodes
 from runtimes.ort.graph.parsing import EXTERNAL_BYTES, parse_graph, shape_text

@@ -14,7 +14,6 @@ import json
 import logging
 import shlex
 import sys
-import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 
 from records.probe_reading import ProbedRuns, ProbeReading
 from utils import files
+from utils.archives import unpack
 from utils.paths import SIDECAR
 
 HERE = Path(__file__).resolve().parent
@@ -82,8 +82,7 @@ def questions() -> list[str]:
 def unpacked(folder: Path) -> Path:
     """Writes the workspace of the questions into `folder`; returns it."""
     for archive in (RECORDS, CPU_WORKSPACE):
-        with tarfile.open(archive) as packed:
-            packed.extractall(folder, filter="data")
+        unpack(archive, folder)
     (folder / "no_prometheus.yaml").write_text("prometheus: {url: null}\n", encoding="utf-8")
     (folder / METRICS["cuda"]).write_text('{"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.6, "DCGM_FI_DEV_GPU_UTIL": 60}',
                                           encoding="utf-8")
@@ -149,35 +148,35 @@ def without_words(answer: Any) -> Any:
 
 def answers(folder: Path) -> dict[str, Any]:
     """All questions with their answers, asked in `folder` (see `unpacked`); at the end, some again after a new training."""
-    found = {}
+    answered = {}
     asked = questions()
     logging.disable(logging.WARNING)
     with contextlib.chdir(folder), mock.patch("inference.core.targets.local_targets", return_value=()):  # wherever it is asked
         for question in asked:
-            found[question] = ask(question)
+            answered[question] = ask(question)
         learn_anew()
         for question in (question for question in asked if "mnasnet" in question or "squeezenet" in question):
-            found[f"{question} ({LEARNED} anew)"] = ask(question)
-    return found
+            answered[f"{question} ({LEARNED} anew)"] = ask(question)
+    return answered
 
 
-def differences(expected: Any, found: Any, tolerance: float, where: str = "") -> Iterator[str]:
+def differences(expected: Any, now: Any, tolerance: float, where: str = "") -> Iterator[str]:
     """The differences from the expected answer: numbers that differ by more than a ratio of `tolerance`, other strings, and
-    missing or other entries. A new field, which only `found` has, is no difference."""
-    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+    missing or other entries. A new field, which only `now` has, is no difference."""
+    if isinstance(expected, Mapping) and isinstance(now, Mapping):
         for key, value in expected.items():
-            if key in found:
-                yield from differences(value, found[key], tolerance, f"{where}.{key}")
+            if key in now:
+                yield from differences(value, now[key], tolerance, f"{where}.{key}")
             else:
                 yield f"{where}.{key} is missing"
-    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        for place, (one, other) in enumerate(zip(expected, found, strict=True)):
-            yield from differences(one, other, tolerance, f"{where}[{place}]")
-    elif _is_number(expected) and _is_number(found):
-        if abs(expected - found) > tolerance * abs(expected):
-            yield f"{where}: {expected!r} is now {found!r}"
-    elif expected != found:
-        yield f"{where}: {str(expected)[:200]} is now {str(found)[:200]}"
+    elif isinstance(expected, list) and isinstance(now, list) and len(expected) == len(now):
+        for place, (before, after) in enumerate(zip(expected, now, strict=True)):
+            yield from differences(before, after, tolerance, f"{where}[{place}]")
+    elif _is_number(expected) and _is_number(now):
+        if abs(expected - now) > tolerance * abs(expected):
+            yield f"{where}: {expected!r} is now {now!r}"
+    elif expected != now:
+        yield f"{where}: {str(expected)[:200]} is now {str(now)[:200]}"
 
 
 def _is_number(value: Any) -> bool:

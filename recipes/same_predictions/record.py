@@ -12,10 +12,8 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import io
 import json
 import lzma
-import tarfile
 import tempfile
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 from recipes.same_predictions import questions as asked
 from runtimes.ort.graph.analysis import analyze
 from utils import cli, files
+from utils.archives import pack
 from utils.logger import get_logger
 
 log = get_logger("same_predictions")
@@ -39,8 +38,8 @@ def read_answers() -> dict[str, Any]:
     """The answers as they were recorded; none where they never were."""
     if not asked.ANSWERS.exists():
         return {}
-    found: dict[str, Any] = json.loads(lzma.decompress(asked.ANSWERS.read_bytes()))
-    return found
+    answers: dict[str, Any] = json.loads(lzma.decompress(asked.ANSWERS.read_bytes()))
+    return answers
 
 
 def write_answers(answers: dict[str, Any]) -> None:
@@ -53,17 +52,6 @@ def ask_all() -> dict[str, Any]:
         return asked.answers(asked.unpacked(Path(folder)))
 
 
-def pack(archive: Path, members: Iterable[tuple[str, bytes]]) -> None:
-    """Writes files to a compressed tar, in the order of their names. The same contents give the same bytes."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:xz", preset=9) as packed:
-        for name, data in sorted(members):
-            about = tarfile.TarInfo(name)
-            about.size = len(data)
-            packed.addfile(about, io.BytesIO(data))
-    files.write_bytes(archive, out.getvalue())
-
-
 def records_of(models: Path) -> Iterable[tuple[str, bytes]]:
     """The records of the models in the questions, for both devices."""
     for device in ("cuda", "cpu"):
@@ -72,7 +60,7 @@ def records_of(models: Path) -> Iterable[tuple[str, bytes]]:
             dims = {key: int(size) for key, size in (part.split("=") for part in sizes.split(",") if "=" in part)}
             record = analyze(models / f"{stem}.onnx", device, dims, static=name in asked.STATIC)
             log.info("%s, %s: %d nodes, %d kernels", name, device, len(record.nodes), len(record.kernels))
-            yield f"records/{device}/{name}.json", record.model_dump_json().encode()
+            yield f"records/{device}/{name}.json", json.dumps(files.with_digest(record.model_dump(mode="json"))).encode()
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> list[str]:
@@ -96,11 +84,11 @@ def main() -> int:
         print(" ".join(name for name in names if name not in asked.FROM_TORCHVISION))
         return 0
     if args.models:
-        pack(asked.RECORDS, records_of(args.models))
+        pack(asked.RECORDS, sorted(records_of(args.models)))
     if args.cpu:
         kept = [path for part in ("benchmark/dataset", "ort_analysis/ort_kernel_record", "training/predictors")
                 for path in sorted((args.cpu / part).glob("*/*")) if path.is_file() and not path.name.startswith(".")]
-        pack(asked.CPU_WORKSPACE, ((str(path.relative_to(args.cpu)), path.read_bytes()) for path in kept))
+        pack(asked.CPU_WORKSPACE, sorted((str(path.relative_to(args.cpu)), path.read_bytes()) for path in kept))
     now = ask_all()
     changed = changes(read_answers(), now, 0.0 if args.exact else asked.TOLERANCE)
     cli.print_rows([{"change": line} for line in changed[:SHOWN]], args.json)

@@ -7,7 +7,10 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-out/tvm_gpu} minutes=${2:-10} search_minutes=${3:-30}
 hase() { python "$1" --workspace "$out" "${@:2}"; }
-draw() { hase tvm_analysis/operator_sampler.py --device cuda --config recipes/tvm/gpu_sizes.yaml "$@"; }
+draw() { # larger kernels than for a CPU
+  hase tvm_analysis/operator_sampler.py --device cuda --set 'channels=[1, 1024]' --set 'side=[4, 224]' --set 'rows=[1, 4096]' \
+    --set most_gflop=20 --set most_mib=256 "$@"
+}
 
 mkdir -p "$out"
 hase model_zoo/torchvision_exporter.py --config recipes/tvm/model_zoo.yaml --image-size 224 --batch-size 8 \
@@ -19,7 +22,7 @@ hase tvm_analysis/cuda_compiler.py
 hase benchmark/collector.py --config recipes/tvm/gpu.yaml --minutes "$minutes"
 hase tvm_analysis/tune_kernels.py --device cuda --trials 16 --minutes "$search_minutes" --model resnet18 --model squeezenet
 hase tvm_analysis/cuda_compiler.py
-hase benchmark/collector.py --config recipes/tvm/gpu_tuned.yaml
+hase benchmark/collector.py --config recipes/tvm/gpu.yaml --set setting.level=tuned
 hase training/train_kernel_model.py
 hase training/fit_composition.py
 hase inference/sum_and_path.py --choose-by densenet --choose-by efficientnet --choose-by regnet --choose-by convnext

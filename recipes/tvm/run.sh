@@ -15,15 +15,17 @@ hase tvm_analysis/operator_sampler.py --count 400
 hase tvm_analysis/operator_sampler.py --count 550 --operators product,convolution --seed 1
 hase ort_analysis/fusion_detector.py --device cpu > "$out/analysed.txt"
 hase kernel_model/kernel_builder.py > "$out/kernels.txt"
-hase benchmark/collector.py --config recipes/tvm/two_threads.yaml
-for setting in two_threads_one_core one_thread; do
-  hase benchmark/collector.py --config "recipes/tvm/$setting.yaml" --minutes "$setting_minutes"
+hase benchmark/collector.py --config recipes/tvm/cpu.yaml
+for threads in 2 1; do
+  hase benchmark/collector.py --config recipes/tvm/cpu.yaml --set setting.threads=$threads --set setting.cores=1 \
+    --minutes "$setting_minutes"
 done
 # all kernels of three networks, which can then be summed up; then those of the others with most work
 hase tvm_analysis/tune_kernels.py --trials 16 --model resnet18 --model squeezenet --model shufflenet
 hase tvm_analysis/tune_kernels.py --trials 16 --minutes "$search_minutes"
-hase benchmark/collector.py --config recipes/tvm/tuned.yaml
-hase benchmark/collector.py --config recipes/tvm/ort.yaml
+hase benchmark/collector.py --config recipes/tvm/cpu.yaml --set setting.level=tuned
+hase benchmark/collector.py --config recipes/demo/collector.yaml --set device=cpu --set 'levels=[0.0]' --set 'held_out=[]' \
+  --set sessions=3 --set model.budget_s=1.5 --set block_kernels=32
 hase training/train_kernel_model.py
 hase training/fit_composition.py
 hase inference/sum_and_path.py --choose-by densenet --choose-by efficientnet --choose-by regnet --choose-by convnext

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from measuring.bench import Effort
 from measuring.quiet_host import off_the_workers_cores
-from records.kernel_costs import CONTROL_FLOW
 from records.kernel_record import BRANCHES, Kernel
+from records.operators import CONTROL_FLOW
 from runtimes.ort.graph.bodies import steering_inputs
 from runtimes.ort.graph.parsing import ParsedGraph, parse_into
 from runtimes.ort.runner import bind, random_feed, timer, warm_up

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 import pynvml
-import torch
 
 from measuring import quiet_host
 from measuring.bench import Effort
 from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
 from measuring.quiet_host import off_the_workers_cores, quiet_samples_ms
 from records.elements import numpy_dtype, session_dtype
-from records.kernel_costs import CONTROL_FLOW, is_control_flow
+from records.kernel_costs import is_control_flow
 from records.kernel_record_files import read_model_record
 from records.labels import GPU_LABEL, UNPROFILED
 from records.measurement import Measurement, Place
+from records.operators import CONTROL_FLOW
 from runtimes import protocol
 from runtimes.ort.building.dummy_data import random_floats
 from runtimes.ort.building.kernel_models import WRITER, WRITER_OP, build_carrier, built_kernel, node_name
@@ -51,6 +51,7 @@ from runtimes.ort.runner import Runner, bind, device_binding, dispatcher, open_r
 from runtimes.protocol import Reply, Request
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts
+from utils.lazy import torch
 from utils.ort_sessions import model_errors, open_session
 from utils.temporary import temporary_folder
 from utils.timing import covered_us

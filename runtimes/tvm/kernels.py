@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from records.kernel_costs import VIEW_OPS, bytes_read, bytes_written, flops
+from records.kernel_costs import bytes_read, bytes_written, flops
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Origin, Tensor, record_name
 from records.kernel_types import kernel_id, normalize
+from records.operators import VIEWS
 from runtimes.ort.graph.source import Source
 from runtimes.tvm.functions import hash_of
 from runtimes.tvm.lowering import Lowered, bindings, called, relax_name
@@ -72,7 +73,7 @@ def described(operators: Sequence[Operator], function: str, inputs: Sequence[Ker
     """
     first = anchor(operators)
     one = operators[first]
-    others = [other.name for place, other in enumerate(operators) if place != first and other.name not in VIEW_OPS]
+    others = [other.name for place, other in enumerate(operators) if place != first and other.name not in VIEWS]
     name = "_".join([one.name, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
     attributes = dict(one.attributes)
     if "perm" in attributes and len(inputs[0].shape) != len(attributes["perm"]):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from records.kernel_costs import CONVOLUTION_OPS, PRODUCT_OPS, REDUCING_OPS, VIEW_OPS
+from records.operators import operator_row
 
 OperatorKind = Literal["linear", "multiplicative", "nonlinear"]
 NetworkKind = Literal["fully connected", "convolutional", "other"]
@@ -27,17 +27,8 @@ ONNX_NAMES = {  # of TVM's operators; the others' are the same but for capitals
     "RMSNormalization", "resize2d": "Resize", "resize3d": "Resize", "gelu_tanh": "Gelu", "logical_and": "And", "logical_or":
     "Or", "logical_not": "Not", "less_equal": "LessOrEqual", "greater_equal": "GreaterOrEqual", "argmax": "ArgMax", "argmin":
     "ArgMin", "cumsum": "CumSum", "topk": "TopK", "full": "ConstantOfShape", "arange": "Range"}
-LINEAR_OPS = {  # additions, comparisons, and what only moves data
-    "Add", "Sub", "Neg", "Sum", "Mean", "ReduceSum", "ReduceMean", "Less", "LessOrEqual", "Greater", "GreaterOrEqual",
-    "Equal", "And", "Or", "Not", "Transpose", "Concat", "Split", "Slice", "Gather", "GatherND", "GatherElements", "Expand",
-    "Cast", "Pad", "Tile", "Where", "ReorderInput", "ReorderOutput", "ConstantOfShape", "Range", *VIEW_OPS}
-ACTIVATION_OPS = {
-    "Relu", "Sigmoid", "Tanh", "Gelu", "FastGelu", "BiasGelu", "QuickGelu", "Silu", "LeakyRelu", "PRelu", "Clip", "Elu",
-    "Selu", "HardSigmoid", "HardSwish", "Erf", "Exp", "Max", "Min", "Softplus", "Mish", "Swish"}
-MULTIPLICATIVE_OPS = ({"Mul", "Div", "Reciprocal", "Pow", "Sqrt", "Rsqrt"} | ACTIVATION_OPS | PRODUCT_OPS) - {
-    "Attention", "MultiHeadAttention"}  # these hold a softmax
-USUAL_OPS = {"Relu", "MaxPool", "AveragePool", "GlobalAveragePool", "BatchNormalization", "LRN"} | CONVOLUTION_OPS
-SHORT_OF_COMPUTING = LINEAR_OPS - {"Add", "Sub", "Neg", "Sum"}  # move data, or nearly
+SUMS = ("Add", "Sub", "Neg", "Sum")  # linear operators that compute; the others move data, or nearly
+
 
 class Operator(NamedTuple):
     """An operator of a graph in ONNX's words.
@@ -106,9 +97,8 @@ def operator_kind(name: str) -> OperatorKind:
     The document counts activations twice, as multiplicative and as nonlinear. Since fully connected networks have only linear
     and multiplicative operators there, activations of single elements are multiplicative here.
     """
-    if name in LINEAR_OPS:
-        return "linear"
-    return "multiplicative" if name in MULTIPLICATIVE_OPS else "nonlinear"
+    linearity = operator_row(name).linearity
+    return "nonlinear" if linearity == "convolutional" else linearity
 
 
 def kind_of_all(names: Iterable[str]) -> OperatorKind:
@@ -120,16 +110,26 @@ def kind_of_all(names: Iterable[str]) -> OperatorKind:
 def network_kind(names: Iterable[str]) -> NetworkKind:
     """The stage of the document that a network belongs to, from the names of its operators. A softmax at the end of a fully
     connected network does not make it another one."""
-    there = set(names) - {"Softmax", "LogSoftmax"}
-    if not there & CONVOLUTION_OPS:
-        return "fully connected" if kind_of_all(there) != "nonlinear" else "other"
-    return "convolutional" if kind_of_all(there - USUAL_OPS) != "nonlinear" else "other"
+    rows = [operator_row(name) for name in set(names) - {"Softmax", "LogSoftmax"}]
+    if any(row.dispatch == "convolution" for row in rows):
+        return "other" if any(row.linearity == "nonlinear" for row in rows) else "convolutional"
+    return "other" if kind_of_all(row.name for row in rows) == "nonlinear" else "fully connected"
+
+
+def _rank(name: str) -> int:
+    """How little an operator decides the time of a kernel that holds it; see `anchor`."""
+    row = operator_row(name)
+    if row.dispatch in ("convolution", "product"):
+        return 0 if row.dispatch == "convolution" else 1
+    if row.dispatch == "reducing" or row.cost == "reduction":
+        return 2
+    if row.cost == "view":
+        return 5
+    return 4 if row.linearity == "linear" and name not in SUMS else 3
 
 
 def anchor(operators: Sequence[Operator]) -> int:
     """The place of the operator in a kernel that decides its time: the first convolution, else product, else reduction or
     normalisation, else one that computes, else one that moves data."""
-    ranks = [0 if one.name in CONVOLUTION_OPS else 1 if one.name in PRODUCT_OPS else
-             2 if one.name in REDUCING_OPS or one.name.startswith(("Reduce", "Arg")) else
-             5 if one.name in VIEW_OPS else 4 if one.name in SHORT_OF_COMPUTING else 3 for one in operators]
+    ranks = [_rank(operator.name) for operator in operators]
     return ranks.index(min(ranks))

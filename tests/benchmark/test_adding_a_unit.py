@@ -22,6 +22,8 @@ from records.journal import read_blocks
 from records.measurement import Measurement
 from utils.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 PRETENDED_W = 40.0
 
 

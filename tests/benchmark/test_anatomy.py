@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import onnx
 import pytest
+from command import printed, run_script
 from conftest import small_model
 
 from benchmark.run_anatomy import TracedModel, as_json, ask, measure, row, runs_of
@@ -21,8 +20,9 @@ from runtimes.protocol import Reply, Request, Worker, WorkerFailed
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
-from utils.paths import ROOT
 from utils.trace_events import MEASURED, read_processes
+
+pytestmark = pytest.mark.measuring
 
 EFFORT = Effort(least_runs=3, most_runs=3)
 
@@ -181,6 +181,7 @@ def test_a_model_that_fails_says_why(reply: Reply | None, message: str) -> None:
         measure(TracedModel(Path("net.onnx"), {}, 1), FakeWorker(reply), FakeWorker(None), EFFORT)
 
 
+@pytest.mark.slow
 def test_the_real_workers_need_no_record(tmp_path: Path) -> None:
     """On the CPU provider, which leaves a GPU nothing to do: the runs come through the pipe with their times on the host."""
     onnx.save(small_model(batch="batch"), tmp_path / "net.onnx")
@@ -213,8 +214,7 @@ def test_a_case_a_model_and_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.skipif(has_cuda(), reason="a GPU is here"))])
 def test_the_command_needs_a_gpu(device: str, tmp_path: Path) -> None:
-    command = [sys.executable, "benchmark/run_anatomy.py", "--workspace", str(tmp_path), "--model", "x.onnx"]
-    done = subprocess.run([*command, "--device", device], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_script("benchmark/run_anatomy.py", "--workspace", tmp_path, "--model", "x.onnx", "--device", device)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: where a GPU's time goes needs a GPU")
     assert len(done.stderr.splitlines()) == 1
@@ -224,11 +224,9 @@ def test_the_command_needs_a_gpu(device: str, tmp_path: Path) -> None:
 def test_the_command_on_a_gpu(tmp_path: Path) -> None:
     """The parts add up, and the GPU's own work takes no longer than the untraced run."""
     onnx.save(small_model(channels=64, side=64, batch="batch"), tmp_path / "net.onnx")
-    command = [sys.executable, "benchmark/run_anatomy.py", "--workspace", str(tmp_path), "--model", str(tmp_path / "net.onnx"),
-               "--dim", "batch=8", "--budget-s", "0.2", "--trace", str(tmp_path / "real.json"), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (found,) = json.loads(done.stdout)
+    (found,) = json.loads(printed(
+        "benchmark/run_anatomy.py", "--workspace", tmp_path, "--model", tmp_path / "net.onnx", "--dim", "batch=8", "--budget-s",
+        "0.2", "--trace", tmp_path / "real.json", "--json"))
     traced = found["traced"]
     assert sum(traced[name] for name in PARTS) == pytest.approx(traced["run_us"], abs=0.01)  # the trace rounds to nanoseconds
     assert 0 < traced["kernels_us"] < 1000 * found["latency_ms"]

@@ -61,6 +61,8 @@ from utils.errors import UserError
 from utils.fingerprint import Flavour, instruction_set, machine
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.measuring
+
 METRICS = ["DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_SYS"]
 LEVELS = (0.0, 0.5)
 KILLS = 4
@@ -166,6 +168,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Collected:
 
 # a run that was killed several times -------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_kills_leave_no_process_behind(collected: Collected) -> None:
     assert collected.killed == KILLS
     assert collected.orphans == []
@@ -173,6 +176,7 @@ def test_kills_leave_no_process_behind(collected: Collected) -> None:
     assert collected.blocks_after[-1] > 0
 
 
+@pytest.mark.slow
 def test_no_row_is_lost_or_doubled(collected: Collected) -> None:
     index = read_index(index_path(collected.workspace, collected.flavour))
     of_models = {name for of_type in index.kernels.values() for name, entry in of_type.items()
@@ -190,6 +194,7 @@ def test_no_row_is_lost_or_doubled(collected: Collected) -> None:
     assert set(measured.values()) == {1}
 
 
+@pytest.mark.slow
 def test_columns(collected: Collected) -> None:
     header = kernel_table_path(collected.folder).read_text().splitlines()[0].split(",")
     assert header[:6] == ["Kernel_ID", "OpType", "Input_Shape", *METRICS, "Latency_ms"]
@@ -200,6 +205,7 @@ def test_columns(collected: Collected) -> None:
     assert model_header[:6] == ["Model", "Level", "Background", *METRICS, "Latency_ms"]
 
 
+@pytest.mark.slow
 def test_rows_say_what_was_measured(collected: Collected) -> None:
     table = collected.kernels()
     good = table[table["Status"] == "ok"]
@@ -226,6 +232,7 @@ def test_rows_say_what_was_measured(collected: Collected) -> None:
     assert set(in_models["Kernel_ID"]) == set(good["Kernel_ID"])
 
 
+@pytest.mark.slow
 def test_labels_are_a_choice(tmp_path: Path) -> None:
     """One label alone makes whole rows; what was not asked for is no column; other labels are another dataset."""
     workspace = Workspace(tmp_path)
@@ -244,6 +251,7 @@ def test_labels_are_a_choice(tmp_path: Path) -> None:
         collect(workspace, CollectorConfig.model_validate(wanted | {"labels": ["run"]}))
 
 
+@pytest.mark.slow
 def test_numpy_in_and_out_is_a_variant(tmp_path: Path) -> None:
     """What a model takes with numpy arrays in and out stands beside its latency; asked for later, it is measured later."""
     workspace = Workspace(tmp_path)
@@ -298,6 +306,7 @@ def test_the_pace_of_the_host_beside_each_model() -> None:
     assert "usual" not in idle_models(before).index  # its disturbance is all that is known then
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("each_machine", "blocks"), [(True, 4), (False, 2)])
 def test_what_another_machine_measured(tmp_path: Path, each_machine: bool, blocks: int) -> None:
     """Measured here too, or left as it is: two blocks, one of the model and one of its kernels."""
@@ -356,6 +365,7 @@ def test_each_session_of_a_model_is_a_row_and_the_median_of_those_that_tell_coun
     assert idle_models(table)["median_ms"].to_dict() == pytest.approx({"net": 1.08})
 
 
+@pytest.mark.slow
 def test_a_model_beside_a_disturbed_host_is_measured_again(collected: Collected) -> None:
     records = read_model_records(collected.workspace, collected.flavour)
     items = tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records)
@@ -368,6 +378,7 @@ def test_a_model_beside_a_disturbed_host_is_measured_again(collected: Collected)
     assert plan(Work((), items, ()), there, 32, "gpu") == []
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_in_as_many_sessions_as_are_wanted(collected: Collected) -> None:
     """Every model's second session comes after every model's first; one beside a disturbed host does not count, one that
     lacks a variant neither, and one that failed ends it."""
@@ -392,6 +403,7 @@ def test_a_model_is_measured_in_as_many_sessions_as_are_wanted(collected: Collec
     assert one not in planned(first.model_copy(update={"measurements": (failed,)}))
 
 
+@pytest.mark.slow
 def test_the_table_follows_from_the_journal(collected: Collected) -> None:
     blocks = read_journal(collected.folder)
     runs = {(m.id, block.level): m.samples_ms for block in blocks for m in block.measurements if m.label == "run"}
@@ -405,6 +417,7 @@ def test_the_table_follows_from_the_journal(collected: Collected) -> None:
         assert row["Latency_ms"] == pytest.approx(np.mean(latencies[row["Model"], row["Level"]]), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_held_out_families_are_measured_whole_and_not_their_kernels(collected: Collected) -> None:
     records = read_model_records(collected.workspace, collected.flavour)
     held = next(set(record.kernels) for record in records if record.model == "heldnet_b1")
@@ -417,6 +430,7 @@ def test_held_out_families_are_measured_whole_and_not_their_kernels(collected: C
     assert read_header(collected.folder).held_out == ("heldnet",)
 
 
+@pytest.mark.slow
 @needs_x86
 def test_a_kernel_that_crashes_costs_only_its_row(collected: Collected) -> None:
     table = collected.kernels().set_index("Kernel_ID")
@@ -435,6 +449,7 @@ def test_a_kernel_that_crashes_costs_only_its_row(collected: Collected) -> None:
     assert "Traceback" not in collected.final.stderr
 
 
+@pytest.mark.slow
 def test_a_second_run_has_nothing_to_do(collected: Collected) -> None:
     paths = [journal_path(collected.folder), kernel_table_path(collected.folder),
              model_table_path(collected.folder)]
@@ -446,6 +461,7 @@ def test_a_second_run_has_nothing_to_do(collected: Collected) -> None:
 
 # refusals ----------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), [
     ({"held_out": ["heldnet", "bnet"]}, "another held_out"), ({"metrics": METRICS[:1]}, "another metrics"),
     ({"metrics": ["DCGM_FI_DEV_SM_CLOCK"]}, "can't read it here; it has .*CPU_UTIL_TOTAL"),
@@ -457,6 +473,7 @@ def test_another_config_is_refused(collected: Collected, change: dict[str, objec
     assert journal_path(collected.folder).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_dataset_of_another_target_is_refused(collected: Collected, tmp_path: Path) -> None:
     header = read_header(collected.folder)
     other = header.model_copy(update={"target": header.target.model_copy(update={"threads": 96})})
@@ -467,6 +484,7 @@ def test_a_dataset_of_another_target_is_refused(collected: Collected, tmp_path: 
     assert header_path(tmp_path).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_another_machine_of_the_target_joins_the_dataset(collected: Collected, tmp_path: Path) -> None:
     header = read_header(collected.folder)
     (here,) = header.machines.values()
@@ -516,6 +534,7 @@ def test_an_index_alone_gives_kernels_without_models(workspace: Workspace) -> No
 
 # blocks ------------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_canaries_that_part_have_their_block_measured_again(collected: Collected, tmp_path: Path) -> None:
     """No drift is small enough here: every attempt is used up, the steadiest is kept and told."""
     config = CollectorConfig.model_validate(TINY | {"canary_drift": 1e-9, "attempts": 2, "window_s": 0.2})
@@ -556,6 +575,7 @@ def test_carriers_are_bounded_and_hold_one_version_of_a_domain() -> None:
 
 # the worker process ------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
     canary = Request(do="canary", device="cpu", effort=Effort())
     hangs, crashes = tmp_path / "hangs.onnx", kernel_build(CRASHES, tmp_path)
@@ -579,11 +599,11 @@ def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
             assert raised.value.status == "crashed"
         reply = worker.ask(Request(do="alone", device="cpu", effort=Effort(), paths=(str(tmp_path / "none.onnx"),)))
         assert "no such file" in reply.error
-        assert len(children()) == 1
-    time.sleep(0.05)
-    assert not children()
+        (worker_process,) = children()
+    assert not psutil.wait_procs([worker_process], timeout=10)[1]
 
 
+@pytest.mark.slow
 def test_what_a_worker_prepares_is_not_its_next_reply() -> None:
     """Nor does one that can't prepare, or that ends over it, fail what is asked of it next."""
     canary = Request(do="canary", device="cpu", effort=Effort(least_runs=3, most_runs=3, budget_s=0.001))
@@ -628,6 +648,7 @@ def test_a_tracer_prepares_by_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert traced == [1]
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     """Even where the collector is killed without warning and the worker never comes to read the end of its input."""
     endless(tmp_path / "hangs.onnx")
@@ -696,6 +717,7 @@ def counted_loads(folder: Path) -> Counter[tuple[float, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_background_is_used_at_each_level(under_load: Workspace) -> None:
     folder = under_load.dataset(local_target("cpu").name)
     (count,) = set(counted_loads(folder).values())
@@ -712,6 +734,7 @@ def test_every_background_is_used_at_each_level(under_load: Workspace) -> None:
     assert header.held_out_backgrounds == ("net",)
 
 
+@pytest.mark.slow
 def test_rows_beside_a_held_out_background_are_not_learned_from(under_load: Workspace) -> None:
     folder = under_load.dataset(local_target("cpu").name)
     rows = read_training_set(under_load, folder.name)
@@ -721,6 +744,7 @@ def test_rows_beside_a_held_out_background_are_not_learned_from(under_load: Work
     assert sorted(rows.times_ms["run"][~rows.idle]) == sorted(beside["Latency_ms"])
 
 
+@pytest.mark.slow
 def test_a_further_background_is_measured_where_the_others_are_there(under_load: Workspace, tmp_path: Path) -> None:
     workspace, folder = copied(under_load, tmp_path)
     before = journal_path(folder).read_text()
@@ -736,6 +760,7 @@ def test_a_further_background_is_measured_where_the_others_are_there(under_load:
     assert read_header(folder).held_out_backgrounds == ("net",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), [
     ({"stress": {"backgrounds": [{"name": "products", "kind": "mixed"}, BACKGROUNDS[1]]}}, "background products was another"),
     ({"held_out_backgrounds": []}, "background net was held out when this dataset"),
@@ -751,6 +776,7 @@ def test_another_background_is_refused(under_load: Workspace, tmp_path: Path, ch
     assert header_path(folder).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_journal_from_before_backgrounds_had_names(under_load: Workspace, tmp_path: Path) -> None:
     """It is read as it stands; once the dataset has a background, what was measured under load counts as of the first."""
     workspace, folder = copied(under_load, tmp_path)
@@ -828,13 +854,13 @@ def test_a_damaged_journal_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "message"), [
     ("levls: [0]", "levls: unknown key; did you mean levels?"), ("levels: [1.5]", "levels.0: .*less than or equal to 1"),
-    ("levels: []", "levels: "), ("levels: [0.3, 0.3]", "levels: one stands twice"),
+    ("levels: []", "levels: "), ("levels: [0.3, 0.3]", "levels: duplicate value"),
     ("stress: {kind: heat}", r"stress.kind: unknown key \(allowed: backgrounds, settle_s\)"),
     ("stress: {backgrounds: [{name: a, kind: heat}]}", "stress.backgrounds.0.kind: .*compute"),
     ("stress: {backgrounds: [{name: a, queu: deep}]}", "stress.backgrounds.0.queu: unknown key; did you mean queue?"),
     ("stress: {backgrounds: []}", "stress.backgrounds: "),
-    ("stress: {backgrounds: [{name: a}, {name: a, kind: memory}]}", "stress.backgrounds: one name stands twice"),
-    ("held_out_backgrounds: [net]", "held_out_backgrounds: net is none of stress.backgrounds, which are compute"),
+    ("stress: {backgrounds: [{name: a}, {name: a, kind: memory}]}", "stress.backgrounds: two backgrounds have one name"),
+    ("held_out_backgrounds: [net]", "held_out_backgrounds: stress.backgrounds has no net, but compute"),
     ("kernel: {warmup: -1}", "kernel.warmup: .*0"),
     ("device: tpu", "device: .*auto")])
 def test_config_errors(tmp_path: Path, text: str, message: str) -> None:

@@ -7,9 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmark.collecting.crew import Tracers
 from measuring import quiet_host
 from runtimes.protocol import Worker
+
+pytestmark = pytest.mark.measuring
 
 ROUNDS, WORKERS = 4, 3
 
@@ -26,6 +30,7 @@ def _take_turns(folder: str, out: Any) -> None:
             out.put(("alone", began, time.monotonic()))
 
 
+@pytest.mark.slow
 def test_one_is_alone_and_nobody_starves(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     out: Any = context.Queue()

@@ -23,6 +23,8 @@ from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.measuring
+
 A, B, C = draw_kernels(3)
 MADE_UP = {"anet": [A, B, A], "anet_large": [A, B, C], "bnet": [C]}
 
@@ -125,6 +127,7 @@ def test_in_model_times_are_those_of_the_model_on_an_idle_device() -> None:
     assert in_model_times(blocks) == {"net": {"kernel_time": {A.id: 2.5}}, "other": {"kernel_time": {B.id: 7.0}}}
 
 
+@pytest.mark.slow
 def test_a_real_collection(workspace: Workspace) -> None:
     """Three labels of a CPU. With one model, what counts of its kernels was measured in it, so both sums are one."""
     flavour = build_workspace(workspace, {"anet_b1": small_model()})

@@ -25,6 +25,8 @@ from runtimes.targets import local_target
 from utils.fingerprint import machine
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.measuring
+
 KERNELS = [conv(side=8 + place) for place in range(40)]
 ITEMS = [KernelItem(Path(f"{kernel.id}.onnx"), kernel) for kernel in KERNELS]
 
@@ -134,6 +136,7 @@ def test_times_of_zero_are_not_compared() -> None:
 
 # really measured ---------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     """What this machine measured is made another's; then it measures the ties, idle alone, and nothing else."""
     build_workspace(workspace, {"anet_b1": small_model(), "bnet_b1": small_model(channels=16)})

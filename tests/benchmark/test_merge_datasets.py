@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from made_up_dataset import MACHINE, METRIC, TARGET, chain, conv, gemm, relu
+from command import printed
+from made_up_dataset import MACHINE, TARGET, chain, collect, conv, gemm, relu
 
-from records.blocks import Block
 from records.dataset_files import (
-    DatasetHeader,
-    DatasetKernel,
     kernel_table_path,
     read_header,
     read_journal,
@@ -21,46 +17,21 @@ from records.dataset_files import (
 )
 from records.dataset_joining import merge_dataset
 from records.dataset_reading import read_kernel_table
-from records.dataset_writer import DatasetWriter
-from records.kernel_record import ModelRecord
 from records.kernel_record_files import index_path, read_index, read_model_record, record_path
-from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 OTHER = MACHINE.model_copy(update={"uuid": "1"})
 SHARED = conv()
-
-
-def collect(root: Path, *records: ModelRecord, uuid: str = "0", labels: tuple[str, ...] = ("run",)) -> Workspace:
-    """A workspace with a dataset of these models, whose kernels a machine measured, and with their records."""
-    workspace = Workspace(root)
-    machine = MACHINE.model_copy(update={"uuid": uuid})
-    header = DatasetHeader(target=TARGET, metrics=(METRIC,), machines={uuid: machine}, labels=labels,
-                           groups={record.model: record.group for record in records},
-                           collections={record.model: record.collection for record in records if record.collection})
-    kernels = {name: kernel for record in records for name, kernel in record.kernels.items()}
-    writer = DatasetWriter(workspace.dataset(TARGET.name), header,
-                           [DatasetKernel.held_by(kernel, records) for kernel in kernels.values()])
-    found = [Measurement(subject="kernel", id=name, label="run", context="alone", place="alone",
-                         samples_ms=(0.5 + float(uuid), 0.25 + float(uuid)), started="2026-01-01", ended="2026-01-02")
-             for name in kernels]
-    writer.append(Block(level=0.0, key="k", background={METRIC: 1.0}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
-                        attempts=1, machine=uuid, measurements=tuple(found)))
-    writer.write_tables()
-    for record in records:
-        files.write_json(record_path(workspace, record.flavour, record.model), record)
-    return workspace
 
 
 def test_two_machines_become_one_dataset(tmp_path: Path) -> None:
     """Blocks, kernels with all their owners, origins of models, records and their index; a second merge changes nothing."""
     old = collect(tmp_path / "old", chain("resnet_a", [SHARED, relu()]))
     new = collect(tmp_path / "new", chain("vit_b", [SHARED, gemm()]).model_copy(update={"collection": "timm"}), uuid="1")
-    command = [sys.executable, "benchmark/merge_datasets.py", "--from", str(old.root), "--from", str(new.root), "--collection",
-               "torchvision", "--workspace", str(tmp_path / "all"), "--json"]
-    said = [json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout) for _ in range(2)]
+    said = [json.loads(printed("benchmark/merge_datasets.py", "--from", old.root, "--from", new.root, "--collection",
+                               "torchvision", "--workspace", tmp_path / "all", "--json")) for _ in range(2)]
     assert [row["blocks_added"] for row in said[0]] == [1, 1]
     assert [(row["blocks_added"], row["blocks_there"], row["records_added"]) for row in said[1]] == [(0, 1, 0)] * 2
     whole = Workspace(tmp_path / "all")
@@ -87,8 +58,7 @@ def test_right_origins_replace_wrong_ones(tmp_path: Path) -> None:
     source = collect(tmp_path / "old", chain("dinov2@batch=1", [SHARED]).model_copy(update={"file_stem": "dinov2"}))
     origins = tmp_path / "origins.json"
     files.write_json(origins, {"dinov2": {"group": "vit", "collection": "transformers"}})
-    subprocess.run([sys.executable, "benchmark/merge_datasets.py", "--from", str(source.root), "--origins", str(origins),
-                    "--workspace", str(tmp_path / "all")], cwd=ROOT, check=True, capture_output=True)
+    printed("benchmark/merge_datasets.py", "--from", source.root, "--origins", origins, "--workspace", tmp_path / "all")
     whole = Workspace(tmp_path / "all")
     header = read_header(whole.dataset(TARGET.name))
     record = read_model_record(record_path(whole, TARGET.flavour, "dinov2@batch=1"))

@@ -274,6 +274,7 @@ def test_a_blank_of_dcgm_is_an_error(dcgm: FakeDcgm) -> None:
         source.stop(window)
 
 
+@pytest.mark.slow
 def test_dcgm_stuck_at_zero_is_found_out_by_utilisation_that_nobody_asked_for(dcgm: FakeDcgm) -> None:
     source = dcgm_metrics.DcgmSource([SM])
     window = source.start()

@@ -19,6 +19,8 @@ from measuring.metrics.source import MANY, History, Mean, check_together, checke
 from measuring.metrics.sources import CpuSource, open_source
 from utils.errors import UserError
 
+pytestmark = pytest.mark.measuring
+
 TOTAL, USER = "DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_USER"
 ENGINE, SM, POWER = "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_POWER_USAGE"
 UTIL = "DCGM_FI_DEV_GPU_UTIL"
@@ -33,11 +35,13 @@ def burn(seconds: float) -> None:
 def test_a_burning_cpu_shows() -> None:
     source = open_source("cpu")
     window = source.start()
+    before_s = time.process_time()
     burn(0.6)
+    burnt_s = time.process_time() - before_s  # less than 0.6 where other work shares the core
     found = values(source.stop(window))
     assert set(found) == set(source.fields) <= set(FIELDS)
     one_core = 1 / (psutil.cpu_count() or 1)
-    assert 0.6 * one_core < found[USER] <= found[TOTAL] + 1e-6 <= 1.0 + 1e-6
+    assert one_core * burnt_s < found[USER] <= found[TOTAL] + 1e-6 <= 1.0 + 1e-6
     assert found[TOTAL] == pytest.approx(sum(value for field, value in found.items() if field != TOTAL), abs=0.15)
 
 
@@ -151,12 +155,14 @@ def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
     assert not {"DCGM_FI_PROF_PIPE_FP16_ACTIVE", "DCGM_FI_DEV_GPU_UTIL"} & set(preferred)
     source = nvml_metrics.NvmlSource([*preferred, "DCGM_FI_DEV_GPU_UTIL"])
     fake.percent = {1: 62.5, 2: 50.0, 3: 25.0, 20: 3.0}
+    began_s = time.monotonic()
     window = source.start()
     time.sleep(0.2)
     fake.mj += 100_000
     found = values(source.stop(window))
+    window_s = time.monotonic() - began_s  # at most
     assert (found[ENGINE], found[SM], found["DCGM_FI_PROF_PCIE_TX_BYTES"]) == (0.625, 0.5, 3 * 2**20)
-    assert found[POWER] == pytest.approx(100 / 0.2, rel=0.3)  # joules a second
+    assert 100 / window_s <= found[POWER] <= 100 / 0.2  # joules a second
     assert (found["DCGM_FI_DEV_GPU_UTIL"], found["DCGM_FI_DEV_SM_CLOCK"]) == (40.0, 1980.0)
     assert fake.samples == 0  # every sample was given back
 

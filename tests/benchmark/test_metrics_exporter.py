@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import requests
+from command import run_script
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter
 
@@ -27,6 +28,8 @@ from runtimes.ort.probes import SharingProbe
 from utils.errors import UserError
 from utils.paths import ROOT
 from utils.scrape_server import STALE
+
+pytestmark = pytest.mark.slow
 
 SM, UTIL, CLOCK = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
 POWER = "DCGM_FI_DEV_POWER_USAGE"
@@ -140,9 +143,8 @@ def test_a_signal_ends_it_cleanly(start: Start) -> None:
 def test_a_port_that_is_taken(start: Start, tmp_path: Path) -> None:
     _, url = start([READING] * 600)
     port = url.rpartition(":")[2].partition("/")[0]
-    done = subprocess.run([sys.executable, "benchmark/metrics_exporter.py", "--host", "127.0.0.1", "--port", port, "--source",
-                           "psutil", "--workspace", str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=PATIENCE_S, check=False)
+    done = run_script("benchmark/metrics_exporter.py", "--host", "127.0.0.1", "--port", port, "--source", "psutil",
+                      "--workspace", tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: port {port}: ")
     assert "choose another port" in done.stderr.lower()
@@ -308,7 +310,6 @@ def test_readings_are_taken_until_it_is_over() -> None:
     (["--probe-every", "5", "--source", "replay", "--replay", "gpu.jsonl"], "with --source replay there is no device to probe"),
 ])
 def test_readings_that_cannot_be(options: list[str], said: str) -> None:
-    done = subprocess.run([sys.executable, "benchmark/metrics_exporter.py", *options], cwd=ROOT, capture_output=True, text=True,
-                          timeout=PATIENCE_S, check=False)
+    done = run_script("benchmark/metrics_exporter.py", *options)
     assert done.returncode == 2
     assert said in done.stderr

@@ -58,6 +58,8 @@ from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.slow
+
 MAX_AGE_S = 3600.0  # of readings: longer than all tests of this file take
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 ENGINE = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
 
+from measuring import quiet_host
 from measuring.bench import Effort
 from measuring.quiet_host import HostProbe, quiet_samples_ms
 from records.labels import DISTURBANCE_ADMITTED
 from runtimes.ort.probes import host_probe
+
+pytestmark = pytest.mark.measuring
 
 FAST_S, SLOWER = 0.0002, 1.5
 ODD_S = FAST_S * 5 / 6
@@ -21,25 +23,42 @@ EFFORT = Effort(budget_s=0.05, least_runs=5, most_runs=1000)
 
 
 class Host:
-    """Disturbed for the first part of every period: whatever it dispatches then takes longer."""
+    """Stands in for a host and for the clock. Disturbed for the first part of every period: what it dispatches takes longer."""
 
     def __init__(self, period_s: float, disturbed_share: float) -> None:
-        self.began, self.period_s, self.disturbed_share = time.monotonic(), period_s, disturbed_share
+        self.now_s, self.period_s, self.disturbed_share = 0.0, period_s, disturbed_share
 
-    def factor(self) -> float:
-        phase = (time.monotonic() - self.began) % self.period_s / self.period_s
-        return SLOWER if phase < self.disturbed_share else 1.0
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def _after(self, undisturbed_s: float) -> float:
+        time_s = undisturbed_s * (SLOWER if self.now_s % self.period_s / self.period_s < self.disturbed_share else 1.0)
+        self.now_s += time_s
+        return time_s
 
     def dispatch_s(self) -> float:
-        return FAST_S * self.factor()
+        return self._after(FAST_S)
 
     def run_s(self) -> float:
-        time.sleep(0.001)
-        return 0.001 * self.factor()
+        return self._after(0.001)
 
 
-def test_only_undisturbed_windows_count() -> None:
-    host = Host(period_s=0.2, disturbed_share=0.5)
+StartHost = Callable[..., Host]
+
+
+@pytest.fixture
+def start_host(monkeypatch: pytest.MonkeyPatch) -> StartHost:
+    """`start_host(period_s=…, disturbed_share=…)` is a host whose clock the measuring loop reads."""
+    def start(period_s: float, disturbed_share: float) -> Host:
+        host = Host(period_s, disturbed_share)
+        monkeypatch.setattr(quiet_host, "time", host)
+        return host
+
+    return start
+
+
+def test_only_undisturbed_windows_count(start_host: StartHost) -> None:
+    host = start_host(period_s=0.2, disturbed_share=0.5)
     samples, disturbance, _ = quiet_samples_ms(
         HostProbe(host.dispatch_s, [FAST_S] * 100), {"latency": host.run_s}, EFFORT)["latency"]
     assert len(samples) >= 40
@@ -47,20 +66,19 @@ def test_only_undisturbed_windows_count() -> None:
     assert disturbance <= DISTURBANCE_ADMITTED
 
 
-def test_a_host_that_is_never_undisturbed() -> None:
-    host = Host(period_s=1.0, disturbed_share=1.0)
-    began = time.monotonic()
+def test_a_host_that_is_never_undisturbed(start_host: StartHost) -> None:
+    host = start_host(period_s=1.0, disturbed_share=1.0)
     samples, disturbance, probe_us = quiet_samples_ms(
         HostProbe(host.dispatch_s, [FAST_S] * 100), {"latency": host.run_s}, EFFORT)["latency"]
     assert probe_us == pytest.approx(1e6 * FAST_S * SLOWER)
-    assert time.monotonic() - began < 2.0
+    assert host.now_s == pytest.approx(quiet_host.PATIENCE * EFFORT.budget_s, abs=3 * quiet_host.SLOT_S)
     assert disturbance == pytest.approx(SLOWER - 1)
     assert len(samples) >= EFFORT.least_runs
     assert set(samples) == {1.5}
 
 
-def test_several_in_turn() -> None:
-    host = Host(period_s=1.0, disturbed_share=0.0)
+def test_several_in_turn(start_host: StartHost) -> None:
+    host = start_host(period_s=1.0, disturbed_share=0.0)
     order: list[str] = []
 
     def noted(name: str) -> float:
@@ -88,12 +106,12 @@ def read(probe: HostProbe, taken_s: Iterable[float]) -> None:
         probe.reading_s()
 
 
-def test_a_long_disturbance_is_not_taken_for_usual() -> None:
+def test_a_long_disturbance_is_not_taken_for_usual(start_host: StartHost) -> None:
     """However many readings it leaves, a good one stays what it was."""
     probe = HostProbe(lambda: FAST_S, [FAST_S] * 100)
     read(probe, [SLOWER * FAST_S] * 2000)
     assert probe.good_s == FAST_S
-    _, disturbance, _ = quiet_samples_ms(probe, {"x": Host(period_s=1.0, disturbed_share=1.0).run_s}, EFFORT)["x"]
+    _, disturbance, _ = quiet_samples_ms(probe, {"x": start_host(period_s=1.0, disturbed_share=1.0).run_s}, EFFORT)["x"]
     assert disturbance == pytest.approx(SLOWER - 1)
 
 
@@ -119,8 +137,8 @@ def test_a_few_odd_readings_are_no_measure() -> None:
 
 
 @pytest.mark.parametrize("most", [7, 20])
-def test_no_more_runs_than_asked_for(most: int) -> None:
-    host = Host(period_s=1.0, disturbed_share=0.0)
+def test_no_more_runs_than_asked_for(most: int, start_host: StartHost) -> None:
+    host = start_host(period_s=1.0, disturbed_share=0.0)
     effort = Effort(budget_s=10.0, least_runs=5, most_runs=most)
     samples, _, _ = quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S]), {"x": host.run_s}, effort)["x"]
     assert len(samples) == most

@@ -29,6 +29,8 @@ from utils.errors import UserError
 from utils.fingerprint import Flavour, has_cuda
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.measuring
+
 STATISTICS = ["runs", "mean_ms", "median_ms", "p95_ms", "std_ms", "min_ms", "max_ms"]
 FEW = Effort(warmup=1, budget_s=0.01, least_runs=4, most_runs=6)
 
@@ -267,6 +269,7 @@ def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: 
     assert set(samples_of(only)) == {"latency"}
 
 
+@pytest.mark.slow
 def test_every_kind_of_work_gives_a_reply(model: Path, kernels: list[Path]) -> None:
     """All that may be asked is some function's, and what it gives is the reply but for its times: samples, or runs. (Those of
     a GPU alone are asked for on one.)"""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command import printed
 from pydantic import ValidationError
 
 from benchmark import sharing_probe
@@ -22,7 +21,9 @@ from runtimes.ort.probes import LEAST_RUNS, LONG_PRODUCTS, LONG_SIDE, SharingPro
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import SharingMode, machine
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
+
+pytestmark = pytest.mark.measuring
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,7 @@ def test_the_least_runs_take_the_time_they_need(opened: SharingProbe) -> None:
     assert len(reading.tiny.latencies_ms) == len(reading.long.latencies_ms) == LEAST_RUNS
 
 
+@pytest.mark.slow
 def test_beside_a_real_load(opened: SharingProbe, workspace: Workspace) -> None:
     alone_ms = min(opened.read(0.2).long.latencies_ms)
     with stress(1.0, COMPUTE, "cpu", workspace=workspace):
@@ -83,6 +85,7 @@ def test_impossible_times(opened: SharingProbe, seconds: float) -> None:
         opened.read(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", LONG_SIDE.values())
 def test_the_long_piece_stays_finite(side: int) -> None:
     """Numbers that overflow or vanish would not cost what others do."""
@@ -141,11 +144,11 @@ def test_runs_are_whole(starts: tuple[float, ...], latencies: tuple[float, ...])
         ProbedRuns(starts_ms=starts, latencies_ms=latencies)
 
 
+@pytest.mark.slow
 def test_the_script(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "benchmark/sharing_probe.py", "--device", "cpu", "--seconds", "0.02", "--json",
-                           "--out", str(tmp_path / "reading.json"), "--workspace", str(tmp_path)],
-                          cwd=ROOT, capture_output=True, text=True, check=True)
-    reading = ProbeReading.model_validate(json.loads(done.stdout))
+    reading = ProbeReading.model_validate_json(printed(
+        "benchmark/sharing_probe.py", "--device", "cpu", "--seconds", "0.02", "--json", "--out", tmp_path / "reading.json",
+        "--workspace", tmp_path))
     check_whole(reading)
     assert read_reading(tmp_path / "reading.json") == reading
 

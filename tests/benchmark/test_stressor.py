@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 import onnx
 import psutil
 import pytest
+from command import run_script
 from conftest import small_model
 from pydantic import ValidationError
 from threadpoolctl import threadpool_limits
@@ -29,6 +29,8 @@ from utils import files
 from utils.errors import UserError
 from utils.model_files import DEFAULT_DIMS_KEY
 from utils.paths import ROOT, Workspace
+
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
 TOTAL = "DCGM_FI_DEV_CPU_UTIL_TOTAL"
 HOLDER = """
@@ -66,15 +68,7 @@ def test_a_step_is_short(kind: str, tmp_path: Path) -> None:
             began = time.perf_counter()
             step()
             times_s.append(time.perf_counter() - began)
-    assert min(times_s) < 2e-3
-
-
-def test_bursts_take_their_share_of_each_period() -> None:
-    began = time.monotonic()
-    burnt = list(itertools.islice(bursts(Work(lambda: time.sleep(0.0005)), 0.4, 0.02), 20))
-    periods = (time.monotonic() - began) / 0.02
-    assert 18 < periods < 60
-    assert 0.3 < sum(burnt) / len(burnt) / 0.02 < 0.6
+    assert min(times_s) < 1e-3 * COMPUTE.period_ms  # tens of microseconds, in fact: even a slow machine has many in a period
 
 
 def test_reaches_its_share_and_ends_with_the_block(workspace: Workspace) -> None:
@@ -84,9 +78,10 @@ def test_reaches_its_share_and_ends_with_the_block(workspace: Workspace) -> None
         assert len(children) > len(os.sched_getaffinity(0))
         time.sleep(1.2)
         reached = stressor.reached()
-    # other work on the machine takes time from the stressor, and adds to the device's own figure
-    assert 0.15 < reached["duty"] < 0.65
-    assert reached["duty"] - 0.1 < reached[TOTAL] <= 1.0
+    # other work on the machine takes time from the stressor, and adds to the device's own figure; the exact share is tested
+    # on a fake clock below
+    assert 0.0 < reached["duty"] < 0.8
+    assert 0.0 < reached[TOTAL] <= 1.0
     assert gone(children)
 
 
@@ -116,13 +111,13 @@ def left_alone(script: str) -> subprocess.Popen[str]:
 
 def test_a_stressor_killed_as_its_workers_start_is_reported_at_once_and_they_end() -> None:
     process = left_alone("sleep 60 & kill -9 $$")  # the child holds the pipe, as a worker does that is still being started
-    began = time.monotonic()
     with pytest.raises(UserError, match="the stressor ended with exit code -9"):
         _wait_until_ready(process)
+    (sleeper,) = [child for child in psutil.process_iter() if os.getpgid(child.pid) == process.pid]  # which still holds it
     _end(process)
     assert process.stdout is not None
     assert process.stdout.read() == ""  # nobody holds the pipe any more
-    assert time.monotonic() - began < 5
+    assert gone([sleeper])
 
 
 def test_a_stressor_that_is_ready_and_never_reports_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +178,7 @@ def test_duration_and_reports(tmp_path: Path) -> None:
     assert process.returncode == 0, errors
     assert [event["event"] for event in events[:2]] == ["ready", "load"]
     assert events[-1]["event"] == "end"
-    assert 0.9 < events[-1]["seconds"] < 2.0
+    assert events[-1]["seconds"] > 0.9
 
 
 @pytest.mark.parametrize(("options", "code", "message"), [
@@ -198,10 +193,9 @@ def test_duration_and_reports(tmp_path: Path) -> None:
     (["--intensity", "0.5", "--report-every", "0.01"], 1, "error: --report-every 0.01: psutil needs 0.2 s at least"),
 ])
 def test_impossible_options(tmp_path: Path, options: list[str], code: int, message: str) -> None:
-    process = start(tmp_path, *options)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == code
-    assert message in errors
+    done = run_script("benchmark/stressor.py", "--workspace", tmp_path, "--device", "cpu", *options)
+    assert done.returncode == code
+    assert message in done.stderr
 
 
 # a model as background ---------------------------------------------------------------------------------------------------
@@ -215,7 +209,7 @@ def test_a_model_runs_in_a_loop_until_the_block_ends(workspace: Workspace) -> No
         time.sleep(0.7)
         reached = stressor.reached()
     assert len(burning) == 1
-    assert 0.05 < reached["duty"] <= 1.0
+    assert 0.0 < reached["duty"] <= 1.0
     assert gone(children)
 
 
@@ -331,6 +325,16 @@ def burn(gpu: FakeGpu, queue: Queue, intensity: float, periods: int = 50) -> tup
     gpu.gaps_s.clear()
     told = [next(turns) for _ in range(periods)]
     return gpu.busy_s / (gpu.now_s - began), sum(told) / (gpu.now_s - began)
+
+
+@pytest.mark.parametrize("intensity", [0.1, 0.4, 0.8])
+def test_bursts_take_their_share_of_each_period(gpu: FakeGpu, intensity: float) -> None:
+    """On the same clock, for work that a CPU does."""
+    turns = bursts(Work(lambda: gpu.wait_until(gpu.now_s + 2e-5)), intensity, 0.02)
+    next(turns)
+    began_s = gpu.now_s
+    assert [next(turns) for _ in range(20)] == pytest.approx([intensity * 0.02] * 20, abs=5e-5)
+    assert gpu.now_s - began_s == pytest.approx(20 * 0.02, abs=0.02)
 
 
 def test_a_deep_queue_never_runs_dry_when_steady(gpu: FakeGpu) -> None:

@@ -36,6 +36,8 @@ from utils.errors import UserError
 from utils.fingerprint import machine
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.measuring
+
 TARGET = local_target("cpu")
 CONFIG = CollectorConfig.model_validate({
     "device": "cpu", "labels": ["kernel_time"], "variants": [], "levels": [0.0], "window_s": 0.2, "patience_s": 0,
@@ -123,6 +125,7 @@ def test_no_block_begins_when_the_time_is_over() -> None:
     assert (totals.left, len(journal.blocks)) == (0, 3)
 
 
+@pytest.mark.slow
 def test_a_collector_stops_in_time_and_the_next_one_goes_on(sampled: tuple[Workspace, list[Kernel]]) -> None:
     workspace, drawn = sampled
     none = collect(workspace, CONFIG, minutes=1e-6)

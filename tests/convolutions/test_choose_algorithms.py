@@ -24,6 +24,8 @@ from model_zoo.exporting.torch_models import build
 from utils import files
 from utils.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "convolutions/choose_algorithms.py"
 FILTERS = (1, 3, 5, 7)
 

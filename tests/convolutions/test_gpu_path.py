@@ -24,6 +24,8 @@ from measuring import gpu_trace
 from measuring.gpu_trace import GpuRun, GpuWork, Recording
 from utils.fingerprint import has_cuda
 
+pytestmark = pytest.mark.slow
+
 
 class Event:
     """Pretends to be a CUDA event: the host's clock. The pretended GPU comes to no event before the host waits for it."""

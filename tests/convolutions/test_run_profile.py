@@ -30,6 +30,8 @@ from measuring.run_times import time_runs_ms
 from records.journal import read_blocks
 from utils.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "convolutions/run_profile.py"
 MODEL = "squeezenet1_1"
 QUICKLY = ("--model", MODEL, "--algorithm", "default", "--device", "cpu", "--test", "--min-size", "64", "--max-size", "72",

@@ -98,6 +98,7 @@ def test_a_real_run_is_serial(tmp_path: Path) -> None:
     assert 0 < overlap_of(runs).busy_ms <= overlap_of(runs).run_ms
 
 
+@pytest.mark.slow
 def test_the_command_profiles_a_model(workspace: Workspace) -> None:
     onnx.save(small_model(batch="batch"), workspace.root / "small.onnx")
     command = ("overlap_simulator.py", "--workspace", workspace.root, "--model", workspace.root / "small.onnx", "--dim",

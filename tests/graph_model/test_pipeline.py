@@ -20,16 +20,8 @@ from graph_model.simulation.pipeline import (
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks, node_kind
 from records.kernel_record import KernelInput, Tensor
 from records.kernel_types import describe_kernel
-from training.composition.fit_pipeline import (
-    FOLLOWING,
-    HOST_BOUND,
-    MeasuredTracks,
-    can_fit,
-    fit_pipeline,
-    hosts_ms,
-    latencies_ms,
-    left_out_ms,
-)
+from training.composition.formulas import FOLLOWING, HOST_BOUND, can_fit, fit_pipeline, hosts_ms, latencies_ms, left_out_ms
+from training.composition.measured_models import MeasuredTracks
 
 AROUND_A_VIEW = np.array([NodeKind.OWN, NodeKind.VIEW, NodeKind.OWN])
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0.008, gap_ms=0.001, lead_ms=-0.004,
@@ -89,8 +81,6 @@ def test_a_librarys_call_costs_the_host_more() -> None:
     assert dispatched_ms(tracks, costs).tolist() == [21.0, 24.0, 24.5, 30.5, 37.0]
     no_library = tracks._replace(kinds=np.minimum(kinds, NodeKind.OWN))
     assert dispatched_ms(no_library, costs).tolist() == [14.0, 17.0, 17.5, 20.5, 25.5]
-    older = PipelineCosts.model_validate(COSTS.model_dump(exclude={"convolution_ms", "product_ms"}) | {"library_ms": 7.0})
-    assert (older.convolution_ms, older.product_ms) == (7.0, 7.0)
     twice = costs.at_pace(2.0)
     assert (twice.convolution_ms, twice.product_ms, twice.recurrent_launch_ms, twice.gap_ms) == (14.0, 6.0, 1.0, 0.25)
 

@@ -17,6 +17,8 @@ from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.slow
+
 STEPS = (1000, 2000, 3000, 5000, 10000)
 SIZES = [GraphSize(nodes=nodes, edges=edges) for nodes in STEPS for edges in STEPS if edges >= nodes]
 MB_PER_S = 8000.0

@@ -54,6 +54,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.slow
 def test_the_command_runs_all_plans_and_compares(profiled: Mapping[str, Path]) -> None:
     options = [f"--results={runtime}={folder}" for runtime, folder in profiled.items()]
     done = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--run", "--runs", "2", "--rounds", "2",
@@ -74,6 +75,7 @@ def test_the_command_runs_all_plans_and_compares(profiled: Mapping[str, Path]) -
     assert json.loads(again.stdout) == told  # nothing is run twice
 
 
+@pytest.mark.slow
 def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> None:
     options = [f"--results={runtime}={folder}" for runtime, folder in profiled.items()]
     folders = list(profiled.items())
@@ -94,6 +96,7 @@ def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> No
     assert read_tables([folders[1]]).times == read_tables([folders[1]], alone=True).times  # chains lie in the other folder
 
 
+@pytest.mark.slow
 def test_plans_and_chains_run_in_turns(profiled: Mapping[str, Path], tmp_path: Path) -> None:
     for name, folder in profiled.items():
         shutil.copytree(folder.parent, tmp_path / name, ignore=shutil.ignore_patterns("*.jsonl"))

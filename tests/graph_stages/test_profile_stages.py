@@ -36,6 +36,8 @@ from utils.errors import UserError
 from utils.ort_sessions import open_session
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "graph_stages/profile_stages.py"
 CASES = {"feature_dim": 8, "hidden_dim": 4, "test_cases": [{"nodes": 60, "edges": 200}, {"nodes": 90, "edges": 100}]}
 QUICK = ("--warmup", "1", "--runs", "3")

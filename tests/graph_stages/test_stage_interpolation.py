@@ -49,3 +49,11 @@ def test_outside_is_an_error_or_marked() -> None:
     assert found.basis == "extrapolated"
     assert found.ms == pytest.approx(0.05 + 2e-4 * 20000 + 7e-5 * 30000)
     assert estimated({size: 1e-6 * size[1] for size in SIZES}, (500, 500), extrapolate=True).ms == pytest.approx(5e-4)
+
+
+def test_the_sizes_around_a_size_are_looked_for_once() -> None:
+    """Whatever number of stages and units ask: it is what takes the time, and a runtime waits for the answer."""
+    surrounding.cache_clear()
+    for factor in (1.0, 2.0, 3.0):
+        estimated({size: factor * time_ms for size, time_ms in LINEAR.items()}, (4000, 6000))
+    assert surrounding.cache_info().misses == 1

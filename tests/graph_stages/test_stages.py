@@ -72,6 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", GRAPHS.values(), ids=GRAPHS)
 def test_torchs_stages_are_the_layer_of_torch_geometric(draw: Callable[[], Graph]) -> None:
     graph, weights = draw(), draw_weights(FEATURES, HIDDEN)
@@ -181,6 +182,7 @@ def test_an_edge_list(tmp_path: Path) -> None:
     assert both.name != graph.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("content", "part"), [
     (b"1 2\n3\n", "line 2: '3' is no edge"), (b"a b\n", "line 1: 'a b' is no edge"), (b"# none\n", "holds no edges"),
     (b"\xff\xfe", "not a text file")])

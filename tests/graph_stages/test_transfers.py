@@ -18,6 +18,8 @@ from graph_stages.worker import copies_to_time, time_copy
 from records.measurement import Measurement
 from utils.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 SIZE = GraphSize(nodes=30, edges=4000, features=8, hidden=4)  # the largest tensor: messages, 128,000 bytes
 
 

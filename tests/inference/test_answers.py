@@ -39,6 +39,8 @@ from utils.fingerprint import has_cuda
 from utils.paths import ROOT, SHIPPED, Workspace
 from utils.scrape_server import STALE
 
+pytestmark = pytest.mark.slow
+
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0,
                   longest_wait_ms=2.42, switch_ms=0.26)

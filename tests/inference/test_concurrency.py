@@ -17,6 +17,8 @@ from runtimes.targets import flavour_of, local_target
 from training.kernels import predictors
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.slow
+
 TARGET = local_target("cpu").name
 THREADS, EACH = 8, 20
 ONE_PROCESS = """

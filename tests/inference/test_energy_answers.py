@@ -22,6 +22,8 @@ from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.slow
+
 TARGET = local_target("cpu").name
 IDLE_W, RUNNING_W, J_PER_GB = 20.0, 30.0, 0.2
 

@@ -43,6 +43,8 @@ from utils.errors import UserError
 from utils.fingerprint import Target, instruction_set
 from utils.paths import Workspace
 
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
+
 TARGET = local_target("cpu").name
 QUICK = MeasuringPlan(rounds=2, budget_s=0.02)
 
@@ -206,7 +208,7 @@ def test_another_machine_is_compared_with_records_only(workspace: Workspace, tmp
     shutil.copytree(workspace.predictors(TARGET), other.predictors(there.name))
     shutil.copytree(workspace.dataset(TARGET), other.dataset(there.name))
     for path in (other.predictors(there.name) / "predictors.json", other.dataset(there.name) / "dataset.json"):
-        files.write_json(path, json.loads(path.read_text()) | {"target": there.model_dump(), files.DIGEST: None})
+        files.write_json(path, files.with_digest(files.read_json(path) | {"target": there.model_dump()}))
     with pytest.raises(UserError, match=r"is not this machine .*--recorded"):
         evaluate(other, [workspace.models / "anet_c8.onnx"])
     assert len(evaluate(other, [], recorded=True).comparisons) == 2 * 19

@@ -151,6 +151,7 @@ def test_the_script_writes_where_predictions_look_and_prints_the_ratio(
 # predicting ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_hosts_costs_are_taken_at_the_pace() -> None:
     usual, slow = predicted(SHORT, 1.0), predicted(SHORT, 1.5)
     costs = fitted_for(Workspace(), TARGET).composition.costs
@@ -198,6 +199,7 @@ def test_what_is_no_ratio_is_refused(pace: float) -> None:
         predicted(SHORT, pace)
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_ratio_or_a_machines_file(made: Made, tmp_path: Path) -> None:
     onnx.save(SHORT, tmp_path / "short.onnx")
     files.write_json(tmp_path / "machine.json", made(1.25, taken=datetime(2026, 1, 1, tzinfo=UTC), boot_id="another"))
@@ -303,6 +305,7 @@ def config(port: int, name: str) -> InferenceConfig:
          "host_pace_max_age_s": MAX_AGE_S}))
 
 
+@pytest.mark.slow
 def test_prometheus_tells_the_pace(port: int, tmp_path: Path) -> None:
     onnx.save(SHORT, tmp_path / "short.onnx")
     (tmp_path / "config.yaml").write_text(config(port, "slow").model_dump_json())
@@ -318,6 +321,7 @@ def test_prometheus_tells_the_pace(port: int, tmp_path: Path) -> None:
     assert current_load(config(port, "slow"), fields=[ENGINE]).host_probe_us is None  # nobody asked for it
 
 
+@pytest.mark.slow
 def test_a_pace_that_is_old_or_not_there_or_none(port: int) -> None:
     old = current_load(config(port, "old"), fields=[ENGINE], pace=True)
     assert old.host_probe_us is None
@@ -353,6 +357,7 @@ def test_a_watched_prediction_says_its_pace() -> None:
     assert served[HOST_PACE] == 1.2
 
 
+@pytest.mark.slow
 def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) -> None:
     """A session with the probe beside it, on the CPU provider instead of a GPU; then FAKE readings of an H200's host."""
     onnx.save(SHORT, tmp_path / "short.onnx")
@@ -375,6 +380,7 @@ def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) ->
     assert {"host pace": compared.host_pace}.items() <= table([compared])[0].items()
 
 
+@pytest.mark.slow
 def test_a_cpu_target_has_no_host_of_its_own(trained_workspace: Workspace) -> None:
     model = trained_workspace.models / "anet_c8.onnx"
     found = predict(model, workspace=trained_workspace)

@@ -130,6 +130,7 @@ def plain_activations(record: ModelRecord) -> Activations:
     return Activations(max(given + a + b for a, b in zip(intermediate, lent, strict=True)), max(intermediate))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", TORCH_MODELS)
 def test_whole_models_against_the_definition(torch_models: dict[str, Path], name: str, provider: str) -> None:
@@ -170,6 +171,7 @@ def test_what_loading_leaves_goes_by_the_kind_of_weight() -> None:
     assert left_mib("MatMul", "float32", 32) == 2  # so large a weight is mapped apart, and given back
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is measured as Linux reports it")
 def test_the_error_is_measured_in_a_process_of_its_own(torch_models: dict[str, Path], tmp_path: Path) -> None:
     found = memory_error.row(torch_models["resnet18"], {})
@@ -223,6 +225,7 @@ def products(path: Path, side: int, count: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is compared as Linux reports it")
 def test_it_is_what_onnx_runtime_holds(tmp_path: Path) -> None:
     small, large = products(tmp_path / "small.onnx", 8, 1), products(tmp_path / "large.onnx", 2048, 3)

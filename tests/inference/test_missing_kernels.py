@@ -26,7 +26,7 @@ from records.kernel_record import Tensor
 from records.kernel_types import describe_kernel
 from runtimes.ort.graph.analysis import analyze
 from runtimes.targets import local_target
-from training.fit_composition import kept_composition
+from training.composition.fitting import kept_composition
 from training.kernels.predictors import read_predictors
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
@@ -36,6 +36,8 @@ from utils.config import read_config
 from utils.errors import UserError
 from utils.fingerprint import has_cuda, machine
 from utils.paths import Workspace
+
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
 TARGET = local_target("cpu").name
 CONFIG = CollectorConfig.model_validate({

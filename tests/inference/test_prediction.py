@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from command import run_script
+from command import printed, run_script
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
@@ -23,14 +23,18 @@ from inference.live.load import InferenceConfig, Load, current_load
 from inference.prediction_speed import copies
 from measuring.gpu_trace import GpuRun, GpuWork, Launch, measured_trace
 from records.kernel_record import ModelRecord
+from runtimes.ort.graph import analysis
 from runtimes.ort.graph.analysis import analyze
 from runtimes.targets import flavour_of, local_target
+from training.composition.fitted import composition_path, read_composition
 from utils import files
 from utils.config import read_config
 from utils.errors import UserError
 from utils.fingerprint import Target, has_cuda
 from utils.model_files import DEFAULT_DIMS_KEY
 from utils.paths import ROOT, Workspace
+
+pytestmark = pytest.mark.slow
 
 TARGET = local_target("cpu").name
 
@@ -120,6 +124,24 @@ def test_the_longest_path_is_used_where_the_composition_says_so(workspace: Works
     assert found.sum_latency_ms == pytest.approx(predict(record, target=TARGET, workspace=workspace).latency_ms, rel=1e-3)
 
 
+def test_the_plain_sum_stands_beside_another_composition(workspace: Workspace) -> None:
+    folder = workspace.predictors(TARGET)
+    fitted = read_composition(folder)
+    path = fitted.model_copy(update={"kind": "critical_path", "alpha": 2.0, "beta_ms": 1.0})
+    files.write_json(composition_path(folder), path)
+    try:
+        asked = ("--model", "anet_c16.onnx", "--target", TARGET, "--show-sum")
+        header, row = (line.split("\t") for line in shell(workspace, *asked, "--top", "0").stdout.splitlines())
+        [found] = json.loads(shell(workspace, *asked, "--json").stdout)
+    finally:
+        files.write_json(composition_path(folder), fitted)
+    shown = dict(zip(header, row, strict=True))
+    plain = next(c for c in fitted.candidates if (c.label, c.kind) == (fitted.label, "sum"))
+    assert found["sum_latency_ms"] == pytest.approx(plain.alpha * found["kernel_sum_ms"] + plain.beta_ms)
+    assert float(shown["α·Σ+β (ms)"]) == pytest.approx(found["sum_latency_ms"], rel=1e-3)
+    assert float(shown["latency (ms)"]) == pytest.approx(2.0 * found["kernel_sum_ms"] + 1.0, rel=1e-3)
+
+
 def test_path_model_and_record_give_the_same(workspace: Workspace, record: ModelRecord) -> None:
     path = workspace.models / "anet_c16.onnx"
     from_record = predict(record, target=TARGET, workspace=workspace)
@@ -151,12 +173,12 @@ def test_copies_share_nothing_and_are_predicted_alike(workspace: Workspace, reco
 
 def test_the_speed_beside_a_load_is_timed_too(workspace: Workspace, tmp_path: Path) -> None:
     files.write_json(tmp_path / "busy.json", {METRIC: 0.4})
-    command = [sys.executable, "inference/prediction_speed.py", "--workspace", str(workspace.root), "--model", "anet_c16.onnx",
-               "--target", TARGET, "--repeats", "1", "--json", "--metrics", str(tmp_path / "busy.json")]
-    found = {row["case"]: row["median_ms"] for row in json.loads(
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)}
-    assert found["reading the load"] > 0
-    assert 0 < found["the same file under load, which is read each time"] < found["from the shell"]
+    rows = json.loads(printed("inference/prediction_speed.py", "--workspace", workspace.root, "--model", "anet_c16.onnx",
+                              "--target", TARGET, "--repeats", "1", "--json", "--metrics", tmp_path / "busy.json"))
+    median_ms = {row["case"]: row["median_ms"] for row in rows}
+    assert median_ms["reading the load"] > 0
+    assert median_ms["the same file under load, which is read each time"] > 0
+    assert median_ms["from the shell"] > 0
 
 
 def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRecord, tmp_path: Path,
@@ -168,14 +190,12 @@ def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRe
     folder = other.predictors(target.name)
     shutil.copytree(workspace.predictors(TARGET), folder)
     sidecar = json.loads((folder / "predictors.json").read_text())
-    sidecar.pop(files.DIGEST, None)  # it is of the numbers before
     sidecar["machines"][-1]["versions"]["cudnn"] = "9.19.0.56"
-    files.write_json(folder / "predictors.json", sidecar | {"target": target.model_dump()})
+    files.write_json(folder / "predictors.json", files.with_digest(sidecar | {"target": target.model_dump()}))
     composition = json.loads((folder / "composition.json").read_text())
-    composition.pop(files.DIGEST, None)
     spans = {"interval": (0.9, 1.2), "interval_measured": (0.4, 0.99)}
-    files.write_json(folder / "composition.json", composition | {
-        name: {"low": low, "high": high, "coverage": 0.9} for name, (low, high) in spans.items()})
+    files.write_json(folder / "composition.json", files.with_digest(composition | {
+        name: {"low": low, "high": high, "coverage": 0.9} for name, (low, high) in spans.items()}))
     monkeypatch.setattr(targets, "local_targets", lambda: (target,))
 
     def interval(cudnn: str, strict: bool) -> tuple[list[float], bool]:
@@ -195,11 +215,11 @@ def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRe
     assert interval("9.20.0.1", True)[0] == pytest.approx([0.9, 1.2])
 
 
-def test_a_file_is_read_once_and_again_when_it_changed(workspace: Workspace) -> None:
+def test_a_file_is_read_once_and_again_when_it_changed(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     path = conv_net(workspace.root / "changing.onnx", channels=16)
     first = predict(path, target=TARGET, workspace=workspace)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("inference.core.sources.runtime_named", None)  # the file is not analysed again
+    with monkeypatch.context() as patched:
+        patched.setattr(analysis, "analyze", None)  # it is not analysed again
         assert predict(path, target=TARGET, workspace=workspace) == first
     stamp = path.stat()
     conv_net(path, channels=16, size=32)
@@ -222,8 +242,7 @@ def test_new_predictors_are_noticed(workspace: Workspace, record: ModelRecord, t
     before = predict(record, workspace=Workspace(tmp_path))
     file = Workspace(tmp_path).predictors(TARGET) / "composition.json"
     document = json.loads(file.read_text())
-    document.pop(files.DIGEST, None)  # it is of the numbers before
-    file.write_text(json.dumps(document | {"beta_ms": document["beta_ms"] + 7}))
+    files.write_json(file, files.with_digest(document | {"beta_ms": document["beta_ms"] + 7}))
     assert predict(record, workspace=Workspace(tmp_path)).latency_ms == pytest.approx(before.latency_ms + 7)
 
 
@@ -261,9 +280,7 @@ def test_a_gpu_s_graph_is_derived_without_one(workspace: Workspace, tmp_path: Pa
     target, other = Target.model_validate(there), Workspace(tmp_path)
     shutil.copytree(workspace.predictors(TARGET), other.predictors(target.name))
     sidecar = other.predictors(target.name) / "predictors.json"
-    document = json.loads(sidecar.read_text())
-    document.pop(files.DIGEST, None)
-    files.write_json(sidecar, document | {"target": target.model_dump()})
+    files.write_json(sidecar, files.with_digest(files.read_json(sidecar) | {"target": target.model_dump()}))
     found = predict(workspace.models / "anet_c16.onnx", workspace=other)
     assert found.target == target.name
     assert {"Conv", "Relu"} <= {kernel.type for kernel in found.kernels}  # which the CPU runs as one

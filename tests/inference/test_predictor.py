@@ -76,6 +76,7 @@ def test_what_the_package_offers_is_there(name: str) -> None:
     assert getattr(inference, name).__name__ == name
 
 
+@pytest.mark.slow
 def test_the_function_and_the_methods_say_the_same(folder: Path) -> None:
     one, two = record(folder), record(folder, "bert_mask_static")
     predictor = Predictor(target="h200")
@@ -89,6 +90,7 @@ def test_the_function_and_the_methods_say_the_same(folder: Path) -> None:
     assert Predictor(target=TARGET, strict=True).predict(one) == predict(one, target=TARGET, strict=True)
 
 
+@pytest.mark.slow
 def test_files_are_read_once(folder: Path, workspace: Workspace) -> None:
     """Predictors, composition, sharing and doubt, whatever is asked; and by a second predictor not at all."""
     one = record(folder)

@@ -44,6 +44,8 @@ from utils.config import read_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.slow
+
 UTIL, POWER, CLOCK = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_POWER_USAGE", "DCGM_FI_DEV_SM_CLOCK"
 SM, ENGINE = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 TWELVE = tuple(FIELDS)[:12]

@@ -65,6 +65,7 @@ def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return run_script("inference/predict_model_latency.py", *arguments)
 
 
+@pytest.mark.slow
 def test_an_operator_that_was_never_measured_is_a_rough_estimate(tmp_path: Path) -> None:
     nodes = [helper.make_node("LRN", ["x"], ["n"], size=5), helper.make_node("Flatten", ["n"], ["f"]),
              helper.make_node("Relu", ["f"], ["y"])]
@@ -85,6 +86,7 @@ def test_an_operator_that_was_never_measured_is_a_rough_estimate(tmp_path: Path)
     assert row[heading.index("rough estimate")] == "yes"
 
 
+@pytest.mark.slow
 def test_known_models_are_not_marked(torch_models: dict[str, Path]) -> None:
     for path in torch_models.values():
         for strict in (False, True):
@@ -110,6 +112,7 @@ def test_an_operator_known_at_another_rank_is_doubtful(tmp_path: Path) -> None:
     assert odd.interval_ms[1] / odd.latency_ms > 2 * usual.interval_ms[1] / usual.latency_ms
 
 
+@pytest.mark.slow
 def test_a_small_share_only_widens(workspace: Workspace) -> None:
     plain = predict(conv_net(workspace.root / "plain.onnx", channels=64, size=32), target=TARGET, workspace=workspace)
     odd = predict(conv_net(workspace.root / "erf64.onnx", channels=64, size=32, extra="Erf"), target=TARGET,
@@ -121,6 +124,7 @@ def test_a_small_share_only_widens(workspace: Workspace) -> None:
         assert one.interval_ms[0] < one.latency_ms < one.interval_ms[1]
 
 
+@pytest.mark.slow
 def test_sizes_beyond_the_data_widen(workspace: Workspace) -> None:
     within, beyond = (predict(conv_net(workspace.root / f"wide{channels}.onnx", channels=channels), target=TARGET,
                               workspace=workspace, strict=True) for channels in (40, 1024))
@@ -132,6 +136,7 @@ def test_sizes_beyond_the_data_widen(workspace: Workspace) -> None:
     assert FAR > 1
 
 
+@pytest.mark.slow
 def test_an_interval_is_given_under_load_too(workspace: Workspace, torch_models: dict[str, Path]) -> None:
     found = predict("anet_c16.onnx", target=TARGET, workspace=workspace, load={METRIC: 0.5})
     assert found.interval_ms[0] < found.latency_ms < found.interval_ms[1]
@@ -142,6 +147,7 @@ def test_an_interval_is_given_under_load_too(workspace: Workspace, torch_models:
     assert 1.0 < widths[0] < widths[1]
 
 
+@pytest.mark.slow
 def test_few_models_tell_an_interval_too(workspace: Workspace) -> None:
     """Of four models, left out by three families, the errors are ±10 %: Student's t for three degrees of freedom."""
     from inference.core.targets import fitted_for
@@ -168,6 +174,7 @@ def test_errors_add_up_in_quadrature() -> None:
     assert not is_rough(Span(0.91, 1.09))
 
 
+@pytest.mark.slow
 def test_ranges_are_learned_from_operators_left_out(workspace: Workspace) -> None:
     """Of the made-up dataset each range holds 1; a class of few operators is no narrower than the default."""
     uncertainty = read_uncertainty(workspace.predictors(TARGET))
@@ -200,6 +207,7 @@ def test_a_gpu_takes_no_less_than_its_own_work(tmp_path: Path) -> None:
     assert found.latency_ms >= found.kernel_sum_ms > 0.1
 
 
+@pytest.mark.slow
 def test_a_larger_batch_takes_no_less(workspace: Workspace) -> None:
     one, two, four = (predict("dynnet.onnx", dims={"batch": batch}, target=TARGET, workspace=workspace, strict=True)
                       for batch in (1, 2, 4))
@@ -216,6 +224,7 @@ def test_a_larger_batch_takes_no_less(workspace: Workspace) -> None:
     assert never_falling(kept) == kept
 
 
+@pytest.mark.slow
 def test_the_command_to_measure_is_printed_where_this_is_the_target(workspace: Workspace) -> None:
     path = conv_net(workspace.root / "erf.onnx", extra="Erf")
     done = command("--workspace", workspace.root, "--model", path, "--target", TARGET)

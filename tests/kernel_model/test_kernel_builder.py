@@ -86,6 +86,7 @@ def run_kernel(kernel: Kernel, values: Sequence[np.ndarray | None], provider: st
     return [np.asarray(value) for value in session.run(None, feed)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "provider"), CASES)
 def test_a_kernel_does_what_its_node_does(traced: dict[tuple[str, str], Traced], model: str, provider: str) -> None:
     """Every node of the model: the tensors that the whole model feeds it give the same outputs."""
@@ -100,6 +101,7 @@ def test_a_kernel_does_what_its_node_does(traced: dict[tuple[str, str], Traced],
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=node.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "provider"), CASES)
 def test_what_the_record_says_of_tensors_is_so(traced: dict[tuple[str, str], Traced], model: str, provider: str) -> None:
     """Types, shapes, and the small constants kept by value."""
@@ -117,6 +119,7 @@ def test_what_the_record_says_of_tensors_is_so(traced: dict[tuple[str, str], Tra
     assert recorded
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("avx" not in Path("/proc/cpuinfo").read_text(), reason="ORT blocks channels on x86 only")
 def test_the_cases_hold_blocked_and_optional_inputs(traced: dict[tuple[str, str], Traced]) -> None:
     """So that the fidelity test covers them: a fused Conv that adds its fourth input and leaves its third out."""
@@ -126,6 +129,7 @@ def test_the_cases_hold_blocked_and_optional_inputs(traced: dict[tuple[str, str]
     assert any(len(kernel.inputs) == 4 and not kernel.inputs[2].present for kernel in blocked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "provider"), CASES)
 def test_every_kernel_runs_on_made_up_inputs(traced: dict[tuple[str, str], Traced], tmp_path: Path, model: str,
                                              provider: str) -> None:
@@ -215,6 +219,7 @@ def test_a_kernel_with_a_subgraph_is_refused() -> None:
 
 # carriers ----------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", TORCH_MODELS)
 def test_a_carrier_runs_all_kernels(traced: dict[tuple[str, str], Traced], model: str) -> None:
     kernels = list(traced[model, "cpu"].record.kernels.values())
@@ -279,6 +284,7 @@ def build(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[st
     return run_script("kernel_model/kernel_builder.py", "--workspace", workspace.root, *options)
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_kernel_a_record_and_the_index(workspace: Workspace) -> None:
     record = analyze(small_model(), "cpu", name="small")
     kernel = next(iter(record.kernels.values()))

@@ -34,6 +34,8 @@ from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.slow
+
 QUICK = TrainingConfig(folds=3, threads=1, xgboost=XgboostSettings(trees=40, learning_rate=0.2), forest=ForestSettings(trees=3))
 
 

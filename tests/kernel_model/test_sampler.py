@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command import run_script
 from conftest import TORCH_MODELS, build_workspace, free_kernel, small_model
 
 from kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample, sample_free
@@ -28,7 +28,7 @@ from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.ort_sessions import open_session
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 
 def entries_of(*records: ModelRecord) -> list[Drawn]:
@@ -48,6 +48,7 @@ def draw(entries: list[Drawn], count: int = 60, seed: int = 0, gflop: float = 0.
     return {name: families for name, (_, families) in found.items()}
 
 
+@pytest.mark.slow
 def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[Drawn]) -> None:
     found, refused = sample(entries, 60, np.random.default_rng(0), [1, 4], 0.05)
     assert len(found) == 60
@@ -69,6 +70,7 @@ def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[Drawn]) -
     assert refused["too large"] > 0
 
 
+@pytest.mark.slow
 def test_every_type_draws_something_that_runs(entries: list[Drawn], tmp_path: Path) -> None:
     """Attention's products and ORT's blocked layouts too."""
     from runtimes.ort.building.kernel_models import kernel_build
@@ -88,11 +90,13 @@ def test_every_type_draws_something_that_runs(entries: list[Drawn], tmp_path: Pa
         check_kernel(kernel_build(drawn, tmp_path), drawn, "cpu")
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same(entries: list[Drawn]) -> None:
     assert draw(entries, 30, seed=3) == draw(entries, 30, seed=3)
     assert draw(entries, 30, seed=3) != draw(entries, 30, seed=4)
 
 
+@pytest.mark.slow
 def test_families_left_out_seed_nothing(entries: list[Drawn]) -> None:
     assert {name for families in draw(entries).values() for name in families} == {"resnet", "mobilenet", "vit"}
     assert set(draw(entries, without=("resnet", "vit")).values()) == {("mobilenet",)}
@@ -218,6 +222,7 @@ def test_indices_of_a_smaller_kernel_stay_in_range() -> None:
     assert dummy_tensor(kernel, 1).max() == 63
 
 
+@pytest.mark.slow
 def test_free_kernels_are_described_as_those_of_models_are(torch_models: dict[str, Path]) -> None:
     """Attributes by name and inputs by rank are those of models' kernels, so that a kernel found in both has one id."""
     def form(kernel: Kernel) -> Any:
@@ -233,10 +238,10 @@ def test_free_kernels_are_described_as_those_of_models_are(torch_models: dict[st
 # the command -------------------------------------------------------------------------------------------------------------
 
 def run_sampler(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "kernel_model/kernel_sampler.py", "--workspace", str(workspace.root), "--json", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return run_script("kernel_model/kernel_sampler.py", "--workspace", workspace.root, "--json", *options)
 
 
+@pytest.mark.slow
 def test_a_second_call_tops_up(workspace: Workspace) -> None:
     flavour = build_workspace(workspace, {"anet_b1": small_model(), "bnet_b1": small_model(side=24)})
     folder = workspace.kernel_onnx / flavour.name

@@ -21,12 +21,15 @@ from model_zoo.exporting import onnx_export
 from model_zoo.exporting.export_process import ExportProcess
 from model_zoo.exporting.onnx_export import Exporter, check_outputs, trace
 from model_zoo.exporting.torch_models import build, check_names, reference
-from model_zoo.exporting.zoo_config import Export, ZooConfig, read_zoo_config
+from model_zoo.exporting.zoo_config import CONFIG_FILE, Export, ZooConfig
 from model_zoo.torchvision_exporter import export_all
 from runtimes.targets import flavour_of
 from utils import fingerprint
+from utils.config import read_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace, model_files
+
+pytestmark = pytest.mark.slow
 
 MODEL, SIZE = "squeezenet1_1", (64, 96)
 FLAVOUR = flavour_of("cpu").name
@@ -224,12 +227,12 @@ def test_a_config_that_does_not_fit(tmp_path: Path, text: str, message: str) -> 
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message) as caught:
-        read_zoo_config(path)
+        read_config(path, ZooConfig)
     assert str(path) in str(caught.value)
 
 
 def test_the_shipped_config_is_the_plan() -> None:
-    config = read_zoo_config()
+    config = read_config(CONFIG_FILE, ZooConfig)
     stems = [export.stem for export in config.exports()]
     assert stems[0] == "resnet18"
     assert stems[1:] == [f"resnet18_fp32_b{batch}_{size}x{size}" for size in (224, 320, 512) for batch in (16, 64, 128)]

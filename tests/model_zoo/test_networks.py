@@ -26,6 +26,8 @@ from utils.config import validate
 from utils.errors import UserError
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.slow
+
 RANDOM = "random_conv_10"  # the smallest of the pool
 
 

@@ -228,6 +228,7 @@ def test_a_record_with_bodies_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert "guessed" not in document
 
 
+@pytest.mark.slow
 def test_a_loop_costs_what_its_nodes_cost_unrolled() -> None:
     """On the shipped H200, where the host also reads the condition in each trip and waits."""
     looped, flat = predict(loop(12), target=H200), predict(unrolled(12), target=H200)

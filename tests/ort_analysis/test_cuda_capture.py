@@ -79,6 +79,7 @@ def test_copies_forbid_capture_and_not_the_cpu_itself() -> None:
         assert capture_obstacle(on_the_cpu(record, copy)) == f"relu ({copy}) copies between the host and the GPU"
 
 
+@pytest.mark.slow
 def test_every_model_that_was_to_be_captured(tmp_path: Path) -> None:
     """In the dataset that ships, no model is suspected in vain and none that failed is missed."""
     with tarfile.open(ROOT / "recipes" / "h200" / f"{TARGET}.tar.xz") as archive:

@@ -144,6 +144,7 @@ def test_a_model_that_mixes_types_in_an_old_operator_set_is_refused() -> None:
         parse_graph(proto, "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cuda(), reason="needs a GPU: compares its own graphs with derived ones")
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "vit_tiny"])
 def test_the_derived_graph_is_the_gpus_own(torch_models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:

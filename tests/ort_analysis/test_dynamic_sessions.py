@@ -92,6 +92,7 @@ def test_fixed_sizes_are_the_same_both_ways() -> None:
     assert one.static
 
 
+@pytest.mark.slow
 def test_a_convolutional_net_keeps_its_kernels(torch_models: dict[str, Path]) -> None:
     """An open batch leaves a net all kernels that its latency comes from."""
     proto = onnx.load(torch_models["resnet18"])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from command import run_script
+from command import printed, run_script
 from conftest import TORCH_BATCH, TORCH_MODELS, small_model, torch_model
 from onnx import TensorProto, helper, numpy_helper
 
@@ -22,7 +21,7 @@ from runtimes.targets import flavour_of
 from utils import files
 from utils.errors import UserError
 from utils.model_files import COLLECTION_KEY, GROUP_KEY
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 PROVIDERS = ("cpu", "cuda")
 
@@ -45,6 +44,7 @@ def kernels_of(record: ModelRecord, kernel_type: str) -> list[Kernel]:
 
 # what was fused ----------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_resnet18_on_the_cpu(records: dict[tuple[str, str], ModelRecord]) -> None:
     record = records["resnet18", "cpu"]
     assert origins(record, "Conv_Add_Relu") == [("Conv", "Add", "Relu")] * 8
@@ -56,11 +56,13 @@ def test_resnet18_on_the_cpu(records: dict[tuple[str, str], ModelRecord]) -> Non
     assert len({origin.name for part in sole for origin in part}) == sum(map(len, sole))  # each original node in one place
 
 
+@pytest.mark.slow
 def test_resnet18_on_cuda_fuses_no_activation(records: dict[tuple[str, str], ModelRecord]) -> None:
     counts = Counter(origin for types in ("Conv", "Relu", "Add") for origin in origins(records["resnet18", "cuda"], types))
     assert counts == {("Conv",): 20, ("Relu",): 17, ("Add",): 8}
 
 
+@pytest.mark.slow
 def test_a_fused_node_adds_what_the_original_added(torch_models: dict[str, Path],
                                                    records: dict[tuple[str, str], ModelRecord]) -> None:
     """The names, too: the Add and Relu in a fused node are those that follow its Conv in the model as exported."""
@@ -103,6 +105,7 @@ def test_a_folded_norm_below_a_fused_activation() -> None:
     assert origins(on_cuda, "Relu") == [("Relu",)]
 
 
+@pytest.mark.slow
 def test_attention(records: dict[tuple[str, str], ModelRecord]) -> None:
     found = origins(records["vit_tiny", "cuda"], "FusedMatMul")
     assert len(found) == 4
@@ -111,6 +114,7 @@ def test_attention(records: dict[tuple[str, str], ModelRecord]) -> None:
     assert origins(records["vit_tiny", "cuda"], "SkipLayerNormalization") == [("Add", "LayerNormalization")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("model", TORCH_MODELS)
 def test_no_original_node_is_lost(torch_models: dict[str, Path], records: dict[tuple[str, str], ModelRecord],
@@ -126,6 +130,7 @@ def test_no_original_node_is_lost(torch_models: dict[str, Path], records: dict[t
     assert found <= {(node.name, node.op_type) for node in graph.node}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("model", TORCH_MODELS)
 def test_the_dag_is_in_the_record(records: dict[tuple[str, str], ModelRecord], model: str, provider: str) -> None:
@@ -194,9 +199,8 @@ def test_a_model_is_of_the_group_and_collection_that_its_file_names(tmp_path: Pa
     assert [record.file_stem for record in records] == ["net0@b", "net1@b"]
     asked = analyze(paths[1], "cpu", group="mine", collection="ours")
     assert (asked.group, asked.collection) == ("mine", "ours")
-    subprocess.run([sys.executable, "ort_analysis/fusion_detector.py", "--model", str(paths[1]), "--device", "cpu",
-                    "--group", "asked", "--collection", "asked too", "--workspace", str(tmp_path)],
-                   cwd=ROOT, check=True, capture_output=True)
+    printed("ort_analysis/fusion_detector.py", "--model", paths[1], "--device", "cpu", "--group", "asked", "--collection",
+            "asked too", "--workspace", tmp_path)
     workspace = Workspace(tmp_path)
     [record] = read_model_records(workspace, records[0].flavour)
     index = read_index(index_path(workspace, records[0].flavour))
@@ -230,6 +234,7 @@ def test_a_fused_kernel_reads_what_it_adds() -> None:
     assert fused.flops >= 2 * 16 * 256 * 16 * 9 + 16 * 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", TORCH_MODELS)
 def test_operations_agree_with_torchs_counter(records: dict[tuple[str, str], ModelRecord], model: str) -> None:
     """Convolutions and products, which torch counts without their biases; on the graph whose channels are not padded."""
@@ -305,12 +310,12 @@ def test_one_kernel_in_a_thousand_nodes_is_one_entry() -> None:
     assert all(entry.models == ("one", "two") for entries in index.kernels.values() for entry in entries.values())
 
 
+@pytest.mark.slow
 def test_several_models_and_sizes_side_by_side(workspace: Workspace) -> None:
     """One record a combination of sizes, whatever process made it; a model that fails costs only its own."""
     files.write_bytes(workspace.models / "net.onnx", small_model(batch="batch").SerializeToString())
     (workspace.models / "broken.onnx").write_text("no model")
-    command = [sys.executable, "ort_analysis/fusion_detector.py", "--workspace", str(workspace.root), "--device", "cpu"]
-    done = subprocess.run([*command, "--dim", "batch=1,3", "--jobs", "2"], cwd=ROOT, capture_output=True, text=True)
+    done = detect(workspace, "--device", "cpu", "--dim", "batch=1,3", "--jobs", "2")
     assert done.returncode == 1
     assert "2 of 4 models failed: broken.onnx, broken.onnx" in done.stderr
     records = read_model_records(workspace, flavour_of("cpu"))

@@ -25,6 +25,7 @@ from utils.model_files import DEFAULT_DIMS_KEY
 without_gpu = pytest.mark.skipif(has_cuda(), reason="this machine has a GPU: its own graph is not a derived one")
 
 
+@pytest.mark.slow
 def test_resnet18_node_by_node(torch_models: dict[str, Path]) -> None:
     graph = parse_graph(torch_models["resnet18"], "cpu")
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in graph.tensors.items()}
@@ -45,6 +46,7 @@ def test_resnet18_node_by_node(torch_models: dict[str, Path]) -> None:
     assert rows[-1]["outputs"] == "float32[2,1000]"
 
 
+@pytest.mark.slow
 @without_gpu
 def test_the_cuda_graph_without_a_gpu(torch_models: dict[str, Path]) -> None:
     """The counts are those of the graph that the CUDA provider itself saves on a GPU."""
@@ -57,6 +59,7 @@ def test_the_cuda_graph_without_a_gpu(torch_models: dict[str, Path]) -> None:
     assert {node.provider for node in graph.nodes} == {"cuda"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
 @pytest.mark.parametrize("model", ["resnet18", "mobilenet_v3_small", "vit_tiny"])
 def test_every_tensor_has_the_shape_it_has_when_run(torch_models: dict[str, Path], model: str, provider: str) -> None:
@@ -74,6 +77,7 @@ def test_every_tensor_has_the_shape_it_has_when_run(torch_models: dict[str, Path
         assert graph.tensors[product.outputs[0]].shape == (2, 2, 5, 5)
 
 
+@pytest.mark.slow
 def test_small_constants_keep_their_values(torch_models: dict[str, Path]) -> None:
     graph = parse_graph(torch_models["resnet18"], "cpu")
     reshape = next(node for node in graph.nodes if node.op_type == "Reshape")
@@ -131,6 +135,7 @@ def test_a_model_in_memory_is_the_model_on_disk(tmp_path: Path) -> None:
     assert memory.tensors == disk.tensors
 
 
+@pytest.mark.slow
 def test_names_are_the_same_each_time(torch_models: dict[str, Path]) -> None:
     """Profiles are matched to records by node name; ORT itself numbers its layout changes in another order each time."""
     names = {tuple((node.name, node.outputs) for node in parse_graph(torch_models["mobilenet_v3_small"], "cpu").nodes)

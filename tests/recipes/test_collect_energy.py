@@ -10,7 +10,7 @@ import yaml
 
 from benchmark.collecting.config import CollectorConfig
 from measuring.power import WINDOW_S
-from model_zoo.exporting.zoo_config import read_zoo_config
+from model_zoo.exporting.zoo_config import ZooConfig
 from utils.config import read_config
 from utils.paths import ROOT
 
@@ -36,5 +36,5 @@ def test_its_windows_are_long_enough_and_batches_are_left_open() -> None:
     config = read_config(RECIPE / "collect_energy.yaml", CollectorConfig)
     assert config.energy_s >= WINDOW_S
     assert config.levels == (0.0,)
-    [export] = read_zoo_config(RECIPE / "model_zoo_energy.yaml").exports()
+    [export] = read_config(RECIPE / "model_zoo.yaml", ZooConfig, ["models=[resnet50]"]).exports()
     assert export.stem == "resnet50"  # one file for all batch sizes

@@ -18,6 +18,8 @@ from convolutions.tables import read_cases, read_table, unpacked
 from utils.errors import UserError
 from utils.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = ROOT / "recipes" / "convolutions"
 TABLES, SAMPLES = SHIPPED / "nvidia-h200.tar.xz", SHIPPED / "nvidia-h200-samples.tar.xz"
 NEVER = {"direct", "winograd"}

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from command import printed, run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT, PACK = "recipes/convolutions/measure_table.py", "recipes/convolutions/pack.py"
 TINY = ("--device", "cpu", "--model", "squeezenet1_1", "--algorithm", "default", "--sizes", "64,72", "--warmup", "1",
         "--measure", "2", "--energy-seconds", "0", "--json")

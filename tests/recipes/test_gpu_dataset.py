@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from command import run_script
 from conftest import TORCH_MODELS
 
 from inference import predict
 from records.dataset_files import (
+    header_path,
     journal_path,
     kernel_lines,
     kernels_path,
@@ -29,7 +32,7 @@ from records.dataset_files import (
 from records.dataset_writer import write_tables
 from records.kernel_record_files import read_model_record
 from training.baselines.kernels_under_load import measured_under_load, summed_ms
-from training.composition.fitting import fit_line
+from training.composition.formulas import fit_line
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import TrainingSet
@@ -40,8 +43,11 @@ from utils.cli import EXIT_SLO_MISSED
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT, SHIPPED, Workspace
 
+pytestmark = pytest.mark.slow
+
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 FAMILIES = {"squeezenet", "mnasnet", "shufflenet", "resnet", "mobilenet", "vgg", "alexnet"}
+COUNTS = "counts.json"  # of the shipped dataset's kernels with label gpu: of models, drawn near a group's, and others
 FURTHER = 2000  # kernels of no model, of the types that those families have
 
 
@@ -51,6 +57,8 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     workspace = Workspace(tmp_path_factory.mktemp("h200"))
     learn(workspace, "unpack")
     folder = workspace.dataset(TARGET)
+    for path in (header_path(folder), model_table_path(folder)):
+        files.write_bytes(workspace.root / "whole" / path.name, path.read_bytes())  # before it is cut down
     records = workspace.kernel_records / read_header(folder).target.flavour.name
     wanted, kept_models = set[str](), set[str]()
     for path in records.glob("*.json"):
@@ -66,13 +74,16 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     drawn_freely = (name for name, one in kernels.items() if not one["groups"] and one["kernel"]["type"] in types)
     wanted |= set(islice(drawn_freely, FURTHER))
     kernels_path(folder).write_text("".join(f"{line}\n" for name, line in described.items() if name in wanted))
-    kept = []
+    kept, timed = [], set[str]()
     for block in read_journal(folder):
+        timed |= {m.id for m in block.measurements if (m.subject, m.label, m.status) == ("kernel", "gpu", "ok")}
         found = tuple(m for m in block.measurements if (
             m.id in wanted if m.subject == "kernel" else m.id in kept_models))
         if found:
             kept.append(block.model_copy(update={"measurements": found}))
     journal_path(folder).write_text("".join(block.model_dump_json() + "\n" for block in kept))
+    owned = Counter("models" if kernels[name]["models"] else "groups" if kernels[name]["groups"] else "none" for name in timed)
+    (workspace.root / "whole" / COUNTS).write_text(json.dumps(owned))
     write_tables(folder, read_header(folder), read_journal(folder))
     (workspace.root / "few.yaml").write_text(
         "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"
@@ -91,8 +102,7 @@ def learn(workspace: Workspace, part: str) -> None:
 
 
 def run(script: str, workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, script, "--workspace", str(workspace.root), "--config", str(workspace.root / "few.yaml")]
-    return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_script(script, "--workspace", workspace.root, "--config", workspace.root / "few.yaml", *options)
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +115,16 @@ def left_out(part: Workspace) -> dict[str, Any]:
 
 def test_families_left_out(left_out: dict[str, Any]) -> None:
     """Two tracks err less than a line over the sum, known kernels less than predicted ones, at the host's usual pace and at
-    that measured; all within reason."""
+    that measured. Seven families and few trees err by 6.4 % where all of the dataset errs by 4.5 % (docs/accuracy.md)."""
     of_all = (row["MAPE_%"] for row in left_out["models"] if row["of"] == "all")
     strict, strict_paced, shared, known, known_paced, line, *_ = of_all
     assert known < strict < line
     assert known <= shared < line
-    assert strict < 20
+    assert strict < 7.0
+    assert known < 2.6
     assert known_paced <= strict_paced < line
-    assert left_out["kernels"]["median_%"] < left_out["kernels"]["MAPE_%"] < 40
+    assert left_out["kernels"]["MAPE_%"] < 11
+    assert left_out["kernels"]["median_%"] < 5.6
     assert left_out["kernels"]["kernels"] > 500
 
 
@@ -124,9 +136,9 @@ def test_ablation(part: Workspace, left_out: dict[str, Any]) -> None:
     assert done.returncode == 0, done.stderr
     found = {row["variant"]: row for row in json.loads(done.stdout)[TARGET]}
     assert list(found) == names
-    for column in ("MAPE_%", "median_%", "time_weighted_MAPE_%"):
+    for column, most in (("MAPE_%", 17), ("median_%", 7), ("time_weighted_MAPE_%", 23)):
         assert found["shipped"][column] == expected[column]
-        assert all(0 < row[column] < 60 for row in found.values())
+        assert all(0 < row[column] < most for row in found.values())
     assert found["no-samples"]["learned_from"] < found["shipped"]["learned_from"] == found["two-stages"]["learned_from"]
     assert found["no-samples"]["MAPE_%"] > found["shipped"]["MAPE_%"]
     assert 0 < found["shipped"]["Σ_of_models_MAPE_%"] < found["shipped"]["MAPE_%"]
@@ -245,10 +257,8 @@ def test_a_shipped_reading_of_the_probe_tells_a_prediction(beside: Workspace, to
     """A reading beside a queue that never runs dry: each run waits a whole turn of the other process, 2.4 ms."""
     block = next(block for block in read_journal(beside.dataset(TARGET)) if block.load == (1.0, "compute_deep"))
     files.write_json(tmp_path / "reading.json", block.probe)
-    command = [sys.executable, "inference/predict_model_latency.py", "--model", str(torch_models["resnet18"]), "--target",
-               "nvidia-h200", "--json", "--slo-ms", "2"]
-    done = [subprocess.run([*command, *probe], cwd=ROOT, capture_output=True, text=True, check=False)
-            for probe in ([], ["--probe", str(tmp_path / "reading.json")])]
+    done = [run_script("inference/predict_model_latency.py", "--model", torch_models["resnet18"], "--target", "nvidia-h200",
+                       "--json", "--slo-ms", "2", *probe) for probe in ([], ["--probe", tmp_path / "reading.json"])]
     assert [one.returncode for one in done] == [0, EXIT_SLO_MISSED]
     (idle,), (waiting,) = (json.loads(one.stdout) for one in done)
     assert waiting["under_load"]["told_by"] == "probe"
@@ -263,10 +273,26 @@ def test_a_gpu_without_its_label_is_reported(tmp_path: Path, part: Workspace) ->
     assert "Traceback" not in done.stderr
 
 
-def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
+def test_every_model_was_measured_with_its_host(part: Workspace) -> None:
     models = pd.read_csv(model_table_path(part.dataset(TARGET)))
     assert (models["Status"] == "ok").all()
     assert models["host_ms"].notna().all()
+
+
+def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
+    """Its kernels, models, files, sessions and machines, by number."""
+    page = " ".join((ROOT / "recipes" / "h200" / "README.md").read_text(encoding="utf-8").split())
+    whole = part.root / "whole"
+    count = json.loads((whole / COUNTS).read_text())
+    models = pd.read_csv(model_table_path(whole))
+    files_of_models = models["Model"].str.partition("@")[0].nunique()
+    for stated in (f"label `gpu` of {sum(count.values()):,} kernels", f"{count['models']:,} of models of torchvision",
+                   f"{count['groups']:,} near those", f"{count['none']:,} of no model",
+                   f"{models['Model'].nunique():,} models and batch sizes ({files_of_models:,} model files) in "
+                   f"{len(models):,} sessions"):
+        assert stated in page
+    assert len(read_header(whole).machines) == 23
+    assert "twenty-three H200s" in page
 
 
 @pytest.mark.parametrize("name", TORCH_MODELS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 
 from recipes.kinds.compare_on_gpu import compare_all, difference_rows
 from recipes.kinds.gpu_latency import gpu_latency
@@ -21,13 +21,13 @@ from recipes.kinds.node_lists import NodeList, NodeRow, derived_nodes, every_nod
 from training.composition.fitted import read_composition
 from utils.errors import UserError
 from utils.ort_sessions import open_session
-from utils.paths import ROOT, SHIPPED
+from utils.paths import SHIPPED
 
 TINY = ("tiny_add", "loop_constant_trips", "sklearn_linear")
 
 
 def command(script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, f"recipes/kinds/{script}", *options], cwd=ROOT, capture_output=True, text=True)
+    return run_script(f"recipes/kinds/{script}", *options)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,7 @@ def test_a_model_that_cannot_be_made_costs_only_itself(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_mixed_half_precision_computes_the_same(tmp_path: Path) -> None:
     import torch
 
@@ -165,6 +166,7 @@ def test_how_a_command_ended(ended: Ended, outcome: str, message: str) -> None:
     assert (ended.outcome, ended.message) == (outcome, message)
 
 
+@pytest.mark.slow
 def test_models_are_judged_and_a_second_run_asks_nothing(made: Path, tmp_path: Path) -> None:
     options = [str(made), "--workspace", str(tmp_path), "--only", "tiny_add", "--steps", "h200", "measured", "--rounds", "1",
                "--budget-s", "0.05", "--json"]
@@ -261,6 +263,7 @@ def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) ->
     assert feed_of(session, {"rows": 3})["x"].shape == (3, 64)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_comparison_says_what_to_do(made: Path, tmp_path: Path) -> None:
     done = command("compare_on_gpu.py", str(made), "--out", str(tmp_path), "--only", "tiny_add", "--derive-only")
     assert done.returncode == 1

@@ -22,6 +22,8 @@ from records.labels import ENERGY
 from training.energy.learned import EnergyModel, energy_path, read_energy
 from utils.paths import ROOT, SHIPPED, Workspace
 
+pytestmark = pytest.mark.slow
+
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 ARCHIVE = ROOT / "recipes" / "h200" / "energy-nvidia-h200.tar.xz"
 PREDICTED_FIRST = ROOT / "recipes" / "h200" / "energy_predicted_first.csv"  # before any of these models was measured

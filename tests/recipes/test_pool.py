@@ -21,6 +21,8 @@ from runtimes.targets import flavour_of, local_target
 from utils import files
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:

@@ -15,6 +15,8 @@ from recipes.same_predictions.questions import TOLERANCE, differences
 from recipes.same_predictions.record import changes, read_answers
 from utils.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 RECORD = "recipes/same_predictions/record.py"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import printed
 from conftest import small_model
 
 from recipes.this_device.budget import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget
@@ -21,6 +22,8 @@ from runtimes.targets import local_target
 from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
+
+pytestmark = pytest.mark.measuring
 
 TARGET = local_target("cpu").name
 SCRIPT = "recipes/this_device/measure_this_device.py"
@@ -39,6 +42,7 @@ def command(workspace: Workspace, *options: str | Path) -> list[str]:
     return [sys.executable, SCRIPT, "--workspace", str(workspace.root), "--device", "cpu", "--json", *map(str, options)]
 
 
+@pytest.mark.slow
 def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     workspace, (first, second) = Workspace(tmp_path / "out"), models(tmp_path)
     workspace.root.mkdir()
@@ -70,11 +74,9 @@ def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert kernels["count"] >= 5
     assert (held_out["count"], own["count"]) == (len(latencies) if len(latencies) > 1 else 0, len(latencies))
     assert own["mean_error_%"] >= 0
-    predicted = subprocess.run([sys.executable, *result["predict"].split()[1:], "--json", "--dim", "batch=2"], cwd=ROOT,
-                               capture_output=True, text=True)
-    assert predicted.returncode == 0, predicted.stderr
+    predicted = printed(*result["predict"].split()[1:], "--json", "--dim", "batch=2")
     if "first@batch=2,dynamic" in latencies:
-        assert json.loads(predicted.stdout)[0]["time_share"]["measured"] == pytest.approx(1.0)
+        assert json.loads(predicted)[0]["time_share"]["measured"] == pytest.approx(1.0)
 
 
 def test_the_minutes_are_those_of_all_calls(tmp_path: Path) -> None:

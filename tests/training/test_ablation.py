@@ -24,6 +24,8 @@ from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSet
 from training.kernels.training_set import TrainingSet
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.slow
+
 QUICK = TrainingConfig(folds=3, threads=1, xgboost=XgboostSettings(trees=40, learning_rate=0.2), forest=ForestSettings(trees=5))
 SMALL = "folds: 2\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n"
 

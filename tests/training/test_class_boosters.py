@@ -19,21 +19,18 @@ from kernel_model.sampling.free_shapes.sizes import Generator
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
-from training.fit_doubt import classes_anew
+from records.operators import operator_row
 from training.kernels.boosters import SavedBoosters, pack_booster
 from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
-from training.kernels.estimators import SHARED, KernelModel, fit_kernel_model, predict_kernels
-from training.kernels.operator_classes import class_of_type
-from training.kernels.operator_table import markdown, operator_report, operator_rows, summary_rows
+from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
+from training.kernels.operator_table import ADDING, markdown, operator_report, operator_rows, summary_rows
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.predictors import read_predictors
-from training.kernels.saving import renew_classes, save_predictors
+from training.kernels.saving import save_predictors
 from training.kernels.settings import TrainingConfig, XgboostSettings
-from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import TrainingSet, read_training_set
 from training.kernels.uncertainty import ranges_of
-from utils.errors import UserError
-from utils.paths import Workspace
+from utils.paths import ROOT, Workspace
 
 CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_rate=0.3), folds=2,
                         xgboost_class=XgboostSettings(trees=60, learning_rate=0.2))
@@ -78,7 +75,8 @@ def estimated(model: KernelModel, kernels: list[Kernel], rows: TrainingSet) -> n
 
 
 def test_classes_go_by_the_operator_of_a_type() -> None:
-    assert [class_of_type(name) for name in ("Conv_Add_Relu", "LSTM", "IsNaN", "ScatterND", "ReduceL2", "Abracadabra")] == [
+    types = ("Conv_Add_Relu", "LSTM", "IsNaN", "ScatterND", "ReduceL2", "Abracadabra")
+    assert [operator_row(operator_of(name)).operator_class for name in types] == [
         "convolution", "recurrent", "elementwise", "gather", "reduction", "other"]
     assert operator_of("Conv_Add_Relu") == "Conv"
     assert class_names("Tile") == ("class part", "class movement", ANY)
@@ -129,24 +127,6 @@ def test_boosters_of_classes_are_saved_and_read(rows: TrainingSet, made: tuple[W
     assert found.latency_ms[0] == pytest.approx(float(estimated(model, [new], rows)[0]))
 
 
-def test_classes_are_learned_anew_in_saved_predictors(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]],
-                                                      tmp_path: Path) -> None:
-    """The other predictors stay as they are; predictors of another dataset are refused."""
-    left_out = {"run": leave_operators_out(rows, "run", CONFIG)}
-    model = fit_kernel_model(rows, "run", (), CONFIG, steady=steady_classes(left_out["run"]))
-    old = dataclasses.replace(model, boosters={SHARED: model.boosters[SHARED]})
-    save_predictors(tmp_path, {"run": old}, {"run": ()}, {}, about(rows))
-    known, new = next(iter(made[1].values())), unary("Abs", "float32", 2, np.random.default_rng(5))
-    before = read_predictors(tmp_path).predict([known, new], {}).latency_ms
-    renew_classes(tmp_path, classes_anew(rows, read_sidecar(tmp_path), left_out, CONFIG))
-    after = read_predictors(tmp_path).predict([known, new], {}).latency_ms
-    assert after[0] == before[0]
-    assert after[1] == pytest.approx(float(estimated(model, [new], rows)[0])) != before[1]
-    other = dataclasses.replace(rows, sha256="other")
-    with pytest.raises(UserError, match="were trained on another dataset; train them again"):
-        classes_anew(other, read_sidecar(tmp_path), left_out, CONFIG)
-
-
 def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:
     """Each operator of a class as its fellows, within a few per cent; the table and the page say so."""
     found = leave_operators_out(rows, "run", CONFIG)
@@ -169,6 +149,9 @@ def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, 
     assert f"{7 * EACH} kernels of 7 operators." in page
     assert "is predicted by the operator's class" in page
     assert "- recurrent: GRU, LSTM, RNN" in page
+    assert "- no row: Affine, BiasDropout" in page
+    assert ADDING in page
+    assert ADDING in (ROOT / "docs/operators.md").read_text(encoding="utf-8")
     assert " Sigmoid," not in page.split("## Not measured")[1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
 
 from records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header
-from training.composition.left_out import folds_of
+from training.composition.held_out import folds_of
 from training.composition.measured_models import MeasuredModel
 from training.kernels.training_set import read_training_set
 from utils import files

@@ -11,11 +11,12 @@ from command import printed
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
 from records.dataset_files import model_table_path
-from training.composition.fitted import composition_path, latency_ms, read_composition
-from training.composition.fitting import best, error_range_of, fit_candidate, fit_line, leave_out
-from training.composition.left_out import predict_out_of_fold
-from training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, tracks
-from training.fit_composition import fit_target
+from training.composition.fitted import Candidate, Kind, composition_path, latency_ms, read_composition
+from training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_line
+from training.composition.formulas import fit_line, leave_out
+from training.composition.held_out import predict_out_of_fold
+from training.composition.intervals import error_range_of
+from training.composition.measured_models import MeasuredModel, kernels_overlap, left_out_groups, measured_models, tracks
 from training.kernels import estimators
 from training.kernels.label_training import train_label
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
@@ -26,9 +27,12 @@ from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.slow
+
 QUICK = TrainingConfig(
     folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=150, learning_rate=0.1, bins=64),
     forest=ForestSettings(trees=3))
+FAMILIES = ["a", "b", "c", "d"]
 
 
 def train(workspace: Workspace, label: str = "run") -> TrainingSet:
@@ -85,27 +89,78 @@ def test_leaving_out_leaves_out() -> None:
     assert leave_out(sums, measured, ["a", "a", "b", "b"]) == pytest.approx([10.0, 20.0, 3.0, 4.0])
 
 
-def test_the_best_errs_least_in_cross_validation() -> None:
+def tried(label: str, kind: Kind, *errors: float) -> Tried:
+    """A candidate that predicts models of 1 ms with these errors."""
+    mean_error, largest = float(np.mean(errors)), max(errors)
+    return Tried(Candidate(label=label, kind=kind, alpha=1.0, beta_ms=0.0, cv_mape=mean_error, cv_max=largest,
+                           fit_mape=mean_error, plain_mape=mean_error), 1.0 + np.array(errors))
+
+
+def chosen(candidates: list[Tried], overlap: bool = True, groups: list[str] | None = FAMILIES,
+           forced: Kind | None = None) -> tuple[str, str]:
+    used = choose(candidates, np.ones(len(FAMILIES)), groups, overlap, forced).candidate
+    return used.label, used.kind
+
+
+def test_a_candidate_errs_on_what_was_held_out() -> None:
     sums, measured, groups = np.array([1.0, 2.0, 3.0]), np.array([2.0, 4.0, 6.0]), ["a", "b", "c"]
-    good, _ = fit_candidate("run", "sum", sums, measured, np.ones(3), groups)
-    bad, _ = fit_candidate("kernel_time", "sum", sums[::-1], measured, np.ones(3), groups)
-    assert best([bad, good]) == 1
-    assert best([good, good]) == 0
-    close = bad.model_copy(update={"kind": "sum_nodes", "cv_mape": 0.95 * (bad.cv_mape or 0.0)})
-    assert best([bad, close]) == 0  # a further constant must earn its keep
-    assert best([bad, close.model_copy(update={"cv_mape": 0.5 * (bad.cv_mape or 0.0)})]) == 1
+    good = try_line("run", "sum", sums, measured, np.ones(3), groups).candidate
     assert good.plain_mape == pytest.approx(0.5)
     assert good.cv_mape == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_longest_path_needs_kernels_that_overlap() -> None:
+    candidates = [tried("run", "sum", 0.2, 0.2, 0.2, 0.2), tried("run", "critical_path", 0.1, 0.1, 0.1, 0.1)]
+    assert chosen(candidates, overlap=False) == ("run", "sum")
+    assert chosen(candidates, overlap=True) == ("run", "critical_path")
+    assert chosen(candidates, overlap=False, forced="critical_path") == ("run", "critical_path")
+
+
+def test_the_simplest_is_used_unless_another_is_better_by_more_than_noise() -> None:
+    plain = tried("run", "sum", 0.17, 0.18, 0.16, 0.18)
+    slightly = tried("run", "critical_path", 0.10, 0.22, 0.22, 0.13)  # better by 0.005 on average, and that by ± 0.035
+    assert chosen([slightly, plain]) == ("run", "sum")
+    surely = tried("run", "sum_nodes", 0.15, 0.16, 0.15, 0.16)  # better by 0.0175 ± 0.0025
+    assert chosen([plain, slightly, surely]) == ("run", "sum_nodes")
+    assert chosen([surely, plain], groups=None) == ("run", "sum")  # nothing was held out, so nothing is sure
+
+
+def test_of_a_kind_the_label_with_the_smallest_error_competes() -> None:
+    good, bad = tried("kernel_time", "sum", 0.1, 0.1, 0.1, 0.1), tried("run", "sum", 0.0, 0.5, 0.0, 0.0)
+    assert chosen([bad, good]) == ("kernel_time", "sum")
+    assert chosen([good, tried("run", "sum", 0.1, 0.1, 0.1, 0.1)]) == ("kernel_time", "sum")  # between equals the first
+
+
+def test_a_family_counts_once_in_the_noise() -> None:
+    """Eight models of one family on which a candidate is better are one observation, and so is one that says the opposite."""
+    differences = np.array([*[0.1] * 8, -0.1])
+    assert not exceeds_noise(differences, [*["a"] * 8, "b"])
+    assert exceeds_noise(np.array([*[0.1] * 8, 0.08]), [*["a"] * 8, "b"])
+
+
+def test_a_kind_that_can_not_be_fitted_is_not_forced() -> None:
+    with pytest.raises(UserError, match=r"pipeline can't be fitted here; possible are: sum"):
+        chosen([tried("run", "sum", 0.1, 0.1, 0.1, 0.1)], forced="pipeline")
+
+
+def test_a_profile_shows_whether_kernels_overlap() -> None:
+    kernels = draw_kernels(4)
+    model = MeasuredModel(chain("anet_x", kernels), "anet", 1.0)
+    serial = {kernel.id: {"kernel_time": 0.1, "node_span": 0.104} for kernel in kernels}
+    assert not kernels_overlap([model], serial)
+    parallel = {**serial, **{kernel.id: {"kernel_time": 0.1, "node_span": 0.01} for kernel in kernels[:2]}}
+    assert kernels_overlap([MeasuredModel(chain("bnet_x", kernels[2:]), "bnet", 1.0), model], parallel)
+    assert not kernels_overlap([model], {kernel.id: {"run": 0.1} for kernel in kernels})  # nothing shows it
 
 
 def test_a_line_that_few_models_mislead_is_not_taken() -> None:
     """Their sums, off by a tenth up and down, are nearer to each model than the lines fitted to the three others."""
     sums, measured, groups = np.array([1.1, 1.8, 4.4, 7.2]), np.array([1.0, 2.0, 4.0, 8.0]), ["a", "b", "c", "d"]
-    taken, predicted = fit_candidate("run", "sum", sums, measured, np.ones(4), groups)
+    taken, predicted, _ = try_line("run", "sum", sums, measured, np.ones(4), groups)
     assert np.abs(leave_out(sums, measured, groups) / measured - 1).mean() > 0.15
     assert (taken.alpha, taken.beta_ms, predicted.tolist()) == (1.0, 0.0, sums.tolist())
     assert (taken.cv_mape, taken.fit_mape, taken.plain_mape) == pytest.approx((0.1, 0.1, 0.1))
-    fitted, _ = fit_candidate("run", "sum", sums, measured, np.ones(4), None)  # nothing tells how good the sum is
+    fitted = try_line("run", "sum", sums, measured, np.ones(4), None).candidate  # nothing tells how good the sum is
     assert fitted.alpha != 1.0
 
 
@@ -146,7 +201,7 @@ def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, m
         seen.append(set(rows.ids))
         return fit(rows, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("training.composition.left_out.fit_kernel_model", spy)
+    monkeypatch.setattr("training.composition.held_out.fit_kernel_model", spy)
     left_out, groups = left_out_groups(models)
     times = predict_out_of_fold(rows, models, groups, left_out, "run", [], QUICK)
     assert set(times) == {model.record.model for model in models}
@@ -234,9 +289,25 @@ def test_the_command(trained: Workspace) -> None:
     assert shown.splitlines()[0].split("\t") == [
         "label", "composition", "CV_MAPE_%", "CV_max_%", "alpha", "beta_ms", "node_us", "fit_MAPE_%", "plain_MAPE_%",
         "alone_MAPE_%", "used"]
-    found = json.loads(printed(*command, "--json"))
-    assert found[TARGET.name]["label"] == "run"
-    assert read_composition(trained.predictors(TARGET.name)).alpha == found[TARGET.name]["alpha"]
+    shown_json = json.loads(printed(*command, "--json"))
+    assert shown_json[TARGET.name]["label"] == "run"
+    assert read_composition(trained.predictors(TARGET.name)).alpha == shown_json[TARGET.name]["alpha"]
+
+
+def test_a_forced_composition_is_kept_until_another_is_asked_for(trained: Workspace) -> None:
+    command = ("training/fit_composition.py", "--workspace", trained.root)
+    shown = printed(*command, "--composition", "critical_path")
+    assert [line.split("\t")[-1] for line in shown.splitlines()[1:]] == ["", "", "forced"]
+    forced = kept_composition(trained, TARGET.name, "critical_path")
+    assert forced is not None
+    assert (forced.kind, forced.forced, forced.overlap) == ("critical_path", True, False)
+    assert kept_composition(trained, TARGET.name, "sum") is None
+    assert kept_composition(trained, TARGET.name) is None
+    printed(*command)
+    kept = kept_composition(trained, TARGET.name)
+    assert kept is not None
+    assert (kept.kind != "critical_path", kept.forced) == (True, False)
+    assert kept_composition(trained, TARGET.name, kept.kind) is None  # it was chosen; what is forced is marked as such
 
 
 def test_an_interval_holds_nine_of_ten() -> None:
@@ -244,10 +315,10 @@ def test_an_interval_holds_nine_of_ten() -> None:
     draw = np.random.default_rng(2)
     predicted = draw.uniform(1.0, 20.0, 400)
     measured = predicted * draw.normal(1.02, 0.05, 400)
-    found = error_range_of(predicted, measured, [f"family{place % 10}" for place in range(400)])
-    assert found is not None
-    assert (found.low, found.high) == pytest.approx((1.02 - 1.645 * 0.05, 1.02 + 1.645 * 0.05), abs=0.015)
-    assert 0.85 <= found.coverage <= 0.95
+    interval = error_range_of(predicted, measured, [f"family{place % 10}" for place in range(400)])
+    assert interval is not None
+    assert (interval.low, interval.high) == pytest.approx((1.02 - 1.645 * 0.05, 1.02 + 1.645 * 0.05), abs=0.015)
+    assert 0.85 <= interval.coverage <= 0.95
 
 
 def test_too_few_models_tell_no_interval() -> None:
@@ -256,6 +327,6 @@ def test_too_few_models_tell_no_interval() -> None:
 
 def test_a_family_unlike_the_others_lowers_the_coverage() -> None:
     predicted, measured = np.ones(40), np.where(np.arange(40) < 10, 2.0, 1.0)
-    found = error_range_of(predicted, measured, ["odd"] * 10 + [f"usual{place % 3}" for place in range(30)])
-    assert found is not None
-    assert found.coverage == 0.75
+    interval = error_range_of(predicted, measured, ["odd"] * 10 + [f"usual{place % 3}" for place in range(30)])
+    assert interval is not None
+    assert interval.coverage == 0.75

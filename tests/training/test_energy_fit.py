@@ -191,6 +191,7 @@ def fitted(energies: Path) -> tuple[EnergyModel, subprocess.CompletedProcess[str
     return read_energy(Workspace(energies).predictors(TARGET)), done
 
 
+@pytest.mark.slow
 def test_made_up_energies_of_real_models_are_learned(fitted: tuple[EnergyModel, subprocess.CompletedProcess[str]]) -> None:
     learned, done = fitted
     assert json.loads(done.stdout)[TARGET] == learned.model_dump(mode="json")
@@ -210,6 +211,7 @@ def test_made_up_energies_of_real_models_are_learned(fitted: tuple[EnergyModel, 
     assert min(found for found in others if found is not None) > learned.left_out.mape
 
 
+@pytest.mark.slow
 def test_a_dataset_without_energy_says_how_to_get_it(energies: Path, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path)
     shutil.copytree(Workspace(energies).predictors(TARGET), workspace.predictors(TARGET))
@@ -237,6 +239,7 @@ def record(energies: Path) -> Path:
     return sorted((energies / "ort_analysis").glob("**/resnet50@batch=16.json"))[0]
 
 
+@pytest.mark.slow
 def test_energy_follows_from_a_models_latency(fitted: tuple[EnergyModel, subprocess.CompletedProcess[str]], energies: Path,
                                               record: Path) -> None:
     done = predict(energies, "--model", record, "--energy", "--json")
@@ -257,12 +260,14 @@ def test_energy_follows_from_a_models_latency(fitted: tuple[EnergyModel, subproc
     assert "J/item\tmean power (W)" in shown
 
 
+@pytest.mark.slow
 def test_without_energy_the_answer_is_as_before_and_a_load_is_refused(
         fitted: tuple[EnergyModel, subprocess.CompletedProcess[str]], energies: Path, record: Path) -> None:
     assert "energy" not in json.loads(predict(energies, "--model", record, "--json").stdout)[0]
     assert "leave --watch, --metrics and --probe out" in predict(energies, "--model", record, "--energy", "--probe").stderr
 
 
+@pytest.mark.slow
 def test_predictors_without_energy_say_how_to_get_it(record: Path, tmp_path: Path) -> None:
     folder = Workspace(tmp_path).predictors(TARGET)
     shutil.copytree(SHIPPED / TARGET, folder)

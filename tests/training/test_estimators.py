@@ -100,12 +100,12 @@ def worse(workspace: Workspace) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_page_as_it_stands(mine: Workspace) -> None:
-    """Its file and its commands, each in a process of its own."""
+    """Its file and its commands."""
     said: list[tuple[Any, str]] = []
     for line in COMMANDS:
-        words = line.replace("out/mine", str(mine.root)).split()
-        done = subprocess.run([sys.executable, *words[1:], "--json"], cwd=ROOT, capture_output=True, text=True)
+        done = run_script(*line.replace("out/mine", str(mine.root)).split()[1:], "--json")
         assert done.returncode == 0, f"{line}\n{done.stderr}"
         said.append((json.loads(done.stdout) if done.stdout else None, done.stderr))
     (table, told), (answers, warned), (listed, _), _ = said

@@ -136,6 +136,7 @@ def test_element_wise_and_unknown_operations() -> None:
     assert all(math.isfinite(value) for value in kernel_features(nothing))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
 def test_every_kernel_of_real_models(torch_models: dict[str, Path], provider: str) -> None:
     seen: dict[tuple[float, ...], Kernel] = {}

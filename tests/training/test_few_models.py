@@ -11,9 +11,9 @@ from made_up_dataset import chain, draw_kernels
 from graph_model.simulation.tracks import Tracks
 from records.labels import GPU_LABEL
 from training.composition.default_composition import shipped_costs
-from training.composition.few_models import fit_pace, try_few_models
-from training.composition.fit_pipeline import MeasuredTracks, latencies_ms
-from training.composition.measured_models import MeasuredModel, tracks
+from training.composition.fitting import fit_pace, try_few_models
+from training.composition.formulas import latencies_ms
+from training.composition.measured_models import MeasuredModel, MeasuredTracks, tracks
 from training.kernels.settings import LAUNCHES
 
 KERNELS = draw_kernels(30)
@@ -39,18 +39,18 @@ def sums_ms(label: str) -> np.ndarray:
 def test_the_line_is_that_of_kernels_as_measured() -> None:
     latency = 1.2 * sums_ms("run") + 0.05
     [tried] = try_few_models(models(latency.tolist()), out_of_fold("run"), MEASURED, ["a", "b", "c"])
-    found = tried.candidate
-    assert (found.label, found.kind) == ("run", "sum")
-    assert (found.alpha, found.beta_ms) == pytest.approx((1.2, 0.05))
-    assert found.fit_mape == pytest.approx(0.0, abs=1e-9)
+    candidate = tried.candidate
+    assert (candidate.label, candidate.kind) == ("run", "sum")
+    assert (candidate.alpha, candidate.beta_ms) == pytest.approx((1.2, 0.05))
+    assert candidate.fit_mape == pytest.approx(0.0, abs=1e-9)
     expected = np.abs((1.2 * WRONG * sums_ms("run") + 0.05) / latency - 1)
-    assert found.cv_mape == pytest.approx(expected.mean()), "held-out models have predicted kernels"
+    assert candidate.cv_mape == pytest.approx(expected.mean()), "held-out models have predicted kernels"
     assert tried.predicted_ms == pytest.approx(1.2 * WRONG * sums_ms("run") + 0.05)
 
 
 def test_nothing_is_held_out_of_one_model() -> None:
-    [one], times = models((1.5 * sums_ms("run")).tolist())[:1], out_of_fold("run")
-    [tried] = try_few_models([one], times, MEASURED, None)
+    [model], times = models((1.5 * sums_ms("run")).tolist())[:1], out_of_fold("run")
+    [tried] = try_few_models([model], times, MEASURED, None)
     assert tried.candidate.alpha == pytest.approx(1.5)
     assert tried.candidate.cv_mape is None
 
@@ -61,7 +61,7 @@ def test_a_gpu_has_the_shipped_costs_at_the_pace_of_its_host() -> None:
     known = [tracks(model, *({name: MEASURED[name][label] for name in model.record.kernels} for label in (GPU_LABEL, LAUNCHES)))
              for model in given]
     latency = latencies_ms(known, shipped_costs().at_pace(1.7))
-    measured = [replace(model, latency_ms=float(found)) for model, found in zip(given, latency, strict=True)]
+    measured = [replace(model, latency_ms=float(latency_ms)) for model, latency_ms in zip(given, latency, strict=True)]
     [tried] = try_few_models(measured, times, MEASURED, ["a", "b", "c"])
     assert tried.candidate.kind == "pipeline"
     assert tried.candidate.costs is not None

@@ -15,21 +15,22 @@ from graph_model.simulation.tracks import OffGpu
 from inference import predict
 from inference.core.targets import fitted_for
 from records.labels import GPU_LABEL
-from training.composition.error_sources import KNOWN, Sources, Stranger, sources
-from training.composition.held_out import HeldOut
+from training.composition.held_out import Fold, HeldOut, folds_of, novelties_of
 from training.composition.host_side import NodesOffGpu
 from training.composition.intervals import (
     ALWAYS,
+    KNOWN,
     LEAST_FAMILIES,
     CalibratedInterval,
     Case,
+    Novelty,
+    Sources,
     calibrate,
     for_any_host,
-    intervals_without_own,
+    intervals_held_out,
+    sources,
 )
-from training.composition.left_out import Fold, folds_of
 from training.composition.measured_models import MeasuredModel
-from training.composition.strangers import strangers
 from training.kernels.settings import LAUNCHES
 from training.kernels.training_set import read_training_set
 from utils.paths import Workspace
@@ -40,50 +41,50 @@ H200 = "nvidia-h200-cuda-ort1.31-all"
 def made_up_cases(collections: int, families: int, each: int, seed: int = 0) -> list[Case]:
     """Errors of a known size: 2 %, and more the more of a latency rests on operators that were never measured."""
     draw = np.random.default_rng(seed)
-    found = []
+    cases = []
     for collection in range(collections):
         for family in range(families):
             common = draw.normal(0, 0.01)
             for _ in range(each):
                 share = float(draw.choice([0.0, 0.0, 0.3, 0.6]))
                 error = common + draw.laplace(0, math.hypot(0.02, 0.4 * share))
-                found.append(Case(str(collection), f"{collection} {family}", Sources(1 - share, share), error))
-    return found
+                cases.append(Case(str(collection), f"{collection} {family}", Sources(1 - share, share), error))
+    return cases
 
 
 def test_intervals_of_a_new_collection_hold_nine_of_ten() -> None:
     """… whatever they rest on, since those that rest on operators that were never measured are wider."""
     cases = made_up_cases(4, 15, 12)
-    ends = intervals_without_own(cases)
+    ends = intervals_held_out(cases)
     inside = np.array([low <= math.exp(case.error) <= high for (low, high), case in zip(ends, cases, strict=True)])
     width = np.array([math.log(high / low) for low, high in ends])
     share = np.array([case.sources.unmeasured for case in cases])
     for part in (share == 0, share > 0, share == 0.6):
         assert 0.84 < inside[part].mean() < 0.96
     assert width[share == 0.6].min() > 4 * width[share == 0].max()
-    found = calibrate(cases)
-    assert found is not None
-    assert found.coverage == pytest.approx(inside.mean())  # the families have as many models each
-    assert (found.left_out, found.families) == ("collection", 60)
-    assert found.reach["unmeasured"] == pytest.approx(0.4, rel=0.25)
-    assert found.low < 0 < found.high
+    interval = calibrate(cases)
+    assert interval is not None
+    assert interval.coverage == pytest.approx(inside.mean())  # the families have as many models each
+    assert (interval.left_out, interval.families) == ("collection", 60)
+    assert interval.reach["unmeasured"] == pytest.approx(0.4, rel=0.25)
+    assert interval.low < 0 < interval.high
 
 
 def test_one_collection_leaves_families_out_and_few_families_give_none() -> None:
-    found = calibrate(made_up_cases(1, 30, 10))
-    assert found is not None
-    assert (found.left_out, found.families) == ("family", 30)
-    assert found.coverage > 0.8
+    interval = calibrate(made_up_cases(1, 30, 10))
+    assert interval is not None
+    assert (interval.left_out, interval.families) == ("family", 30)
+    assert interval.coverage > 0.8
     assert calibrate(made_up_cases(1, LEAST_FAMILIES - 1, 10)) is None
 
 
 def test_a_large_family_counts_as_much_as_a_small_one() -> None:
     """A hundred models of one family that err by a half do not widen the interval more than one such model would."""
     usual, odd = made_up_cases(1, 40, 3), Case("0", "odd", Sources(predicted=1.0), math.log(1.5))
-    one, many = calibrate([*usual, odd]), calibrate([*usual, *[odd] * 100])
-    assert one is not None
+    single, many = calibrate([*usual, odd]), calibrate([*usual, *[odd] * 100])
+    assert single is not None
     assert many is not None
-    sizes = [math.log(found.ends(Sources(predicted=1.0))[1]) for found in (one, many)]
+    sizes = [math.log(interval.ends(Sources(predicted=1.0))[1]) for interval in (single, many)]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.1)
 
 
@@ -95,27 +96,29 @@ def test_a_host_of_unknown_pace_widens_in_quadrature() -> None:
 
 def test_sources_by_hand() -> None:
     """The GPU works for 8 of 10 ms: 2 of them measured, 1 known, 2 never measured, 3 four times beyond."""
-    kernels = [(2.0, None), (1.0, KNOWN), (2.0, Stranger("unmeasured")), (3.0, Stranger("beyond", 4.0))]
+    kernels = [(2.0, None), (1.0, KNOWN), (2.0, Novelty("unmeasured")), (3.0, Novelty("beyond", 4.0))]
     assert sources(kernels, 10.0) == pytest.approx(
         Sources(predicted=0.4, unmeasured=0.2, other_form=0.0, beyond=0.3 * math.log(4), host=0.2))
     assert sources([(1.0, KNOWN)], 0.5) == pytest.approx(Sources(predicted=1.0))  # never more than the whole latency
     assert sources([], 1.0) == Sources(host=1.0)
 
 
-def test_strangers_of_a_fold(workspace: Workspace) -> None:
+def test_novelties_of_a_fold(workspace: Workspace) -> None:
     """An operator that only the held-out models have, a form that others lack, a size beyond; and what is like the others."""
     write_workspace(workspace, sampled=60)
     rows = read_training_set(workspace, TARGET.name)
-    far, known, other = conv(side=32 * 64), conv(), relu(channels=16)
-    half = other.model_copy(update={"inputs": tuple(one.model_copy(update={"dtype": "float16"}) for one in other.inputs)})
+    far, known, relu_kernel = conv(side=32 * 64), conv(), relu(channels=16)
+    half = relu_kernel.model_copy(update={"inputs": tuple(
+        tensor.model_copy(update={"dtype": "float16"}) for tensor in relu_kernel.inputs)})
     fold = Fold(frozenset({"x"}), (), {kernel.id: kernel for kernel in (far, known, gemm())}, rows.types != "Gemm")
-    found = strangers(fold, rows, "run")
-    assert found.keys() == {far.id, gemm().id}
-    assert found[gemm().id].how == "unmeasured"
-    assert found[far.id].how == "beyond"
-    assert found[far.id].times > 4
+    novelties = novelties_of(fold, rows, "run")
+    assert novelties.keys() == {far.id, gemm().id}
+    assert novelties[gemm().id].kind == "unmeasured"
+    assert novelties[far.id].kind == "beyond"
+    assert novelties[far.id].times > 4
     batched = conv().model_copy(update={"inputs": (half.inputs[0], *conv().inputs[1:])})
-    assert strangers(Fold(frozenset({"x"}), (), {batched.id: batched}, rows.idle), rows, "run")[batched.id].how == "other form"
+    novelties = novelties_of(Fold(frozenset({"x"}), (), {batched.id: batched}, rows.idle), rows, "run")
+    assert novelties[batched.id].kind == "other form"
 
 
 def test_cases_of_held_out_models(workspace: Workspace) -> None:
@@ -133,12 +136,12 @@ def test_cases_of_held_out_models(workspace: Workspace) -> None:
                        {GPU_LABEL: times, LAUNCHES: {model: dict.fromkeys(of, 1.0) for model, of in times.items()}})
     predicted, measured = held_out.cases("predicted"), held_out.cases("measured")
     assert [case.family for case in predicted] == groups[:-1]
-    for found, of, shown in ((held_out.predicted, predicted, True), (held_out.as_measured, measured, False)):
-        errors = np.log(held_out.latency_ms / found.paced_ms)[:-1]
+    for latencies, of, shown in ((held_out.predicted, predicted, True), (held_out.as_measured, measured, False)):
+        errors = np.log(held_out.latency_ms / latencies.paced_ms)[:-1]
         assert [case.error for case in of] == pytest.approx(errors.tolist())
         assert all((case.sources.predicted > 0.2) == shown for case in of)
         gpu_ms = [0.04 * len(record.nodes) for record in records[:-1]]
-        host = [1 - min(1.0, gpu / latency) for gpu, latency in zip(gpu_ms, found.paced_ms, strict=False)]
+        host = [1 - min(1.0, gpu / latency) for gpu, latency in zip(gpu_ms, latencies.paced_ms, strict=False)]
         assert [case.sources.host for case in of] == pytest.approx(host)
 
 
@@ -152,8 +155,8 @@ def test_a_prediction_takes_its_calibrated_interval() -> None:
         '<ir_version: 10, opset_import: ["" : 20]> g (float[32,256,56,56] x) => (float[32,256,56,56] y) {'
         "a = Relu(x) b = Add(a, x) c = Relu(b) d = Add(c, b) e = Relu(d) y = Add(e, d)}")
     for composition, always in ((wide, 0.2), (narrow, 0.02)):
-        found = predict(model, target=H200, composition=composition, host_pace=1.0)
-        low, high = (end / found.latency_ms for end in found.interval_ms)
+        prediction = predict(model, target=H200, composition=composition, host_pace=1.0)
+        low, high = (end / prediction.latency_ms for end in prediction.interval_ms)
         assert (math.log(low), math.log(high)) == pytest.approx((-2 * always, 3 * always), rel=0.15)
     unmeasured = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 20]> g (float[32,256,56,56] x) => (float[32,256,56,56] y) {'

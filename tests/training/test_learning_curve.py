@@ -53,6 +53,7 @@ def test_nothing_of_a_held_out_family_is_learned_from(replay: Replay) -> None:
     assert tested.max() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_more_kernels_hold_the_fewer(replay: Replay, order: str) -> None:
     fold = replay.folds[1]

@@ -23,15 +23,31 @@ from records.kernel_types import describe_kernel
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.profile import CONDITION_MS
 from runtimes.targets import local_target
+from training.composition.cuda_nodes import (
+    HOST_RANGE,
+    guessed_ms,
+    host_range,
+    reading_loops,
+    row_selection_ms,
+    selection_ms,
+    selects_boxes,
+    selects_in_rows,
+)
 from training.composition.default_composition import shipped_costs
-from training.composition.fit_copies import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms
-from training.composition.fit_pipeline import latencies_ms
 from training.composition.fitted import read_composition
-from training.composition.host_costs import DEFAULT_COSTS, CopyCurve
-from training.composition.host_side import HostSide, read_host_side
+from training.composition.formulas import latencies_ms
+from training.composition.host_side import (
+    DEFAULT_COSTS,
+    GPU_NODE_MS,
+    HOST_NODE_MS,
+    CopyCurve,
+    HostSide,
+    Step,
+    fit_copies,
+    read_host_side,
+    simulated_ms,
+)
 from training.composition.measured_models import MeasuredModel, tracks
-from training.composition.off_gpu import HOST_RANGE, guessed_ms, host_range, reading_loops
-from training.composition.selection import row_selection_ms, selection_ms, selects_boxes, selects_in_rows
 from training.kernels.saving import copy_predictors
 from training.kernels.training_set import measured_times
 from utils import files
@@ -105,10 +121,10 @@ def test_reading_a_shape_takes_no_time_and_is_no_guess() -> None:
     graph = helper.make_graph(nodes, "shape", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 8])],
                               [helper.ValueInfoProto(name=name) for name in ("s",)])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    found = predict(model, target=TARGET, dims={"rows": 4})
-    (shape,) = found.kernels
+    prediction = predict(model, target=TARGET, dims={"rows": 4})
+    (shape,) = prediction.kernels
     assert (shape.type, shape.latency_ms, shape.provenance) == ("Shape", 0.0, "measured")
-    assert found.estimated_operators == ()
+    assert prediction.estimated_operators == ()
 
 
 def test_what_copies_cost_follows_from_graphs_with_and_without_them() -> None:
@@ -127,11 +143,11 @@ def test_what_copies_cost_follows_from_graphs_with_and_without_them() -> None:
     waits = WaitTimes(operator="NonZero", elements=64, samples_ms={
         str(count): (simulated_ms(waiting * count, COSTS),) for count in (1, 4, 8)})
     measured = MeasuredCopies(target=TARGET, machine=machine("cpu"), copies=tuple(map(times, to_host)), waits=(waits,))
-    found = fit_copies(measured, lambda one: (0.004, 3.0), COSTS)
-    assert found.to_host.ms == pytest.approx(tuple(to_host.values()), abs=1e-4)
-    assert found.to_gpu.ms == pytest.approx(tuple(to_gpu.values()), abs=1e-4)
-    assert found.wait_ms == pytest.approx(0.007, abs=1e-6)
-    assert found.to_gpu.at(1 << 23) == pytest.approx(2 * found.to_gpu.ms[-1])
+    costs = fit_copies(measured, lambda one: (0.004, 3.0), COSTS)
+    assert costs.to_host.ms == pytest.approx(tuple(to_host.values()), abs=1e-4)
+    assert costs.to_gpu.ms == pytest.approx(tuple(to_gpu.values()), abs=1e-4)
+    assert costs.wait_ms == pytest.approx(0.007, abs=1e-6)
+    assert costs.to_gpu.at(1 << 23) == pytest.approx(2 * costs.to_gpu.ms[-1])
     with pytest.raises(ValueError, match="ascend"):
         CopyCurve(bytes=(4, 2), ms=(0.1, 0.2))
 
@@ -172,34 +188,38 @@ def write_copies(workspace: Workspace, target: str) -> None:
                      MeasuredCopies(target=target, machine=machine("cpu"), copies=copies, waits=()))
 
 
+@pytest.mark.slow
 def test_kernels_of_the_host_are_measured_and_learned(with_host: Workspace) -> None:
-    measured, other, unknown = (chain("Relu", op, "Sigmoid", size=size) for op, size in (
+    measured, relative, unknown = (chain("Relu", op, "Sigmoid", size=size) for op, size in (
         ("Sinh", 4096 * 7), ("Sinh", 50_000), ("Cosh", 50_000)))
-    found = [predict(record, target=TARGET, workspace=with_host) for record in (measured, other, unknown)]
-    origins = [next(kernel.provenance for kernel in one.kernels if kernel.type in ("Sinh", "Cosh")) for one in found]
+    predictions = [predict(record, target=TARGET, workspace=with_host) for record in (measured, relative, unknown)]
+    origins = [next(kernel.provenance for kernel in prediction.kernels if kernel.type in ("Sinh", "Cosh"))
+               for prediction in predictions]
     assert origins == ["measured", "predicted", "estimated"]
-    assert [one.rough_estimate for one in found[::2]] == [False, True]
-    [row] = [one for one in measured_times(Workspace(with_host.root / "host"), local_target("cpu").name).items()
-             if one[0] in measured.kernels]
-    sinh = next(kernel for kernel in found[0].kernels if kernel.type == "Sinh")
+    assert [prediction.rough_estimate for prediction in predictions[::2]] == [False, True]
+    [row] = [entry for entry in measured_times(Workspace(with_host.root / "host"), local_target("cpu").name).items()
+             if entry[0] in measured.kernels]
+    sinh = next(kernel for kernel in predictions[0].kernels if kernel.type == "Sinh")
     assert sinh.latency_ms == row[1]["unprofiled"]
 
 
+@pytest.mark.slow
 def test_copies_take_what_was_measured_and_the_composition_knows_it_too(with_host: Workspace) -> None:
     record = chain("Relu", "Sinh", "Sigmoid", size=4096 * 7)
-    found = predict(record, target=TARGET, workspace=with_host)
-    copies = {kernel.type: kernel.latency_ms for kernel in found.kernels if "Memcpy" in kernel.type}
+    prediction = predict(record, target=TARGET, workspace=with_host)
+    copies = {kernel.type: kernel.latency_ms for kernel in prediction.kernels if "Memcpy" in kernel.type}
     assert copies == pytest.approx({"MemcpyToHost": 0.02, "MemcpyFromHost": 0.005}, abs=2e-4)
     [target] = [path.name for path in with_host.predictors("").iterdir() if path.is_dir()]
     host = read_host_side(with_host.predictors(target))
     model = MeasuredModel(record, "sines", latency_ms=1.0, off_gpu=host.off_gpu(record, strict=False))
-    times = {label: {kernel.type: next((one.latency_ms if label == "gpu" else one.launches) or 0.0
-                                       for one in found.kernels if one.id == kernel.id) for kernel in record.kernels.values()}
+    times = {label: {kernel.type: next((entry.latency_ms if label == "gpu" else entry.launches) or 0.0
+                                       for entry in prediction.kernels if entry.id == kernel.id)
+                     for kernel in record.kernels.values()}
              for label in ("gpu", "launches")}
     by_id = {label: {kernel.id: times[label][kernel.type] for kernel in record.kernels.values()} for label in times}
     fitted = tracks(model, by_id["gpu"], by_id["launches"])
-    assert found.composition.costs is not None
-    assert latencies_ms([fitted], found.composition.costs)[0] == pytest.approx(found.latency_ms, rel=1e-3)
+    assert prediction.composition.costs is not None
+    assert latencies_ms([fitted], prediction.composition.costs)[0] == pytest.approx(prediction.latency_ms, rel=1e-3)
     shares = fitted.off_gpu.host_ms if fitted.off_gpu else None
     assert shares is not None
     assert shares[[node.provider == "cpu" for node in record.nodes].index(True)] > 0
@@ -218,6 +238,7 @@ def test_the_host_waits_inside_a_node_whose_output_size_depends_on_data() -> Non
     assert alone.run.waits.tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_a_model_is_judged_with_kernels_that_were_learned_without_its_family(with_host: Workspace) -> None:
     plain, mixed = chain("Relu", "Sigmoid"), chain("Relu", "Sinh", "Sigmoid", size=4096 * 7)
     assert [uses_host(record) for record in (plain, mixed)] == [False, True]
@@ -225,9 +246,9 @@ def test_a_model_is_judged_with_kernels_that_were_learned_without_its_family(wit
     known = Predictor(with_host, TARGET).run(mixed).run.known
     everywhere = {mixed.model: dict.fromkeys(mixed.kernels, 0.5)}
     on_host = {mixed.model: dict.fromkeys(mixed.kernels, 0.25)}
-    found = held_out_kernels(known, mixed, {"gpu": everywhere, "launches": everywhere}, on_host, lambda group: {"Sinh"})
-    of_type = {mixed.kernels[name].type: one for (name, _), one in found.items()}
-    assert {kind: (one.latency_ms, one.launches) for kind, one in of_type.items() if "Memcpy" not in kind} == {
+    kernels = held_out_kernels(known, mixed, {"gpu": everywhere, "launches": everywhere}, on_host, lambda group: {"Sinh"})
+    of_type = {mixed.kernels[name].type: kernel for (name, _), kernel in kernels.items()}
+    assert {kind: (kernel.latency_ms, kernel.launches) for kind, kernel in of_type.items() if "Memcpy" not in kind} == {
         "Relu": (0.5, 0.5), "Sinh": (0.25, 0.0), "Sigmoid": (0.5, 0.5)}
     assert of_type["MemcpyToHost"].latency_ms == pytest.approx(0.02, abs=2e-4)
 
@@ -252,8 +273,8 @@ def test_a_long_row_is_selected_by_one_block_of_threads() -> None:
 
     assert [row_selection_ms(topk(numbers)) for numbers in (33_600, 1_209_600)] == pytest.approx([0.1225, 6.37], rel=0.1)
     assert [selects_in_rows(topk(33_600, chosen)) for chosen in (1000, 5)] == [True, False]
-    found = predict(one_node(topk(1_209_600)), target=TARGET)
-    assert found.kernel_sum_ms == pytest.approx(6.37, rel=0.1)
+    prediction = predict(one_node(topk(1_209_600)), target=TARGET)
+    assert prediction.kernel_sum_ms == pytest.approx(6.37, rel=0.1)
 
 
 def one_node(kernel: Kernel) -> ModelRecord:
@@ -296,11 +317,11 @@ def test_the_copies_of_the_h200_are_read_and_fitted(tmp_path: Path) -> None:
     [dataset] = (tmp_path / "benchmark" / "dataset").iterdir()
     measured = read_copies(dataset)
     assert measured is not None
-    found = fit_copies(measured, lambda one: None, shipped_costs())
-    assert found.wait_ms == DEFAULT_COSTS.wait_ms
+    costs = fit_copies(measured, lambda one: None, shipped_costs())
+    assert costs.wait_ms == DEFAULT_COSTS.wait_ms
     for size in (1 << 20, 1 << 24):
-        assert 8e6 < size / found.to_gpu.at(size) < 14e6
-        assert 20e6 < size / found.to_host.at(size) < 60e6
+        assert 8e6 < size / costs.to_gpu.at(size) < 14e6
+        assert 20e6 < size / costs.to_host.at(size) < 60e6
     assert len(measured.waits) == 9
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import lzma
 import pickle
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xgboost
-from made_up_dataset import METRIC, TARGET, chain, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
+from made_up_dataset import METRIC, TARGET, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
 
-from recipes.convert.convert_files import convert_all
 from records.kernel_record import Kernel, Tensor
 from records.kernel_types import describe_kernel
 from training.kernels import estimators, saving
@@ -171,7 +169,7 @@ def plant(folder: Path, data: bytes) -> None:
     sidecar = json.loads(sidecar_path(folder).read_text())
     (folder / sidecar["labels"]["run"]["file"]).write_bytes(data)
     sidecar["labels"]["run"]["sha256"] = hashlib.sha256(data).hexdigest()
-    sidecar_path(folder).write_text(json.dumps(sidecar | {files.DIGEST: None}))
+    files.write_json(sidecar_path(folder), files.with_digest(sidecar))
 
 
 class _Attack:
@@ -211,8 +209,7 @@ def test_no_pickle_at_all_is_refused(folder: Path) -> None:
     ({"packages": {"xgboost": "0.9.0"}}, "made with xgboost 0.9.0"), ({"target": "mine"}, "damaged at target"),
 ])
 def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], message: str) -> None:
-    sidecar = json.loads(sidecar_path(folder).read_text()) | change | {files.DIGEST: None}
-    sidecar_path(folder).write_text(json.dumps(sidecar))
+    files.write_json(sidecar_path(folder), files.with_digest(files.read_json(sidecar_path(folder)) | change))
     with pytest.raises(UserError, match=rf"{message}.*train_kernel_model"):
         read_predictors(folder)
 
@@ -267,6 +264,7 @@ def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspa
     assert shown.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [True, False])
 def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -> None:
     """A program that imports Hase has xgboost's API of scikit-learn."""
@@ -280,18 +278,23 @@ def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -
     assert shown.split() == (["False", "False"] if command else ["True", "True"])
 
 
-def test_predicting_a_model_is_quick(trained: Workspace) -> None:
-    predictors = read_predictors(trained.predictors(TARGET.name))
-    record = chain("big", draw_kernels(40, seed=9))
-    kernels = [record.kernel_of(node) for node in record.nodes]
-    predictors.predict(kernels, {}, strict=True)
-    fresh, seconds = read_predictors(trained.predictors(TARGET.name)), []
-    fresh.predict(NEW, {})  # unpickles
-    for attempt in range(5):
-        start = time.perf_counter()
-        fresh.predict(kernels, {METRIC: 40.0 + attempt})
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.01
+def test_a_models_kernels_are_predicted_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A booster is asked once for all of its kernels, and read once."""
+    predictors, rows_asked, ask = read_predictors(folder), list[int](), xgboost.Booster.inplace_predict
+
+    def noted(booster: xgboost.Booster, matrix: np.ndarray, *options: object) -> np.ndarray:
+        rows_asked.append(len(matrix))
+        return ask(booster, matrix, *options)
+
+    monkeypatch.setattr(xgboost.Booster, "inplace_predict", noted)
+    calls = {}
+    for count in (40, 400):
+        rows_asked.clear()
+        predictors.predict(draw_kernels(count, seed=9), {METRIC: 40.0}, "run", strict=True)
+        assert sum(rows_asked) > count / 2  # a type of few kernels has no booster
+        calls[count] = len(rows_asked)
+        shutil.rmtree(folder, ignore_errors=True)
+    assert calls[40] == calls[400]
 
 
 def test_a_saved_booster_predicts_what_the_trained_one_does(trained: Workspace) -> None:
@@ -327,34 +330,6 @@ def test_measured_times_are_looked_up_one_by_one() -> None:
     assert (read, len(read), set(read), read.whole()) == (times, 5, set(times), times)
     assert [read.get(name) for name in ("a", "ab", "abc", "", "z")] == [times["a"], times["ab"], None, None, None]
     assert MeasuredTimes(MeasuredTimes.text({})) == {}
-
-
-def test_predictors_of_version_1_are_rewritten_and_predict_the_same(folder: Path) -> None:
-    new = read_predictors(folder)
-    sidecar = json.loads(sidecar_path(folder).read_text()) | {"version": 1}
-    del sidecar[files.DIGEST]
-
-    def older(stem: str, data: bytes) -> tuple[str, str]:
-        path = folder / f"{stem}.xz"
-        path.write_bytes(lzma.compress(data))
-        return path.name, files.sha256(path)
-
-    for label, about in sidecar["labels"].items():
-        assert new.pickles[about["file"]]  # read before it goes
-        boosters = getattr(new.kernel_model(label), "boosters")  # noqa: B009 - not of a model that starts from another target
-        (folder / about["file"]).unlink()
-        about["file"], about["sha256"] = older(label, pickle.dumps(dict(boosters), protocol=5))
-    (folder / sidecar["measured"]).unlink()
-    sidecar["measured"], sidecar["measured_sha256"] = older("measured", json.dumps(dict(new.measured)).encode())
-    sidecar_path(folder).write_text(json.dumps(sidecar))
-    with pytest.raises(UserError, match="version 1, this Hase reads version 3; convert it"):
-        read_predictors(folder)
-    assert convert_all([folder]) == {"predictors": 1}
-    assert not list(folder.glob("*.xz"))
-    again = read_predictors(folder)
-    assert again.predict(NEW, {}, "run") == new.predict(NEW, {}, "run")
-    assert again.measured == new.measured
-    assert not convert_all([folder])
 
 
 def test_a_command_ends_without_a_word_of_its_boosters(tmp_path: Path) -> None:

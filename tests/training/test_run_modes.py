@@ -11,9 +11,8 @@ import pytest
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.tracks import NodeKind, Tracks
 from records.kernel_record import ModelRecord, Tensor
-from training.composition.fit_pipeline import MeasuredTracks
-from training.composition.measured_models import MeasuredModel
-from training.composition.run_modes import fit_graph_replay, fit_host_io
+from training.composition.formulas import fit_graph_replay, fit_host_io
+from training.composition.measured_models import MeasuredModel, MeasuredTracks
 from utils.fingerprint import Flavour
 
 MIB = 2**20
@@ -36,12 +35,12 @@ def model(name: str, mib_in: float, mib_out: float) -> MeasuredModel:
 def test_copies_are_found_again() -> None:
     models = [model(f"{family}{size}", size, out) for family in "abc" for size, out in ((0.5, 1), (2, 0.1), (9, 3), (30, 1))]
     models.append(replace(models[0], host_io_ms=math.nan))
-    groups = [one.group for one in models]
-    found = fit_host_io(models, np.array([one.latency_ms for one in models]), groups)
-    assert found is not None
-    assert (found.run_ms, found.in_ms_per_mib, found.out_ms_per_mib) == pytest.approx((0.05, 0.2, 0.4), rel=1e-4)
-    assert found.left_out is not None
-    assert (found.models, found.left_out.mape) == (12, pytest.approx(0.0, abs=1e-6))
+    groups = [model.group for model in models]
+    costs = fit_host_io(models, np.array([model.latency_ms for model in models]), groups)
+    assert costs is not None
+    assert (costs.run_ms, costs.in_ms_per_mib, costs.out_ms_per_mib) == pytest.approx((0.05, 0.2, 0.4), rel=1e-4)
+    assert costs.left_out is not None
+    assert (costs.models, costs.left_out.mape) == (12, pytest.approx(0.0, abs=1e-6))
 
 
 def test_few_models_tell_nothing() -> None:
@@ -59,11 +58,11 @@ def test_replaying_a_graph_is_found_again() -> None:
         replayed = pipeline_ms(of_run, REPLAY) if place else math.nan
         models.append(replace(model(f"{'abc'[place % 3]}{place}", 1, 1), cuda_graph_ms=replayed))
         tracks.append(MeasuredTracks(of_run, host_ms=math.nan, latency_ms=3.0))
-    found = fit_graph_replay(models, tracks, [one.group for one in models])
-    assert found is not None
-    assert (found.costs.gap_ms, found.costs.end_ms) == pytest.approx((REPLAY.gap_ms, REPLAY.end_ms), rel=1e-3)
-    assert found.models == 23
-    assert found.left_out is not None
-    assert found.left_out.worst == pytest.approx(0.0, abs=1e-4)
-    assert found.interval is not None
-    assert found.interval.low <= 1.0 <= found.interval.high + 1e-4
+    replay = fit_graph_replay(models, tracks, [model.group for model in models])
+    assert replay is not None
+    assert (replay.costs.gap_ms, replay.costs.end_ms) == pytest.approx((REPLAY.gap_ms, REPLAY.end_ms), rel=1e-3)
+    assert replay.models == 23
+    assert replay.left_out is not None
+    assert replay.left_out.worst == pytest.approx(0.0, abs=1e-4)
+    assert replay.interval is not None
+    assert replay.interval.low <= 1.0 <= replay.interval.high + 1e-4

@@ -3,7 +3,6 @@ refused."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -159,6 +158,6 @@ def test_a_sidecar_of_another_feature_schema_is_refused(made: Workspace, tmp_pat
     sidecar = save_quickly(tmp_path, rows)
     assert read_predictors(tmp_path).schema is KERNEL_FEATURES
     assert read_sidecar(tmp_path) == sidecar
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"feature_version": 3, files.DIGEST: None}))
+    files.write_json(path, files.with_digest(files.read_json(path) | {"feature_version": 3}))
     with pytest.raises(UserError, match="read feature schema kernel 3, which this Hase does not have"):
         read_predictors(tmp_path)

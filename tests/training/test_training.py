@@ -22,6 +22,8 @@ from utils.config import read_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.slow
+
 QUICK = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=120, learning_rate=0.1, bins=64),
                        forest=ForestSettings(trees=10))
 LEVELS = {0.0: 0.0, 0.5: 50.0}

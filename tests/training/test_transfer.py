@@ -12,7 +12,7 @@ import pytest
 from command import printed, run_script
 from made_up_dataset import TARGET, conv, draw_kernels, relu, true_ms, write_dataset, write_workspace
 
-from training.composition.left_out import predict_as_learned
+from training.composition.held_out import predict_as_learned
 from training.composition.measured_models import measured_models
 from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
 from training.kernels.features import KERNEL_FEATURES
@@ -129,6 +129,7 @@ def command(workspace: Workspace, *options: str) -> tuple[str, ...]:
             str(workspace.root / "training.yaml"), *options)
 
 
+@pytest.mark.slow
 def test_held_out_times_are_learned_as_the_predictors_were(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a family, again from the other device; what the fold may see of this one, and no more, is corrected."""
     printed(*command(workspace, "--start-from", "elsewhere"))
@@ -152,6 +153,7 @@ def test_held_out_times_are_learned_as_the_predictors_were(workspace: Workspace,
         assert np.median(errors) < 0.1
 
 
+@pytest.mark.slow
 def test_the_command_keeps_a_copy_of_the_other_predictors(workspace: Workspace, tmp_path: Path) -> None:
     printed(*command(workspace, "--start-from", "elsewhere"))
     folder = workspace.predictors(TARGET.name)

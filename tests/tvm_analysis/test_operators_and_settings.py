@@ -27,6 +27,8 @@ from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.paths import Workspace
 
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
+
 SMALL = OperatorSizes(batch=(1, 2), channels=(1, 16), side=(4, 12), rows=(4, 32), inner=(8, 32), columns=(8, 32),
                       windows=(1, 3))
 SETTINGS = ((1, 1), (2, 1), (1, 0))

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 
 from graph_model.dag.dag import build_dag, longest_path
-from records.kernel_costs import VIEW_OPS
 from records.kernel_record_files import read_index, read_model_record, read_model_records, record_path
+from records.operators import VIEWS
 from runtimes.tvm.functions import function_path, hash_of, read_function
 from runtimes.tvm.kernels import graph_of
 from runtimes.tvm.loading import relax_of_torch
@@ -82,7 +82,7 @@ def test_no_operator_is_lost(parsed: dict[str, Parsed]) -> None:
     unfused, fused = (parsed[level].record for level in (UNFUSED, FUSED))
     before = Counter(name for node in unfused.nodes for name in unfused.kernel_of(node).attributes["operators"])
     after = Counter(name for node in fused.nodes for name in fused.kernel_of(node).attributes["operators"])
-    views = {name for name in before if onnx_name(name) in VIEW_OPS}
+    views = {name for name in before if onnx_name(name) in VIEWS}
     assert {name: count for name, count in before.items() if name not in views} == {
         name: count for name, count in after.items() if name not in views}
 

@@ -13,13 +13,14 @@ import pytest
 from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
+from recipe_commands import configs_of
 
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from graph_model.dag.dag import build_dag, calculate_latency
 from inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
 from measuring.bench import Effort
-from model_zoo.exporting.zoo_config import read_zoo_config
+from model_zoo.exporting.zoo_config import ZooConfig
 from records.dataset_files import kernel_table_path, model_table_path, read_header, read_journal
 from records.kernel_record_files import read_model_records, record_path, update_index
 from runtimes.protocol import Request, Setting, Worker
@@ -31,9 +32,11 @@ from runtimes.tvm.tuning import DATABASE
 from runtimes.tvm.worker import PLACEMENTS
 from training.kernels.training_set import measured_times
 from tvm_analysis.tune_kernels import tune_kernels
-from utils.config import read_config, validate
+from utils.config import validate
 from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
+
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
 CONFIG = {"device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
           "kernel": {"warmup": 1, "budget_s": 0.02, "least_runs": 3, "most_runs": 5},
@@ -250,19 +253,16 @@ def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> 
     assert both["sum_ms"] == pytest.approx(relu["sum_ms"] + softmax_ms)
 
 
-def test_the_recipes_configs_are_valid() -> None:
+def test_the_recipes_measure_settings(tmp_path: Path) -> None:
     """Three settings, one with searched schedules, and a GPU without and with them, each a target of its own; twelve networks,
     four of which choose the composition."""
-    folder = ROOT / "recipes" / "tvm"
-    found = {path.stem: read_config(path, CollectorConfig) for path in folder.glob("*.yaml")
-             if path.stem not in ("model_zoo", "gpu_sizes")}
-    of_tvm = {(config.device, config.setting.level, config.setting.threads, config.setting.cores)
-              for config in found.values() if config.runtime == "tvm"}
-    assert of_tvm == {("cpu", "fused", 2, 2), ("cpu", "fused", 2, 1), ("cpu", "fused", 1, 1), ("cpu", "tuned", 2, 2),
-                      ("cuda", "fused", 0, 0), ("cuda", "tuned", 0, 0)}
-    assert found["ort"].runtime == "ort"
-    scripts = {name: (folder / name).read_text(encoding="utf-8") for name in ("run.sh", "gpu.sh")}
-    assert all(name in scripts["gpu.sh" if config.device == "cuda" else "run.sh"] for name, config in found.items())
-    assert all("--config recipes/tvm/model_zoo.yaml" in script for script in scripts.values())  # both have the same networks
-    assert read_config(folder / "gpu_sizes.yaml", OperatorSizes).most_gflop == 20
-    assert len(read_zoo_config(folder / "model_zoo.yaml").models) == 8 + 4
+    configs = [config for name in ("run.sh", "gpu.sh") for config in configs_of(f"recipes/tvm/{name}", tmp_path)]
+    collected = [config for config in configs if isinstance(config, CollectorConfig)]
+    settings = [(config.device, config.runtime, config.setting) for config in collected]
+    assert [(device, runtime, one.level, one.threads, one.cores) for device, runtime, one in settings] == [
+        ("cpu", "tvm", "fused", 2, 2), ("cpu", "tvm", "fused", 2, 1), ("cpu", "tvm", "fused", 1, 1),
+        ("cpu", "tvm", "tuned", 2, 2), ("cpu", "ort", "", 0, 0), ("cuda", "tvm", "fused", 0, 0),
+        ("cuda", "tvm", "tuned", 0, 0)]
+    assert {config.levels for config in collected} == {(0.0,)}
+    assert max(config.most_gflop for config in configs if isinstance(config, OperatorSizes)) == 20
+    assert [len(config.models) for config in configs if isinstance(config, ZooConfig)] == [8 + 4, 8 + 4]

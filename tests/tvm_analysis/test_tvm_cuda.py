@@ -44,6 +44,8 @@ from utils.fingerprint import WITHOUT_GPU, Target
 from utils.lazy import tvm
 from utils.paths import Workspace
 
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
+
 # Without the driver's library, TVM can't load its part; with it, all GPUs are hidden.
 NO_GPU = "device cuda: TVM (can't load its part for NVIDIA GPUs|finds no NVIDIA GPU)"
 

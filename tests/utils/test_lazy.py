@@ -26,6 +26,11 @@ def test_nothing_is_loaded_before_its_first_use() -> None:
     assert python(program) == "[] 1 ['onnx']\n"
 
 
+def test_the_process_that_measures_on_a_cpu_loads_no_torch() -> None:
+    """It would be the most part of each such process's start, and each kernel that crashes starts another."""
+    assert python("import sys, runtimes.ort.worker\nprint('torch' in sys.modules)") == "False\n"
+
+
 def test_what_it_gives_is_the_packages_own() -> None:
     import onnx
     import onnxruntime.capi.onnxruntime_pybind11_state as state

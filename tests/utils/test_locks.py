@@ -90,6 +90,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return workspace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", list(SCRIPTS))
 def test_every_script_asks_before_it_writes_or_measures(script: str, built: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place, options = SCRIPTS[script]

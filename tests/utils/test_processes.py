@@ -34,6 +34,7 @@ def minus(number: int) -> int:
     return -number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_one_that_crashes_costs_only_itself(jobs: int) -> None:
     assert each_in_a_process(crashes_at, range(7), jobs, minus, "working") == [0, 10, -2, 30, 40, -5, 60]
@@ -83,6 +84,7 @@ def recorded_or_dead(flavour: Flavour, static: bool, sized: tuple[Path, dict[str
     return record_of(sized[0], flavour, sized[1], static)
 
 
+@pytest.mark.slow
 def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [workspace.root / f"{name}.onnx" for name in ("a", "b", "dies", "z")]
     for path in paths:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,7 +25,7 @@ from tests.conftest import build_workspace, small_model
 from training.kernels.sidecar import read_sidecar, sidecar_path
 from utils import files
 from utils.errors import UserError
-from utils.paths import ROOT, SHIPPED, Workspace
+from utils.paths import SHIPPED, Workspace
 from utils.safe_names import LONGEST_BYTES, FileName, as_file_name
 
 NAME = TypeAdapter(FileName)
@@ -60,13 +59,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def renamed(source: Path, to: Path, old: str, new: str) -> Path:
-    """A copy of a JSON file in which the string `old` is `new` wherever it stands; without a digest, as an attacker would."""
+    """A copy of a JSON file in which the string `old` is `new` everywhere, with the digest that an attacker would give it."""
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
-            return {new if key == old else key: walk(one) for key, one in value.items() if key != files.DIGEST}
-        return [walk(one) for one in value] if isinstance(value, list) else new if value == old else value
+            return {new if key == old else key: walk(item) for key, item in value.items()}
+        return [walk(item) for item in value] if isinstance(value, list) else new if value == old else value
 
-    to.write_text(json.dumps(walk(json.loads(source.read_text()))))
+    files.write_json(to, files.with_digest(walk(files.read_json(source))))
     return to
 
 
@@ -78,8 +77,7 @@ def test_a_kernel_s_id_writes_nothing_outside_the_workspace(which: str, built: W
     planted = renamed(source, tmp_path / "planted.json", next(iter(record.kernels)), "../../../kernel")
     inside = tmp_path / "a" / "b" / "workspace"
     inside.mkdir(parents=True)
-    command = ["kernel_model/kernel_builder.py", "--record", str(planted), "--workspace", str(inside)]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    done = run_script("kernel_model/kernel_builder.py", "--record", planted, "--workspace", inside)
     assert done.returncode == 1
     assert "can't be the name of a file" in done.stderr
     assert "Traceback" not in done.stderr

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
-from training.kernels.operator_classes import OperatorClass, class_of_type
+from records.operators import OperatorClass, operator_row
 from training.kernels.schema import FeatureSchema
 from utils.fingerprint import Target
 from utils.frozen import Frozen
@@ -121,7 +121,8 @@ class Estimator(ABC):
         """Whether it estimates kernels of a type."""
         if not cls.operators and not cls.classes:
             return True
-        return operator_of(kernel_type) in cls.operators or class_of_type(kernel_type) in cls.classes
+        operator = operator_of(kernel_type)
+        return operator in cls.operators or operator_row(operator).operator_class in cls.classes
 
     @classmethod
     def holds_for(cls, target: Target) -> bool:

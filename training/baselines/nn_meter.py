@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from records.labels import GPU_LABEL
-from training.composition.left_out import Fold, HeldOutKind, by_model, folds_of
+from training.composition.held_out import Fold, HeldOutKind, by_model, folds_of
 from training.kernels.estimators import parallel_map
 from training.kernels.predictors import leaves_gpu_idle
 from training.kernels.settings import TrainingConfig

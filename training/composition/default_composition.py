@@ -49,7 +49,11 @@ def default_composition(device: str) -> Composition:
 
 
 def shipped_costs() -> PipelineCosts:
-    """The costs of a run on the GPU whose predictors come with Hase; errors as of `default_composition`."""
+    """The costs of a run on the GPU whose predictors come with Hase.
+
+    Raises:
+        UserError: Hase comes without a GPU's composition.
+    """
     for path in sorted(SHIPPED.glob(f"*/{composition_path(Path()).name}")):
         if costs := files.read_json(path).get("costs"):
             return PipelineCosts.model_validate(costs)

@@ -3,8 +3,7 @@
 Σ is the sum of the kernels' times under one label, or the longest path through the graph. α corrects for conditions that
 differ in a model (caches, layouts). β is the cost of a run besides its kernels. γ is the cost of a node besides its kernel: the
 host's dispatch, or, if negative, what the profiler added to a label. The fit minimises relative errors, so that short models
-count as much as long ones; α is positive and β not negative. History of the schema: version 2 has the groups of the models.
-`calibrated` came later; older files leave it out.
+count as much as long ones; α is positive and β not negative.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
 from graph_model.simulation.pipeline import PipelineCosts
 from records.kernel_costs import is_control_flow
 from records.kernel_record import ModelRecord
-from training.composition.intervals import CalibratedInterval
+from training.composition.intervals import CalibratedInterval, ErrorRange
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
@@ -85,19 +83,6 @@ class FittedModel(Frozen):
     predicted_ms: float
 
 
-class ErrorRange(Frozen):
-    """A prediction interval as multiples of the prediction: a share COVERAGE of all models has its latency in it.
-
-    Attributes:
-        low, high: the multiples.
-        coverage: the share of models that lay in the interval made from the other families' errors alone.
-    """
-
-    low: float
-    high: float
-    coverage: float
-
-
 class HostIo(Frozen):
     """What a run with numpy arrays takes longer: a constant, and a time for each MiB copied in and out.
 
@@ -116,7 +101,8 @@ class HostIo(Frozen):
 
 
 class GraphReplay(Frozen):
-    """The costs of a run that was captured as a CUDA graph; the host does next to nothing. Other attributes as of HostIo."""
+    """The costs of a run that was captured as a CUDA graph; the host does next to nothing. The other attributes are those of
+    `HostIo`."""
 
     costs: PipelineCosts
     models: int
@@ -143,6 +129,8 @@ class Composition(Formula):
             (training/composition/default_composition.py).
         probe_us: what the host probe (quiet_host) takes at the host's usual pace, in microseconds; None where it was not
             recorded.
+        overlap: whether kernels of some model overlap in its profile; where none do, a run takes longer than its longest path.
+        forced: whether the user named the kind; else it was chosen among the candidates.
     """
 
     version: int = COMPOSITION_VERSION
@@ -154,11 +142,13 @@ class Composition(Formula):
     models: tuple[FittedModel, ...]
     interval: ErrorRange | None = None
     interval_measured: ErrorRange | None = None
-    calibrated: CalibratedInterval | None = Field(None, exclude_if=lambda calibrated: calibrated is None)
+    calibrated: CalibratedInterval | None = None
     host_io: HostIo | None = None
     cuda_graph: GraphReplay | None = None
     assumed: bool = False
     probe_us: float | None = None
+    overlap: bool = False
+    forced: bool = False
 
     def interval_for(self, measured_share: float) -> ErrorRange | None:
         """The interval of a prediction, given the share of its kernel time that was measured: `interval_measured` if that is
@@ -174,7 +164,7 @@ def read_composition(folder: Path, trained_on: str | None = None) -> Composition
     """The composition of the target whose predictors lie in `folder`.
 
     Args:
-        folder: the predictors' own.
+        folder: of the predictors.
         trained_on: the hash of the predictors' dataset; None: it is read from their sidecar.
 
     Raises:

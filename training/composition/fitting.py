@@ -1,106 +1,260 @@
-"""Fits lines from kernel times to model latencies, holds models out, and makes prediction intervals from the errors."""
+"""Fits a target's composition: tries candidates on its measured models, and uses the simplest one that is possible, unless a
+richer one is clearly better.
+
+Candidates are a line for each label and kind of sum, and on a GPU its two tracks.
+
+For a handful of models whose kernels were measured, the candidates differ. Where few kernels were measured, kernels that were
+held out are predicted badly, and constants that are fitted to such times are bad even for models whose kernels are all known.
+So the constants are fitted to kernels as measured. The errors are still those of models that were held out, with their kernels
+predicted. On a GPU, a few models can't separate the costs of a run. They are taken from the GPU whose predictors come with
+Hase, and one number is fitted: how many times as long this host takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from training.composition.fitted import Candidate, ErrorRange, Kind, Line, latency_ms
-from training.composition.intervals import COVERAGE
+from graph_model.dag.dag import build_dag, calculate_latency
+from graph_model.simulation.pipeline import PipelineCosts
+from records.dataset_reading import read_model_table
+from records.host_pace import usual_probe_us
+from records.kernel_record import ModelRecord
+from records.labels import GPU_LABEL
+from training.composition.default_composition import shipped_costs
+from training.composition.fitted import (
+    KINDS,
+    Candidate,
+    Composition,
+    FittedModel,
+    Formula,
+    Kind,
+    Line,
+    Mask,
+    composition_path,
+    latency_ms,
+    read_composition,
+    working_nodes,
+)
+from training.composition.formulas import (
+    can_fit,
+    each_left_out,
+    fit_graph_replay,
+    fit_host_io,
+    fit_line,
+    fit_pipeline,
+    latencies_ms,
+    leave_out,
+    left_out_ms,
+    mape,
+)
+from training.composition.held_out import calibrated_interval, predict_as_learned
+from training.composition.intervals import error_range_of
+from training.composition.measured_models import (
+    MeasuredModel,
+    MeasuredTracks,
+    TimesOfModels,
+    kernels_overlap,
+    known_times,
+    left_out_groups,
+    measured_models,
+    models_sha256,
+    tracks_of,
+)
+from training.kernels.predictors import ON_GPU, read_predictors
+from training.kernels.settings import LAUNCHES, TrainingConfig
+from training.kernels.sidecar import TRAIN, read_sidecar
+from training.kernels.training_set import measured_times, read_training_set
+from utils.errors import UserError
+from utils.lazy import scipy
+from utils.logger import get_logger
+from utils.paths import Workspace
 
+log = get_logger("composition")
 Floats = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
-LEAST_FOR_RANGE = 20  # held-out models; with fewer, the largest error is no 95th percentile
-NODE_MARGIN = 0.9  # a candidate with γ must have an error this much smaller: with few models, three constants overfit
-MODELS_FOR_NODES = 5  # fewer can't separate γ from α and β
+SIMPLEST_FIRST: tuple[Kind, ...] = ("sum", "critical_path", "sum_nodes", "pipeline")
+PACES = (0.2, 10.0)  # of a host, as multiples of the pace of the host whose GPU comes with Hase
+# How much the mean error must fall for each factor of e in the pace. Of the H200's 366 models, two drawn at random give a pace
+# that predicts all with a mean error of 2.5 % (4.1 % at the 95th percentile of 200 draws); without this, 16 % (59 %). If the
+# host were 1.4 times as slow, it would be 6.0 % with and 13.5 % without.
+PULL = 0.05
+GRID = 40  # paces that are tried before the search between two of them
 
 
-def fit_line(sums_ms: Floats, measured_ms: Floats, nodes: Floats | None = None) -> Line:
-    """The line that minimises Σ(latency / measured − 1)², with α > 0 and β ≥ 0.
-
-    β and γ are 0 where there are too few different models to separate them from α.
-
-    Args:
-        sums_ms: Σ of each model, positive.
-        measured_ms: its latency, positive.
-        nodes: its number of working nodes; None for a line without γ.
-    """
-    ratio, inverse = sums_ms / measured_ms, 1.0 / measured_ms
-    ones = np.ones(len(sums_ms))
-    if nodes is not None and len(set(sums_ms.tolist())) >= MODELS_FOR_NODES:
-        per_node = nodes / measured_ms
-        (alpha, gamma, beta), *_ = np.linalg.lstsq(np.column_stack([ratio, per_node, inverse]), ones, rcond=None)
-        if beta < 0:
-            (alpha, gamma), *_ = np.linalg.lstsq(np.column_stack([ratio, per_node]), ones, rcond=None)
-            beta = 0.0
-        if alpha > 0:
-            return Line(float(alpha), float(beta), float(gamma))
-    if len(set(sums_ms.tolist())) > 1:
-        (alpha, beta), *_ = np.linalg.lstsq(np.column_stack([ratio, inverse]), ones, rcond=None)
-        if alpha > 0 and beta >= 0:
-            return Line(float(alpha), float(beta))
-    return Line(float(ratio.sum() / (ratio @ ratio)), 0.0)
-
-
-def each_left_out(groups: Sequence[str], fit_and_predict: Callable[[Mask, Mask], Floats | Sequence[float]]) -> Floats:
-    """Each model's latency (ms), predicted by what was fitted without its group.
+def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_models: bool = False,
+               forced: Kind | None = None) -> Composition:
+    """The composition of a target, from its dataset and predictors.
 
     Args:
-        groups: of each model.
-        fit_and_predict: takes a mask of the models to fit to and one of those to predict; returns the latencies of the latter.
+        workspace, target: whose dataset and predictors are read.
+        config: of the trainings without held-out families.
+        few_models: fit fewer constants, and to kernels as measured (`try_few_models`).
+        forced: the kind to use; None: it is chosen (`choose`).
+
+    Raises:
+        UserError: no predictors, no dataset, no measured models, predictors of another state of the dataset, or no candidate of
+            kind `forced`.
     """
-    labels = np.array(groups)
-    predicted = np.empty(len(labels))
-    for group in set(groups):
-        out = labels == group
-        predicted[out] = fit_and_predict(~out, out)
-    return predicted
+    sidecar = read_sidecar(workspace.predictors(target))
+    rows = read_training_set(workspace, target)
+    if rows.sha256 != sidecar.dataset_sha256:
+        raise UserError(f"{target}: the dataset has changed since the predictors were trained; train again: {TRAIN}")
+    models = measured_models(workspace, target, sidecar)
+    left_out, groups = left_out_groups(models)
+    if left_out == "nothing":
+        log.warning("%s: one model measured; α is fitted on it, β is 0, and there is no cross-validation", target)
+    predictors, measured = read_predictors(workspace.predictors(target)), measured_times(workspace, target)
+    times = predict_as_learned(predictors, list(sidecar.labels), rows, models, groups, left_out, config, f"composing {target}")
+    held_out = None if left_out == "nothing" else groups
+    tried = try_few_models(models, times, measured, held_out) if few_models else try_all(models, times, measured, held_out)
+    latency, overlap = np.array([model.latency_ms for model in models]), kernels_overlap(models, measured)
+    used, predicted, with_measured = choose(tried, latency, held_out, overlap, forced)
+    if used.kind == "critical_path" and not overlap:
+        log.warning("%s: no profile shows that kernels overlap, so a run takes longer than its longest path", target)
+    by_family, probe_us = left_out == "family", usual_probe_us(read_model_table(workspace, target))
+    interval = error_range_of(predicted, latency, groups) if by_family else None
+    return Composition(
+        **used.formula(), left_out=left_out, dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target),
+        predictors_created=sidecar.created, candidates=tuple(attempt.candidate for attempt in tried),
+        models=tuple(FittedModel(model=model.record.model, group=model.group, measured_ms=model.latency_ms,
+                                 predicted_ms=float(predicted_ms))
+                     for model, predicted_ms in zip(models, predicted, strict=True)),
+        interval=interval,
+        interval_measured=error_range_of(with_measured, latency, groups) if interval and with_measured is not None else None,
+        calibrated=calibrated_interval(rows, models, times, measured, predictors, config) if (
+            used.kind == "pipeline" and by_family and not few_models) else None,
+        host_io=fit_host_io(models, predicted, groups),
+        cuda_graph=fit_graph_replay(models, tracks_of(models, times), groups) if used.kind == "pipeline" else None,
+        probe_us=probe_us if math.isfinite(probe_us) else None, overlap=overlap, forced=forced is not None)
 
 
-def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str], nodes: Floats | None = None) -> Floats:
-    """Each model's latency (ms), predicted by a line fitted without its group."""
-    counts = np.zeros(len(groups)) if nodes is None else nodes
-
-    def fit_and_predict(fit: Mask, out: Mask) -> Floats:
-        line = fit_line(sums_ms[fit], measured_ms[fit], None if nodes is None else nodes[fit])
-        return latency_ms(line, sums_ms[out], counts[out])
-
-    return each_left_out(groups, fit_and_predict)
-
-
-def error_range_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> ErrorRange | None:
-    """The prediction interval that follows from the errors of held-out models; None for fewer than LEAST_FOR_RANGE models.
-
-    It is a split-conformal interval (Lei et al., Distribution-free predictive inference for regression, 2018) of the ratio of
-    measured to predicted latency: quantiles of the ratios that leave a tenth of them out, corrected for their number.
-    """
-    ratios = measured_ms / predicted_ms
-    if len(ratios) < LEAST_FOR_RANGE:
+def kept_composition(workspace: Workspace, target: str, forced: Kind | None = None) -> Composition | None:
+    """The composition on disk, if a new fit would give the same: of the present predictors and models, and of the kind `forced`
+    or else chosen. None where it would not."""
+    folder = workspace.predictors(target)
+    if not composition_path(folder).is_file():
         return None
-
-    def bounds(of: Floats) -> tuple[float, float]:
-        tail = (1.0 - COVERAGE) / 2
-        upper = min(np.ceil((len(of) + 1) * (1.0 - tail)) / len(of), 1.0)
-        return float(np.quantile(of, 1.0 - upper)), float(np.quantile(of, upper))
-
-    inside, labels = [], np.array(groups)
-    for group in sorted(set(groups)):
-        low, high = bounds(ratios[labels != group])
-        inside += ((ratios[labels == group] >= low) & (ratios[labels == group] <= high)).tolist()
-    low, high = bounds(ratios)
-    return ErrorRange(low=low, high=high, coverage=float(np.mean(inside)))
+    try:
+        kept, sidecar = read_composition(folder), read_sidecar(folder)
+    except UserError:  # another version, or other predictors: fit again
+        return None
+    same = (kept.predictors_created, kept.models_sha256) == (sidecar.created, models_sha256(workspace, target))
+    asked = kept.kind == forced if kept.forced else forced is None
+    return kept if same and asked else None
 
 
-def mape(predicted_ms: Floats, measured_ms: Floats) -> float:
-    """The mean absolute error, as a ratio."""
-    return float(np.abs(predicted_ms / measured_ms - 1).mean())
+class Tried(NamedTuple):
+    """A candidate, and the latency (ms) that it predicts for each model of the fit.
+
+    Attributes:
+        predicted_ms: with kernels predicted, and the constants fitted without the model's group (if groups are held out).
+        known_ms: the same with kernels as measured; only of kind `pipeline`.
+    """
+
+    candidate: Candidate
+    predicted_ms: Floats
+    known_ms: Floats | None = None
 
 
-def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, nodes: Floats,
-                  groups: Sequence[str] | None) -> tuple[Candidate, Floats]:
-    """A candidate with its errors, and the latency (ms) that it predicts for each model: held out by `groups`, or fitted.
+def judge(formula: Formula, measured_ms: Floats, predicted_ms: Floats, fitted_ms: Floats, plain_ms: Floats, held_out: bool,
+          known_ms: Floats | None = None) -> Tried:
+    """A formula as a candidate, with its errors.
+
+    Args:
+        formula: fitted to all models.
+        measured_ms: the latency of each model.
+        predicted_ms, known_ms: see `Tried`.
+        fitted_ms: what the formula says of the models that it was fitted to.
+        plain_ms: the sums or longest paths themselves.
+        held_out: whether groups were held out for `predicted_ms` and `known_ms`.
+    """
+    errors = np.abs(predicted_ms / measured_ms - 1)
+    return Tried(Candidate(
+        **formula.formula(), cv_mape=float(errors.mean()) if held_out else None,
+        cv_max=float(errors.max()) if held_out else None, fit_mape=mape(fitted_ms, measured_ms),
+        plain_mape=mape(plain_ms, measured_ms),
+        measured_cv_mape=mape(known_ms, measured_ms) if held_out and known_ms is not None else None), predicted_ms, known_ms)
+
+
+def choose(tried: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | None, overlap: bool,
+           forced: Kind | None = None) -> Tried:
+    """The candidate to use: the simplest one, unless a richer one errs less by more than the noise of the comparison.
+
+    Of each kind, the label with the smallest error competes; between equals the first. From the simplest on, a kind gives way
+    to a richer one that is better by more than one standard error of their paired difference, in which each group of models
+    counts once (after the one-standard-error rule: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
+    Where nothing was held out there is no such comparison, and the simplest kind is used.
+
+    Args:
+        tried: the candidates.
+        measured_ms: the latency of each model.
+        groups: of each model, held out together; None: nothing was held out.
+        overlap: whether kernels of some model overlap; where none do, a run takes longer than its longest path.
+        forced: the kind to use, even if it is worse or not possible.
+
+    Raises:
+        UserError: no candidate is of the kind that is forced.
+    """
+    errors = [np.abs(attempt.predicted_ms / measured_ms - 1) for attempt in tried]
+    best_of: dict[Kind, int] = {}
+    for place in sorted(range(len(tried)), key=lambda place: (round(float(errors[place].mean()), 6), place)):
+        best_of.setdefault(tried[place].candidate.kind, place)
+    if forced:
+        if forced not in best_of:
+            raise UserError(f"composition {forced} can't be fitted here; possible are: {', '.join(sorted(best_of))}")
+        return tried[best_of[forced]]
+    used, *richer = (best_of[kind] for kind in SIMPLEST_FIRST if kind in best_of and (overlap or kind != "critical_path"))
+    for place in richer:
+        if groups is not None and exceeds_noise(errors[used] - errors[place], groups):
+            used = place
+    return tried[used]
+
+
+def exceeds_noise(differences: Floats, groups: Sequence[str]) -> bool:
+    """Whether the mean of the models' differences exceeds its standard error; each of the groups (two or more) counts once."""
+    group_of_model = np.array(groups)
+    means = np.array([differences[group_of_model == group].mean() for group in sorted(set(groups))])
+    return bool(means.mean() > means.std(ddof=1) / np.sqrt(len(means)))
+
+
+def compose(record: ModelRecord, times_ms: Mapping[str, float]) -> dict[Kind, float]:
+    """Σ and longest path (ms) of a model whose kernels take `times_ms` by id, by the kind of line that is over it."""
+    dag = build_dag(record)
+    by_node = {node.name: times_ms[node.kernel_id] for node in record.nodes}
+    return {kind: calculate_latency(dag, by_node, "critical_path" if kind == "critical_path" else "sum") for kind in KINDS}
+
+
+def try_all(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels], measured: TimesOfModels,
+            groups: Sequence[str] | None) -> list[Tried]:
+    """A line for each label and kind of sum, and a GPU's two tracks where both are known of enough models.
+
+    Args:
+        models: of the fit.
+        times: of their kernels, predicted without the model's group, by label, model and kernel id.
+        measured: measured times by kernel id and label.
+        groups: of each model, held out together; None: nothing is held out.
+    """
+    latency = np.array([model.latency_ms for model in models])
+    nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
+    tried = []
+    for label, of_models in times.items():
+        if label == LAUNCHES:
+            continue
+        composed = [compose(model.record, of_models[model.record.model]) for model in models]
+        tried += [try_line(label, kind, np.array([sums[kind] for sums in composed]), latency, nodes, groups) for kind in KINDS]
+    if groups is not None and set(ON_GPU) <= set(times) and can_fit(tracks := tracks_of(models, times)):
+        tried.append(try_two_tracks(tracks, tracks_of(models, known_times(times, measured)), groups))
+    return tried
+
+
+def try_line(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, nodes: Floats,
+             groups: Sequence[str] | None) -> Tried:
+    """A line over the sums or longest paths of models.
 
     Where Σ itself is nearer to the models held out than the lines fitted without them are, it is taken as it is (α = 1, β = 0):
     the errors of few predicted kernels can mislead a line.
@@ -110,24 +264,90 @@ def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, 
     predicted = latency_ms(line, sums_ms, nodes) if groups is None else leave_out(sums_ms, measured_ms, groups, counted)
     if groups is not None and counted is None and mape(sums_ms, measured_ms) <= mape(predicted, measured_ms):
         line, predicted = Line(1.0, 0.0), sums_ms
-    errors = np.abs(predicted / measured_ms - 1)
-    return Candidate(
-        label=label, kind=kind, alpha=line.alpha, beta_ms=line.beta_ms, node_ms=line.node_ms,
-        cv_mape=float(errors.mean()) if groups is not None else None,
-        cv_max=float(errors.max()) if groups is not None else None,
-        fit_mape=mape(latency_ms(line, sums_ms, nodes), measured_ms), plain_mape=mape(sums_ms, measured_ms),
-    ), predicted
+    return judge(Formula(label=label, kind=kind, **line._asdict()), measured_ms, predicted, latency_ms(line, sums_ms, nodes),
+                 sums_ms, groups is not None)
 
 
-def best(candidates: Sequence[Candidate]) -> int:
-    """The place of the candidate with the smallest error in cross-validation (or in the fit, where there was none).
+def try_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[MeasuredTracks], groups: Sequence[str]) -> Tried:
+    """A GPU's two tracks, at the host's usual pace.
 
-    A candidate with γ must be better by NODE_MARGIN. Between equals the first wins: the longest path of a chain is its sum, and
-    the sum is the plain model of serial execution.
+    Args:
+        predicted: the models, with kernels predicted without their group.
+        known: the same models with measured kernels where there are any, to see the error of the composition alone.
+        groups: of each model, held out together.
     """
-    def error(place: int) -> tuple[float, int]:
-        candidate = candidates[place]
-        found = candidate.fit_mape if candidate.cv_mape is None else candidate.cv_mape
-        return round(found / NODE_MARGIN if candidate.kind == "sum_nodes" else found, 6), place
+    costs = fit_pipeline(predicted)
+    without_group, known_without_group = (left_out_ms(models, groups).usual_ms for models in (predicted, known))
+    return _judge_two_tracks(costs, known, without_group, latencies_ms(predicted, costs), True, known_without_group)
 
-    return min(range(len(candidates)), key=error)
+
+def _judge_two_tracks(costs: PipelineCosts, known: Sequence[MeasuredTracks], predicted_ms: Floats, fitted_ms: Floats,
+                      held_out: bool, known_ms: Floats) -> Tried:
+    """`judge` for a GPU's two tracks; `known` are the models with their kernels as measured."""
+    return judge(Formula(label=GPU_LABEL, kind="pipeline", alpha=1.0, beta_ms=0.0, costs=costs),
+                 np.array([model.latency_ms for model in known]), predicted_ms, fitted_ms,
+                 np.array([model.tracks.gpu_ms.sum() for model in known]), held_out, known_ms)
+
+
+def try_few_models(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels], measured: TimesOfModels,
+                   groups: Sequence[str] | None) -> list[Tried]:
+    """The candidates for a handful of models: on a GPU its two tracks, else a line over the sum of kernel times for each label.
+
+    Args:
+        models, times, measured, groups: as for `try_all`.
+    """
+    known = known_times(times, measured)
+    latency = np.array([model.latency_ms for model in models])
+    if set(ON_GPU) <= set(times):
+        return [_few_two_tracks(tracks_of(models, times), tracks_of(models, known), groups)]
+
+    def sums_ms(of_models: TimesOfModels) -> Floats:
+        return np.array([compose(model.record, of_models[model.record.model])["sum"] for model in models])
+
+    return [_few_line(label, sums_ms(times[label]), sums_ms(known[label]), latency, groups)
+            for label in times if label != LAUNCHES]
+
+
+def _few_line(label: str, predicted_ms: Floats, known_ms: Floats, latency: Floats, groups: Sequence[str] | None) -> Tried:
+    """A line over the sums of kernels as measured, and what it says of held-out models with their kernels predicted."""
+    nodes = np.zeros(len(latency))
+    line = fit_line(known_ms, latency)
+
+    def without(kept: Mask, held_out: Mask) -> Floats:
+        return latency_ms(fit_line(known_ms[kept], latency[kept]), predicted_ms[held_out], nodes[held_out])
+
+    fitted = latency_ms(line, known_ms, nodes)
+    return judge(Formula(label=label, kind="sum", alpha=line.alpha, beta_ms=line.beta_ms), latency,
+                 fitted if groups is None else each_left_out(groups, without), fitted, known_ms, groups is not None)
+
+
+def _few_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[MeasuredTracks],
+                    groups: Sequence[str] | None) -> Tried:
+    """A GPU's two tracks with the costs of the GPU that comes with Hase, at the pace of this host."""
+    shipped = shipped_costs()
+    costs = shipped.at_pace(fit_pace(known, shipped))
+
+    def left_out(models: Sequence[MeasuredTracks]) -> Floats:
+        def without(kept: Mask, held_out: Mask) -> Floats:
+            pace = fit_pace(list(compress(known, kept)), shipped)
+            return latencies_ms(list(compress(models, held_out)), shipped.at_pace(pace))
+
+        return latencies_ms(models, costs) if groups is None else each_left_out(groups, without)
+
+    return _judge_two_tracks(costs, known, left_out(predicted), latencies_ms(known, costs), groups is not None, left_out(known))
+
+
+def fit_pace(models: Sequence[MeasuredTracks], costs: PipelineCosts) -> float:
+    """How many times as long as `costs` say the host takes: the pace with the least mean error of some models' latencies.
+
+    Models that are limited by the GPU say nothing of it, and leave it at 1.
+    """
+    latency = np.array([model.latency_ms for model in models])
+
+    def error(pace: float) -> float:
+        return mape(latencies_ms(models, costs.at_pace(pace)), latency) + PULL * abs(float(np.log(pace)))
+
+    grid = np.geomspace(*PACES, GRID)
+    best = int(np.argmin([error(float(pace)) for pace in grid]))
+    around = grid[max(best - 1, 0)], grid[min(best + 1, GRID - 1)]
+    return float(scipy.optimize.minimize_scalar(error, bounds=around, method="bounded").x)

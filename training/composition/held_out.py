@@ -1,39 +1,212 @@
-"""Predictions of a GPU target's measured models, each made without the model's group: a family or a collection."""
+"""Models that are held out of all training: the times of their kernels, how novel these are, and the models' latencies.
+
+A group of models is a family or a collection. Without it, predictors are trained and a GPU's two tracks are fitted; then its
+kernels and models are predicted.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from records.labels import GPU_LABEL
-from training.composition.error_sources import Stranger
-from training.composition.fit_pipeline import LeftOut, MeasuredTracks, can_fit, left_out_ms
-from training.composition.intervals import CalibratedInterval, Case, calibrate
-from training.composition.left_out import Fold, HeldOutKind, folds_of, owners_of, predict_as_learned
+from training.composition.formulas import LeftOut, can_fit, left_out_ms
+from training.composition.intervals import KNOWN, CalibratedInterval, Case, Novelty, Sources, calibrate, sources
 from training.composition.measured_models import (
     MeasuredModel,
+    MeasuredTracks,
     TimesOfModels,
     known_times,
     measured_models,
     tracks_of,
 )
-from training.composition.strangers import sources_of_model, strangers
-from training.kernels.predictors import ON_GPU, Predictors, read_predictors
+from training.kernels.beyond import times_beyond
+from training.kernels.estimators import TimePredictor, fit_kernel_model, parallel_map, predict_kernels
+from training.kernels.predictors import ON_GPU, Predictors, leaves_gpu_idle, read_predictors
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import trained_targets
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from training.kernels.transfer import learner
+from training.kernels.uncertainty import Uncertainty
+from utils import cli
 from utils.errors import UserError
+from utils.logger import get_logger
 from utils.paths import Workspace
+from utils.timing import time_weighted_error
 
+if TYPE_CHECKING:
+    from records.kernel_record import Kernel
+
+log = get_logger("composition")
+HeldOutKind = Literal["family", "collection", "model", "nothing"]  # what a group of models is that is held out together
+LEAST_KERNELS = 20  # to learn from when a group is held out; predictions by fewer would mean nothing
 Floats = npt.NDArray[np.float64]
 PLURAL = {"family": "families", "collection": "collections"}
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Groups of models that are held out together.
+
+    Attributes:
+        groups: their names.
+        models: their models.
+        kernels: of these models, by id.
+        seen: the rows of the training set that may be learned from.
+    """
+
+    groups: frozenset[str]
+    models: tuple[MeasuredModel, ...]
+    kernels: dict[str, Kernel]
+    seen: npt.NDArray[np.bool_]
+
+
+def owners_of(rows: TrainingSet, left_out: HeldOutKind) -> tuple[frozenset[str], ...]:
+    """The groups that each row of the training set belongs to, so that it is held out with each of them; none where the groups
+    are single models, whose kernels are held out by their ids."""
+    return {"family": rows.groups, "collection": rows.collections}.get(left_out, (frozenset(),) * len(rows))
+
+
+def folds_of(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: HeldOutKind,
+             most: int) -> list[Fold]:
+    """At most `most` folds, so that every group is held out once; where there are more groups, several share a fold.
+
+    Where families or collections are held out, kernels that were sampled near the shapes of one are held out with it.
+    """
+    names, owners = sorted(set(groups)), owners_of(rows, left_out)
+    folds = []
+    for fold in range(min(most, len(names))):
+        held_out = frozenset(name for place, name in enumerate(names) if place % most == fold)
+        of_fold = tuple(model for model, group in zip(models, groups, strict=True) if group in held_out)
+        kernels = {kernel.id: kernel for model in of_fold for kernel in model.record.kernels.values()}
+        seen = ~np.isin(rows.ids, list(kernels))
+        seen &= np.array([not (of_row & held_out) for of_row in owners], dtype=bool)
+        folds.append(Fold(held_out, of_fold, kernels, seen))
+    return folds
+
+
+def by_model(fold: Fold, times_ms: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The times of a fold's kernels (by id) for each of its models."""
+    return {model.record.model: {name: times_ms[name] for name in model.record.kernels} for model in fold.models}
+
+
+def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: HeldOutKind,
+                        label: str, own_types: Sequence[str], config: TrainingConfig,
+                        learn: Callable[[TrainingSet], TimePredictor] | None = None) -> dict[str, dict[str, float]]:
+    """For each model, the idle times (ms) of its kernels by id, predicted by a training without them (see `folds_of`).
+
+    Args:
+        rows: to learn from.
+        models: those whose kernels are predicted.
+        groups: of each model, held out together.
+        left_out: what a group is.
+        label: the label whose times are learned.
+        own_types: kernel types with predictors of their own.
+        config: of the training.
+        learn: a training in place of Hase's own; takes the rows to learn from.
+    """
+    rows = rows.rows(np.isfinite(rows.times_ms[label]))
+    idle_load = list(rows.idle_load.values())
+
+    def one_fold(fold: Fold) -> dict[str, dict[str, float]]:
+        seen = fold.seen
+        if len(set(rows.ids[seen])) < LEAST_KERNELS:
+            log.warning("%s: too few kernels are left to learn from without %s, so its kernels stay in the training, and the "
+                        "errors below are too optimistic", label, ", ".join(sorted(fold.groups)))
+            seen = np.ones(len(rows), dtype=bool)
+        fitted: TimePredictor = (
+            learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, own_types, config))
+        listed = list(fold.kernels.values())
+        times = predict_kernels(fitted, listed, rows.schema.matrix(listed), idle_load)
+        return by_model(fold, {kernel.id: 0.0 if leaves_gpu_idle(kernel, label) else float(time)
+                               for kernel, time in zip(listed, times, strict=True)})
+
+    folds = folds_of(rows, models, groups, left_out, config.folds)
+    return {name: times for part in parallel_map(one_fold, folds, config.workers) for name, times in part.items()}
+
+
+def predict_as_learned(predictors: Predictors, labels: Sequence[str], rows: TrainingSet, models: Sequence[MeasuredModel],
+                       groups: Sequence[str], left_out: HeldOutKind, config: TrainingConfig,
+                       doing: str) -> dict[str, dict[str, dict[str, float]]]:
+    """`predict_out_of_fold` for each of some labels, learned in the same way as the predictors of a target: kernel types have
+    the same own predictors, and what starts from another target does so without a group, too. Times by label, model and id.
+
+    Args:
+        predictors: of the target.
+        labels: those of `predictors`.
+        rows, models, groups, left_out, config: as for `predict_out_of_fold`.
+        doing: what the progress bar says.
+    """
+    times = {}
+    for label in cli.progress(labels, doing):
+        own_types = predictors.sidecar.labels[label].own_types
+        learn = learner(predictors.kernel_model(label), label, own_types, config)
+        times[label] = predict_out_of_fold(rows, models, groups, left_out, label, own_types, config, learn)
+    return times
+
+
+def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
+    """Errors of the kernels of all models, in per cent: mean, median, and mean weighted by time; none where no kernel was
+    measured. Each kernel counts once per group."""
+    pairs = {(kernel, round(time, 9)): (time, measured[kernel][label]) for times in out_of_fold.values()
+             for kernel, time in times.items() if time and label in measured.get(kernel, {})}
+    if not pairs:
+        return {}
+    predicted, times = np.array(list(pairs.values())).T
+    errors = np.abs(predicted / times - 1)
+    return {"MAPE_%": 100 * float(errors.mean()), "median_%": 100 * float(np.median(errors)),
+            "time_weighted_MAPE_%": 100 * time_weighted_error(predicted, times), "kernels": len(pairs)}
+
+
+def novelties_of(fold: Fold, rows: TrainingSet, label: str) -> dict[str, Novelty]:
+    """How the kernels of a fold differ from those of its training, by id; kernels that do not differ are left out.
+
+    Args:
+        rows: those of which the fold says which may be learned from.
+        label: the label that is learned.
+    """
+    seen = fold.seen & np.isfinite(rows.times_ms[label])
+    types = set(rows.types[seen].tolist())
+    pairs = set(zip(rows.types[seen].tolist(), rows.forms[seen].tolist(), strict=True))
+    forms: dict[str, tuple[str, ...]] = {}
+    for name, form in pairs:
+        forms[name] = (*forms.get(name, ()), form)
+    known = Uncertainty(dataset_sha256="", ranges={}, forms=forms)
+    features = rows.features[seen]
+    moving = [kernel for kernel in fold.kernels.values() if kernel.moves_data]
+    if not moving:
+        return {}
+    beyond = times_beyond(rows.schema, rows.schema.matrix(moving), features.min(axis=0), features.max(axis=0))
+    novelties = {kernel.id: Novelty("beyond", float(times))
+                 for kernel, times in zip(moving, beyond, strict=True) if times > 1.0}
+    for kernel in moving:
+        if kernel.type not in types:
+            novelties[kernel.id] = Novelty("unmeasured")
+        elif known.of_other_form(kernel) is not None:
+            novelties[kernel.id] = Novelty("other form")
+    return novelties
+
+
+def sources_of_model(times_ms: Sequence[tuple[Kernel, float]], novelties: Mapping[str, Novelty], measured: Iterable[str],
+                     latency_ms: float) -> Sources:
+    """`sources` of a held-out model.
+
+    Args:
+        times_ms: each kernel with the GPU's time for all its runs.
+        novelties: as `novelties_of` gives them.
+        measured: ids of the kernels whose measured time was taken.
+        latency_ms: the prediction.
+    """
+    taken = set(measured)
+    return sources(((time_ms, None if kernel.id in taken or not time_ms else novelties.get(kernel.id, KNOWN))
+                    for kernel, time_ms in times_ms), latency_ms)
 
 
 @dataclass(frozen=True)
@@ -70,7 +243,7 @@ class HeldOut:
 
     @cached_property
     def known(self) -> dict[str, TimesOfModels]:
-        """As `strict`, but as measured where they were."""
+        """As `strict`, but with measured times where there are any."""
         return known_times(self.strict, self.measured)
 
     @cached_property
@@ -103,16 +276,16 @@ class HeldOut:
                          for model in self.models])
 
     @cached_property
-    def differs(self) -> dict[str, dict[str, Stranger]]:
+    def novelties(self) -> dict[str, dict[str, Novelty]]:
         """How kernels differ from those that were learned from without a group, by group."""
-        found = [(fold.groups, strangers(fold, self.rows, GPU_LABEL)) for fold in self.folds]
-        return {group: of_fold for groups, of_fold in found for group in groups}
+        by_fold = [(fold.groups, novelties_of(fold, self.rows, GPU_LABEL)) for fold in self.folds]
+        return {group: of_fold for groups, of_fold in by_fold for group in groups}
 
     def cases(self, kernels: Literal["predicted", "measured"]) -> list[Case]:
         """The error of each model of `on_gpu` at the measured pace of its host, and what it may come from."""
-        found, times = (self.predicted, self.strict) if kernels == "predicted" else (self.as_measured, self.known)
+        latencies, times = (self.predicted, self.strict) if kernels == "predicted" else (self.as_measured, self.known)
         cases = []
-        for model, group, paced_ms, judged in zip(self.models, self.groups, found.paced_ms, self.on_gpu, strict=True):
+        for model, group, paced_ms, judged in zip(self.models, self.groups, latencies.paced_ms, self.on_gpu, strict=True):
             if not judged:
                 continue
             gpu_ms = times[GPU_LABEL][model.record.model]
@@ -120,7 +293,7 @@ class HeldOut:
             nodes = [(kernel, node.runs * gpu_ms[kernel.id]) for node, out in zip(model.record.nodes, off, strict=True)
                      for kernel in [model.record.kernel_of(node)] if not out]
             taken = {name for name in gpu_ms if GPU_LABEL in self.measured.get(name, {})} if kernels == "measured" else set()
-            cases.append(Case(model.collection, model.group, sources_of_model(nodes, self.differs[group], taken, paced_ms),
+            cases.append(Case(model.collection, model.group, sources_of_model(nodes, self.novelties[group], taken, paced_ms),
                               math.log(model.latency_ms / paced_ms)))
         return cases
 
@@ -149,10 +322,10 @@ def hold_out(workspace: Workspace, target: str, config: TrainingConfig, left_out
     models = measured_models(workspace, target, predictors.sidecar)
     if len(set(groups_of(models, left_out))) < 2 or not set(ON_GPU) <= set(predictors.labels):
         raise UserError(f"{target}: needs models of two {PLURAL[left_out]} at least, and kernels with label {GPU_LABEL}")
-    found = held_out_of(rows, models, measured_times(workspace, target), predictors, config, left_out)
-    if not can_fit(found.strict_tracks):
+    held_out = held_out_of(rows, models, measured_times(workspace, target), predictors, config, left_out)
+    if not can_fit(held_out.strict_tracks):
         raise UserError(f"{target}: too few models with the host's time; measure more (label {GPU_LABEL})")
-    return found
+    return held_out
 
 
 def groups_of(models: Sequence[MeasuredModel], left_out: HeldOutKind) -> list[str]:
@@ -193,10 +366,10 @@ def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, mode
     model, have their measured times."""
     times = {str(name): (float(time), owners) for name, time, owners, idle in zip(
         rows.ids, rows.times_ms[label], owners_of(rows, left_out), rows.idle, strict=True) if idle and np.isfinite(time)}
-    found: dict[str, dict[str, float]] = {}
+    shared: dict[str, dict[str, float]] = {}
     for model, group in zip(models, groups, strict=True):
         name = model.record.model
-        found[name] = {
+        shared[name] = {
             kernel: times[kernel][0] if time and kernel in times and times[kernel][1] != {group} else time
             for kernel, time in out_of_fold[name].items()}
-    return found
+    return shared

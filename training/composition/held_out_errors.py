@@ -15,13 +15,10 @@ import numpy.typing as npt
 
 from records.labels import GPU_LABEL
 from training.baselines import nn_meter
-from training.composition.error_sources import Sources
-from training.composition.fitting import leave_out
-from training.composition.held_out import PLURAL, HeldOut, gpu_targets, hold_out
-from training.composition.intervals import Case, for_any_host, intervals_without_own
-from training.composition.left_out import HeldOutKind, kernel_errors
+from training.composition.formulas import fit_graph_replay, fit_host_io, leave_out
+from training.composition.held_out import PLURAL, HeldOut, HeldOutKind, gpu_targets, hold_out, kernel_errors
+from training.composition.intervals import Case, Sources, for_any_host, intervals_held_out
 from training.composition.measured_models import MeasuredModel, TimesOfModels
-from training.composition.run_modes import fit_graph_replay, fit_host_io
 from training.kernels import targets
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import TrainingConfig
@@ -50,31 +47,30 @@ def model_rows(what: str, predicted_ms: Floats, held_out: HeldOut) -> list[dict[
             for part, mask in parts_of(held_out.collections).items()]
 
 
-def row(what: str, part: str, found: ErrorStatistics) -> dict[str, Any]:
+def row(what: str, part: str, errors: ErrorStatistics) -> dict[str, Any]:
     """Errors of models as one row of the table, in per cent."""
-    return {"models by": what, "of": part, "models": found.count, "MAPE_%": 100 * found.mape, "median_%": 100 * found.median,
-            "within_5_%": 100 * found.within_5, "within_10_%": 100 * found.within_10, "worst_%": 100 * found.worst}
+    return {"models by": what, "of": part, "models": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
+            "within_5_%": 100 * errors.within_5, "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst}
 
 
 def pipeline_rows(held_out: HeldOut) -> list[dict[str, Any]]:
     """The rows of the two tracks: all kernels predicted, shared ones looked up, and all as measured."""
-    others = PLURAL[held_out.left_out]
-    return [found for what, predicted_ms in (
+    return [row for what, predicted_ms in (
         ("two tracks, all kernels predicted", held_out.predicted.usual_ms),
         ("two tracks, all kernels predicted, host's pace as measured", held_out.predicted.paced_ms),
-        (f"two tracks, kernels that other {others} share looked up", held_out.looked_up.usual_ms),
+        (f"two tracks, kernels that other {PLURAL[held_out.left_out]} share looked up", held_out.looked_up.usual_ms),
         ("two tracks, kernels as measured: the composition alone", held_out.as_measured.usual_ms),
         ("two tracks, kernels and host's pace as measured", held_out.as_measured.paced_ms),
-    ) for found in model_rows(what, predicted_ms, held_out)]
+    ) for row in model_rows(what, predicted_ms, held_out)]
 
 
 def run_mode_rows(held_out: HeldOut) -> list[dict[str, Any]]:
     """The rows of models that were run with numpy arrays or as CUDA graphs; empty where there are none."""
     models, groups = held_out.models, held_out.groups
-    fitted = {"numpy in and out": fit_host_io(models, held_out.predicted.usual_ms, groups),
-              "a CUDA graph": fit_graph_replay(models, held_out.strict_tracks, groups)}
-    return [row(f"two tracks, all kernels predicted; run with {what}", ALL, found.left_out)
-            for what, found in fitted.items() if found and found.left_out]
+    costs = {"numpy in and out": fit_host_io(models, held_out.predicted.usual_ms, groups),
+             "a CUDA graph": fit_graph_replay(models, held_out.strict_tracks, groups)}
+    return [row(f"two tracks, all kernels predicted; run with {what}", ALL, fitted.left_out)
+            for what, fitted in costs.items() if fitted and fitted.left_out]
 
 
 def line_rows(held_out: HeldOut, times: Mapping[str, TimesOfModels]) -> list[dict[str, Any]]:
@@ -83,7 +79,7 @@ def line_rows(held_out: HeldOut, times: Mapping[str, TimesOfModels]) -> list[dic
         return np.array([sum(of_models[model.record.model][node.kernel_id] for node in model.record.nodes)
                          for model in held_out.models])
 
-    return [found for what, of_models in times.items() for found in model_rows(
+    return [row for what, of_models in times.items() for row in model_rows(
         f"α·Σ+β, {what}", leave_out(sums_ms(of_models), held_out.latency_ms, held_out.groups), held_out)]
 
 
@@ -113,8 +109,8 @@ def kernel_table(held_out: HeldOut) -> list[dict[str, Any]]:
     for part, mask in parts_of(held_out.collections).items():
         names = {model.record.model for model, inside in zip(held_out.models, mask, strict=True) if inside}
         times = {name: times for name, times in held_out.strict[GPU_LABEL].items() if name in names}
-        if found := kernel_errors(times, held_out.measured, GPU_LABEL):
-            table.append({"of": part} | found)
+        if errors := kernel_errors(times, held_out.measured, GPU_LABEL):
+            table.append({"of": part} | errors)
     return table
 
 
@@ -132,17 +128,16 @@ def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
     median of its upper over its lower end, less one. Over all, for each collection, and by what a prediction rests on. Without
     models of which the CPU provider runs a part."""
     predicted, measured = (held_out.cases(kernels) for kernels in ("predicted", "measured"))
-    both = [*predicted, *measured]
-    found = intervals_without_own(both)
-    if not found:
+    held_out_ends = intervals_held_out([*predicted, *measured])
+    if not held_out_ends:
         return []
     table = []
-    for kernels, cases, latencies, ends in (("predicted", predicted, held_out.predicted, found[:len(predicted)]),
-                                            ("as measured", measured, held_out.as_measured, found[len(predicted):])):
+    for kernels, cases, latencies, ends in (("predicted", predicted, held_out.predicted, held_out_ends[:len(predicted)]),
+                                            ("as measured", measured, held_out.as_measured, held_out_ends[len(predicted):])):
         for pace in ("measured", "unknown"):
             usual_ms, paced_ms, fastest_ms, slowest_ms = (of_pace[held_out.on_gpu] for of_pace in latencies)
             hosts = zip(fastest_ms, usual_ms, slowest_ms, strict=True)
-            spans = ends if pace == "measured" else [for_any_host(one, *of) for one, of in zip(ends, hosts, strict=True)]
+            spans = ends if pace == "measured" else [for_any_host(end, *host) for end, host in zip(ends, hosts, strict=True)]
             ratios = held_out.latency_ms[held_out.on_gpu] / (paced_ms if pace == "measured" else usual_ms)
             inside = np.array([low <= ratio <= high for (low, high), ratio in zip(spans, ratios, strict=True)])
             width = np.array([high / low - 1.0 for low, high in spans])
@@ -162,7 +157,8 @@ def judge_targets(workspace: Workspace, args: argparse.Namespace, config: Traini
     """Holds out each group of each target, and prints the errors: as tables, or as JSON if `args` says so.
 
     Raises:
-        UserError: see `gpu_targets` and `hold_out`.
+        UserError: no target has label `gpu`, or one can't be judged: no dataset or predictors, one group only, or none of what
+            a GPU's two tracks need.
     """
     def judge(target: str, show: targets.Show) -> dict[str, Any]:
         held_out = hold_out(workspace, target, config, left_out)

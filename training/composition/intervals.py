@@ -1,4 +1,7 @@
-"""Prediction intervals that are calibrated on models whose collection was held out of everything.
+"""Prediction intervals, and what the error of a predicted latency may come from.
+
+The simple kind of interval is the same multiple of every prediction (`ErrorRange`). The width of the calibrated kind depends on
+what a prediction rests on. It is calibrated on models whose collection was held out of everything:
 
 The error of a prediction is the logarithm of measured over predicted latency. Its plausible size is a *scale*, in which several
 sources of error are added in quadrature: a constant, and how much of the latency rests on predicted kernels, on operators that
@@ -15,18 +18,20 @@ hierarchical data, 2023).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from training.composition.error_sources import Sources
 from utils.frozen import Frozen
 from utils.lazy import scipy
 
 Floats = npt.NDArray[np.float64]
+NoveltyKind = Literal["known", "unmeasured", "other form", "beyond"]
 COVERAGE = 0.9  # of a prediction interval
+LEAST_FOR_RANGE = 20  # held-out models; with fewer, the largest error is no 95th percentile
 LEAST_FAMILIES = 8  # with fewer, the largest error is no 95th percentile by far
 PARTS = 5  # that families are held out in where there is one collection only
 ALWAYS = "always"  # the constant source
@@ -36,6 +41,92 @@ LARGEST_REACH, FIRST_REACH = 10.0, 0.05
 LEAST_REACH = {"unmeasured": 0.25, "other_form": 0.15, "beyond": 0.15}
 SMALLEST_REACH = 1e-4  # of the other sources
 SHRINK = 0.02  # penalty of a reach's square, so that a source that hardly occurs reaches no further than it shows
+
+
+class ErrorRange(Frozen):
+    """A prediction interval as multiples of the prediction: a share COVERAGE of all models has its latency in it.
+
+    Attributes:
+        low, high: the multiples.
+        coverage: the share of models that lay in the interval made from the other families' errors alone.
+    """
+
+    low: float
+    high: float
+    coverage: float
+
+
+def error_range_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> ErrorRange | None:
+    """The prediction interval that follows from the errors of held-out models; None for fewer than LEAST_FOR_RANGE models.
+
+    It is a split-conformal interval (Lei et al., Distribution-free predictive inference for regression, 2018) of the ratio of
+    measured to predicted latency: quantiles of the ratios that leave a tenth of them out, corrected for their number.
+    """
+    ratios = measured_ms / predicted_ms
+    if len(ratios) < LEAST_FOR_RANGE:
+        return None
+
+    def bounds(values: Floats) -> tuple[float, float]:
+        tail = (1.0 - COVERAGE) / 2
+        upper = min(np.ceil((len(values) + 1) * (1.0 - tail)) / len(values), 1.0)
+        return float(np.quantile(values, 1.0 - upper)), float(np.quantile(values, upper))
+
+    inside, group_of_model = [], np.array(groups)
+    for group in sorted(set(groups)):
+        low, high = bounds(ratios[group_of_model != group])
+        held_out = ratios[group_of_model == group]
+        inside += ((held_out >= low) & (held_out <= high)).tolist()
+    low, high = bounds(ratios)
+    return ErrorRange(low=low, high=high, coverage=float(np.mean(inside)))
+
+
+class Novelty(NamedTuple):
+    """How a kernel differs from those that were learned from, and, if its sizes lie beyond theirs, how many times."""
+
+    kind: NoveltyKind
+    times: float = 1.0
+
+
+KNOWN = Novelty("known")
+
+
+class Sources(NamedTuple):
+    """What the error of a predicted latency may come from.
+
+    Attributes:
+        predicted: the share of the latency in which the GPU works on kernels that were predicted, of operators and forms that
+            were measured; a ratio, as the following three.
+        unmeasured: the same of operators that were never measured.
+        other_form: … that were measured for other element types or ranks only.
+        beyond: … of sizes beyond what was measured, times the logarithm of how many times.
+        host: the share of the latency in which the GPU waits for the host.
+    """
+
+    predicted: float = 0.0
+    unmeasured: float = 0.0
+    other_form: float = 0.0
+    beyond: float = 0.0
+    host: float = 0.0
+
+
+def sources(kernels: Iterable[tuple[float, Novelty | None]], latency_ms: float) -> Sources:
+    """The sources of error of a predicted latency.
+
+    Args:
+        kernels: the GPU's time (ms) of each kernel, over all its runs, and its novelty; None for a measured kernel.
+        latency_ms: the prediction.
+    """
+    total_ms = 0.0
+    weighted_ms: dict[NoveltyKind, float] = {"known": 0.0, "unmeasured": 0.0, "other form": 0.0, "beyond": 0.0}
+    for time_ms, novelty in kernels:
+        total_ms += time_ms
+        if novelty is not None:
+            weighted_ms[novelty.kind] += time_ms * (math.log(novelty.times) if novelty.kind == "beyond" else 1.0)
+            weighted_ms["known"] += time_ms if novelty.kind == "beyond" else 0.0
+    per_ms = min(1.0, total_ms / latency_ms) / total_ms if total_ms and latency_ms else 0.0
+    return Sources(
+        predicted=weighted_ms["known"] * per_ms, unmeasured=weighted_ms["unmeasured"] * per_ms,
+        other_form=weighted_ms["other form"] * per_ms, beyond=weighted_ms["beyond"] * per_ms, host=1.0 - total_ms * per_ms)
 
 
 class Case(NamedTuple):
@@ -84,24 +175,24 @@ class CalibratedInterval(Frozen):
 
 def calibrate(cases: Sequence[Case]) -> CalibratedInterval | None:
     """The interval that follows from the errors of held-out models; None where they are of too few families."""
-    found = _calibrate(cases)
-    if found is None or not (ends := intervals_without_own(cases)):
-        return found
+    calibrated = _calibrate(cases)
+    if calibrated is None or not (ends := intervals_held_out(cases)):
+        return calibrated
     inside = [low <= math.exp(case.error) <= high for (low, high), case in zip(ends, cases, strict=True)]
-    return found.model_copy(update={"coverage": float(np.average(inside, weights=_weights(cases)))})
+    return calibrated.model_copy(update={"coverage": float(np.average(inside, weights=_weights(cases)))})
 
 
-def intervals_without_own(cases: Sequence[Case]) -> list[tuple[float, float]]:
+def intervals_held_out(cases: Sequence[Case]) -> list[tuple[float, float]]:
     """The interval of each prediction as multiples of it, calibrated on the other collections (or families) alone; empty where
     too few families are left for that."""
     parts = _parts(cases)
-    found: dict[int, tuple[float, float]] = {}
-    for part in sorted(set(parts)):
-        interval = _calibrate([case for case, of in zip(cases, parts, strict=True) if of != part])
+    calibrated: dict[str, CalibratedInterval] = {}
+    for held_out in sorted(set(parts)):
+        interval = _calibrate([case for case, part in zip(cases, parts, strict=True) if part != held_out])
         if interval is None:
             return []
-        found |= {place: interval.ends(cases[place].sources) for place, of in enumerate(parts) if of == part}
-    return [found[place] for place in range(len(cases))]
+        calibrated[held_out] = interval
+    return [calibrated[part].ends(case.sources) for case, part in zip(cases, parts, strict=True)]
 
 
 def for_any_host(ends: tuple[float, float], fastest_ms: float, usual_ms: float, slowest_ms: float) -> tuple[float, float]:
@@ -122,9 +213,9 @@ def _calibrate(cases: Sequence[Case]) -> CalibratedInterval | None:
         return None
     parts, several = _parts(cases), len({case.collection for case in cases}) > 1
     scaled = np.empty(len(cases))
-    for part in sorted(set(parts)):
-        reach = _fit_reach([case for case, of in zip(cases, parts, strict=True) if of != part])
-        inside = [place for place, of in enumerate(parts) if of == part]
+    for held_out in sorted(set(parts)):
+        reach = _fit_reach([case for case, part in zip(cases, parts, strict=True) if part != held_out])
+        inside = [place for place, part in enumerate(parts) if part == held_out]
         scaled[inside] = [cases[place].error / _scale(reach, cases[place].sources) for place in inside]
     weights, tail = _weights(cases), (1.0 - COVERAGE) / 2
     return CalibratedInterval(
@@ -143,11 +234,9 @@ def _parts(cases: Sequence[Case]) -> list[str]:
 
 def _weights(cases: Sequence[Case]) -> Floats:
     """The weight of each case: those of one family have 1 together."""
-    names = [(case.collection, case.family) for case in cases]
-    counts: dict[tuple[str, str], int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return np.array([1.0 / counts[name] for name in names])
+    families = [(case.collection, case.family) for case in cases]
+    counts = Counter(families)
+    return np.array([1.0 / counts[family] for family in families])
 
 
 def _quantile(values: Floats, weights: Floats, level: float, families: int) -> float:
@@ -178,6 +267,6 @@ def _fit_reach(cases: Sequence[Case]) -> dict[str, float]:
 
     names = (ALWAYS, *Sources._fields)
     least = [LEAST_REACH.get(name, SMALLEST_REACH) for name in names]
-    found = scipy.optimize.minimize(loss, np.maximum(least, FIRST_REACH), jac=True, method="TNC",
-                                    bounds=[(one, LARGEST_REACH) for one in least])
-    return dict(zip(names, found.x.tolist(), strict=True))
+    fitted = scipy.optimize.minimize(loss, np.maximum(least, FIRST_REACH), jac=True, method="TNC",
+                                     bounds=[(smallest, LARGEST_REACH) for smallest in least])
+    return dict(zip(names, fitted.x.tolist(), strict=True))

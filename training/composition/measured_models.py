@@ -9,17 +9,16 @@ from typing import Literal
 
 import numpy as np
 
-from graph_model.simulation.tracks import Tracks, node_kind
+from graph_model.simulation.tracks import OffGpu, Tracks, node_kind
 from records.dataset_files import model_table_path
 from records.dataset_reading import read_model_table
 from records.host_pace import idle_models
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord
 from records.kernel_record_files import read_model_record, record_path
-from records.labels import COLLECT
-from training.composition.fit_pipeline import MeasuredTracks
+from records.labels import COLLECT, Label
+from training.composition.cuda_nodes import selection_launches, selection_ms, selects_boxes
 from training.composition.host_side import NodesOffGpu, read_host_side
-from training.composition.selection import selection_launches, selection_ms, selects_boxes
 from training.kernels.predictors import ON_GPU
 from training.kernels.sidecar import Sidecar
 from utils import files
@@ -28,6 +27,8 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 log = get_logger("composition")
+PROFILED: tuple[Label, Label] = ("kernel_time", "node_span")
+LEAST_OVERLAP = 1.05  # kernel times over spans; models on a CPU, where runs are serial, have 0.74 to 0.99
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,25 @@ class MeasuredModel:
         return self.record.collection
 
 
+@dataclass(frozen=True)
+class MeasuredTracks:
+    """A model of the fit.
+
+    Attributes:
+        tracks: its nodes.
+        host_ms: measured time of the host; NaN where it is not known.
+        latency_ms: measured latency.
+        pace: how many times as long as usual the host took meanwhile, a ratio.
+        off_gpu: what its nodes do off the GPU; None where all run on the GPU.
+    """
+
+    tracks: Tracks
+    host_ms: float
+    latency_ms: float
+    pace: float = 1.0
+    off_gpu: OffGpu | None = None
+
+
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_judging: bool = False) -> list[MeasuredModel]:
     """The models of the dataset that a composition may be fitted to: measured idle, with a record, of no held-out family, and
     without Loop, If and Scan.
@@ -71,7 +91,7 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_jud
     Raises:
         UserError: there is none.
     """
-    found = []
+    models = []
     host = read_host_side(workspace.predictors(target)) if sidecar.target.flavour.device == "cuda" else None
     for name, times in idle_models(read_model_table(workspace, target), for_judging).iterrows():
         path = record_path(workspace, sidecar.target.flavour, str(name))
@@ -87,11 +107,11 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_jud
             continue
         latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace = (float(times[column]) for column in (
             "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms", "pace"))
-        found.append(MeasuredModel(record, record.group, latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace,
-                                   host.off_gpu(record) if host and not bodies else None))
-    if not found:
+        models.append(MeasuredModel(record, record.group, latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace,
+                                    host.off_gpu(record) if host and not bodies else None))
+    if not models:
         raise UserError(f"{target}: no idle latency of a model to fit a composition to; measure models with: {COLLECT}")
-    return found
+    return models
 
 
 def left_out_groups(models: Sequence[MeasuredModel]) -> tuple[Literal["family", "model", "nothing"], list[str]]:
@@ -118,8 +138,8 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
     off = model.off_gpu
     gpu = [selection_ms(kernel) if selects_boxes(kernel) else gpu_ms[kernel.id] for kernel in kernels]
     count = [selection_launches(kernel) if selects_boxes(kernel) else launches[kernel.id] for kernel in kernels]
-    there = [False] * len(kernels) if off is None else off.off.tolist()
-    kinds = [node_kind(kernel, on_gpu=not out) for kernel, out in zip(kernels, there, strict=True)]
+    off_gpu = [False] * len(kernels) if off is None else off.off.tolist()
+    kinds = [node_kind(kernel, on_gpu=not is_off) for kernel, is_off in zip(kernels, off_gpu, strict=True)]
     of_run = Tracks(np.array(gpu) if off is None else np.where(off.off, off.gpu_ms, gpu),
                     np.array(count) if off is None else np.where(off.off, off.launches, count), np.array(kinds, dtype=int))
     return MeasuredTracks(of_run, host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace,
@@ -129,6 +149,25 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
 def tracks_of(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels]) -> list[MeasuredTracks]:
     """The two tracks of each model, from the times and launches of its kernels by label, model and kernel id."""
     return [tracks(model, *(times[label][model.record.model] for label in ON_GPU)) for model in models]
+
+
+def kernels_overlap(models: Sequence[MeasuredModel], measured: TimesOfModels) -> bool:
+    """Whether the profile of some model shows that its kernels overlap.
+
+    A profile has the time of each node (`kernel_time`) and the time until the next node starts (`node_span`). Where nodes run
+    one after another, as in ONNX Runtime's default execution (on a CPU and in a CUDA stream), none takes longer than its span,
+    so the times add up to no more than the spans. Without these two labels nothing shows an overlap, and the answer is no.
+
+    Args:
+        models: of the fit.
+        measured: measured times (ms) by kernel id and label.
+    """
+    for model in models:
+        profiled = [times for node in model.record.nodes if (times := measured.get(node.kernel_id, {})).keys() >= set(PROFILED)]
+        time_ms, span_ms = (sum(times[label] for times in profiled) for label in PROFILED)
+        if time_ms > LEAST_OVERLAP * span_ms:
+            return True
+    return False
 
 
 def models_sha256(workspace: Workspace, target: str) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from training.composition.fitting import error_range_of
+from training.composition.intervals import error_range_of
 from training.energy.learned import EnergyCandidate, EnergyModel, FittedEnergy
 from training.energy.work import BUSY, BYTES, FULL, LAUNCHES, OPERATIONS, RUN, kind_of_work, without_type, without_types
 from utils.errors import UserError

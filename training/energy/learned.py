@@ -1,8 +1,8 @@
 """What was learned of a device's energy: energy = idle power · time + Σ coefficient · work.
 
 The coefficients are those of physics: W while kernels of a class run, further W while they fill the device, pJ per operation by
-class, J per GB moved, J per launch, and W while the model runs at all. None is negative. History of the schema: since version 2
-all element types of a class have one coefficient.
+class, J per GB moved, J per launch, and W while the model runs at all. None is negative. All
+element types of a class have one coefficient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from training.composition.fitted import ErrorRange
+from training.composition.intervals import ErrorRange
 from training.energy.work import RUN, kind_of_work, without_type, without_types
 from utils import files
 from utils.errors import UserError

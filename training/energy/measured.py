@@ -11,8 +11,8 @@ from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, Kernel, ModelRecord
 from records.kernel_record_files import read_model_record, record_path
 from records.labels import ENERGY, KERNELS
+from training.composition.cuda_nodes import is_off_gpu
 from training.composition.fitted import Composition
-from training.composition.off_gpu import is_off_gpu
 from training.energy.fitting import MeasuredEnergy
 from training.energy.learned import MEASURE
 from training.energy.work import Part, work_of_run

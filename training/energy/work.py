@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from records.kernel_record import Kernel
-from training.kernels.operator_classes import operator_class
+from records.operators import operator_row
 
 EnergyClass = Literal["convolution", "product", "other"]
 RUN, BYTES, LAUNCHES, BUSY, OPERATIONS = "run_s", "gb", "launches", "busy_s", "tflop"
@@ -38,8 +38,8 @@ class Part(NamedTuple):
 
 def energy_class(kernel: Kernel) -> EnergyClass:
     """Convolutions and products do most of a model's operations, on units of their own; all others mainly move data."""
-    found = operator_class(kernel)
-    return found if found in ("convolution", "product") else "other"
+    operator_class = operator_row(kernel.op_type).operator_class
+    return operator_class if operator_class in ("convolution", "product") else "other"
 
 
 def work_of_run(parts: Iterable[Part], latency_ms: float) -> dict[str, float]:

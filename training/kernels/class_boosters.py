@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from records.kernel_types import operator_of
-from training.kernels.operator_classes import CODES, class_of_operator, kind_of_operator
+from records.operators import OperatorClass, OperatorKind, operator_row
 
 if TYPE_CHECKING:
     import xgboost
@@ -30,19 +30,20 @@ TELLTALE = ("op_class", "activation", "adds")  # features that follow from the o
 MOST_KERNELS = 400  # of an operator; more change nothing
 LEAST_KERNELS = 20  # of a kind or class, else the next wider group speaks for it
 OTHER_KINDS, OTHER_CLASSES = 0.3, 0.1  # weights of a kernel of another kind of the class, and of another class
+CODES = {name: float(place) for place, name in enumerate((*get_args(OperatorKind), *get_args(OperatorClass)))}
 PREFIX = "class "
 ANY = "class other"  # the booster for operators without a class, and for classes that were not measured
 
 
 def class_names(kernel_type: str) -> tuple[str, str, str]:
     """The boosters that a type may have: of its kind, its class, and all. They are no names of types: these have no spaces."""
-    operator = operator_of(kernel_type)
-    return PREFIX + kind_of_operator(operator), PREFIX + class_of_operator(operator), ANY
+    row = operator_row(operator_of(kernel_type))
+    return PREFIX + row.kind_or_class, PREFIX + row.operator_class, ANY
 
 
 def kind_code(kernel_type: str) -> float:
     """The number of a type's kind, which takes the place of the type's own."""
-    return CODES[kind_of_operator(operator_of(kernel_type))]
+    return CODES[operator_row(operator_of(kernel_type)).kind_or_class]
 
 
 def is_class(name: str) -> bool:
@@ -134,7 +135,7 @@ def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], 
     kept = matrix[chosen].copy()
     kept[:, [place for place, name in enumerate(columns) if name in TELLTALE]] = np.nan
     kept[:, len(columns):] = np.nan
-    kept[:, len(columns)] = [CODES[kind_of_operator(operator)] for operator in operators[chosen].tolist()]
+    kept[:, len(columns)] = [CODES[operator_row(operator).kind_or_class] for operator in operators[chosen].tolist()]
     return ClassRows(kept, log_ratios[chosen], operators[chosen])
 
 

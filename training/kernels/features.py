@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from records.elements import DTYPE_BYTES
 from records.kernel_costs import copied_tables, einsum_product
 from records.kernel_record import Kernel, KernelInput, Tensor
+from records.operators import operator_row
 from training.kernels.schema import FeatureSchema
 
-CONVOLUTIONS = {"Conv": 1, "FusedConv": 1, "NhwcConv": 1, "NhwcFusedConv": 1, "ConvTranspose": 1, "ConvInteger": 1,
-                "QLinearConv": 3}  # op type → position of its weights
 OP_CLASSES = ("Conv", "Pool", "MatMul", "Gemm", "Attention", "Norm", "Softmax", "Reduce", "Arg", "Transpose", "Reorder",
               "Concat", "Split", "Slice", "Gather", "Scatter", "Pad", "Resize", "Cast", "Quantize", "Shape", "Expand", "Einsum")
 ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "Gelu", "Silu", "Swish", "HardSwish")
@@ -114,9 +113,13 @@ def _channels_last(kernel: Kernel) -> bool:
             or bool(kernel.attributes.get("channels_last")))
 
 
+def _is_convolution(kernel: Kernel) -> bool:
+    return operator_row(kernel.op_type).operator_class == "convolution"
+
+
 def _is_spatial(kernel: Kernel) -> bool:
     """Whether the operation moves a window over an image."""
-    return kernel.op_type in CONVOLUTIONS or "Pool" in kernel.op_type
+    return _is_convolution(kernel) or "Pool" in kernel.op_type
 
 
 def _sizes(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> Sizes:
@@ -128,7 +131,7 @@ def _sizes(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> Sizes:
 def _kernel_window(kernel: Kernel, sizes: Sizes) -> KernelWindow:
     attributes = kernel.attributes
     kernel_height = kernel_width = stride = padding = dilation = 0
-    group = int(attributes.get("group", 1)) if kernel.op_type in CONVOLUTIONS else 0
+    group = int(attributes.get("group", 1)) if _is_convolution(kernel) else 0
     if _is_spatial(kernel):
         window = attributes.get("kernel_shape") or _unnamed_window(kernel, sizes)
         kernel_height, kernel_width = math.prod(window[:-1]), window[-1] if window else 1
@@ -141,7 +144,7 @@ def _kernel_window(kernel: Kernel, sizes: Sizes) -> KernelWindow:
 
 def _unnamed_window(kernel: Kernel, sizes: Sizes) -> Sequence[int]:
     """The window where no attribute gives it: that of a convolution from its weights; that of a global pool is the image."""
-    position = CONVOLUTIONS.get(kernel.op_type)
+    position = operator_row(kernel.op_type).weights_input
     if position is None:
         return (sizes.height, sizes.width)
     weights: Tensor = kernel.inputs[position]
@@ -158,7 +161,7 @@ def _product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int], 
         sizes, window: of the kernel.
     """
     op, group, out_elements = kernel.op_type, window.group, math.prod(out)
-    if op in CONVOLUTIONS:
+    if _is_convolution(kernel):
         return Product(group, sizes.batch * sizes.out_height * sizes.out_width, sizes.out_channels // max(group, 1),
                        window.group_channels * window.kernel_height * window.kernel_width, 0)
     if ("MatMul" in op or "Gemm" in op) and len(out) >= 2:

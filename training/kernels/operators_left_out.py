@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from records.kernel_types import operator_of
+from records.operators import OperatorClass, operator_row
 from training.kernels.class_boosters import LEAST_KERNELS, PREFIX, class_names, kind_code
 from training.kernels.estimators import learn_classes, parallel_map, pose, table_counts
-from training.kernels.operator_classes import OperatorClass, class_of_operator
 
 if TYPE_CHECKING:
     from training.kernels.settings import TrainingConfig
@@ -89,7 +89,7 @@ def leave_operators_out(rows: TrainingSet, label: str, config: TrainingConfig,
         seen = problem.matrix[own]
         seen[:, len(known.schema.names)] = kind_code(operator)
         ratios = known.times_ms[label][own] / bound[own]
-        return LeftOutOperator(operator, class_of_operator(operator), known.ids[own],
+        return LeftOutOperator(operator, operator_row(operator).operator_class, known.ids[own],
                                ratios / np.exp(boosters[name].inplace_predict(seen)),
                                ratios / np.exp(boosters.rows.median_log_ratio(name)), ratios / problem.roofline.scale)
 

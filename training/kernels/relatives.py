@@ -14,21 +14,29 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from records.kernel_costs import REDUCE_OPS
 from records.kernel_types import operator_of
-from training.kernels.operator_classes import KINDS, PRODUCTS
+from records.operators import operator_row
 
 WEIGHT = 0.1
-GROUPS: tuple[frozenset[str], ...] = (PRODUCTS, frozenset(REDUCE_OPS), KINDS["softmax"], KINDS["joint"], KINDS["pool"])
+KINDS = ("softmax", "joint", "pool")  # of operators, each of which is a group
+
+
+def group_of(operator: str) -> str:
+    """The group of operators that learn from each other: one of KINDS, all products, or all reductions; "" for the rest."""
+    row = operator_row(operator)
+    if row.kind in KINDS:
+        return row.kind
+    reduces = row.operator_class == "reduction" and row.dispatch == "reducing"
+    return row.operator_class if reduces or row.operator_class == "product" else ""
 
 
 def relatives(name: str, types: npt.NDArray[np.str_]) -> frozenset[str]:
     """The types that the predictor of type `name` learns from besides its own; `types` is the type of each row."""
-    group = next((group for group in GROUPS if operator_of(name) in group), None)
-    if group is None:
+    group = group_of(operator_of(name))
+    if not group:
         return frozenset()
     counts = {str(one): int(count) for one, count in zip(*np.unique(types, return_counts=True), strict=True)
-              if operator_of(str(one)) in group}
+              if group_of(operator_of(str(one))) == group}
     others = frozenset(counts) - {name}
     return others if max((counts[one] for one in others), default=0) > counts.get(name, 0) else frozenset()
 

@@ -27,7 +27,7 @@ from training.kernels.boosters import pack_booster
 from training.kernels.class_boosters import is_class
 from training.kernels.estimators import SHARED, KernelModel
 from training.kernels.measured_times import MeasuredTimes
-from training.kernels.predictors import read_measured, read_predictors
+from training.kernels.predictors import read_measured
 from training.kernels.sidecar import (
     LabelPredictors,
     OtherDevice,
@@ -107,29 +107,6 @@ def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
     name, digest = write_measured(folder, there | {kernel: there.get(kernel, {}) | dict(times)
                                                     for kernel, times in measured.items()})
     sidecar = sidecar.model_copy(update={"measured": name, "measured_sha256": digest})
-    write_sidecar(folder, sidecar)
-    return sidecar
-
-
-def renew_classes(folder: Path, classes: Mapping[str, Mapping[str, xgboost.Booster]]) -> Sidecar:
-    """Replaces the boosters of classes of operators; all other predictors stay as they are.
-
-    Args:
-        folder: of the target's predictors.
-        classes: the boosters by label and name; a label that starts from another device's predictors is left alone.
-
-    Raises:
-        UserError: there are no predictors, they are of another version, or a file is damaged.
-    """
-    predictors = read_predictors(folder)
-    labels = dict(predictors.sidecar.labels)
-    for label, boosters in classes.items():
-        model = predictors.kernel_model(label)
-        if isinstance(model, KernelModel):
-            kept = {name: booster for name, booster in used_boosters(model).items() if not is_class(name)}
-            name, digest = write_boosters(folder, label, kept | dict(boosters))
-            labels[label] = labels[label].model_copy(update={"file": name, "sha256": digest})
-    sidecar = predictors.sidecar.model_copy(update={"labels": labels})
     write_sidecar(folder, sidecar)
     return sidecar
 

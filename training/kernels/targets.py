@@ -16,9 +16,14 @@ Show = Callable[[Sequence[Mapping[str, Any]], str], None]  # prints rows as a ta
 
 
 def add_options(parser: argparse.ArgumentParser, target: str = "") -> None:
-    """Adds `--target`, with the help text `target`, and `--config`."""
+    """Adds `--target`, with the help text `target`, `--config` and `--set`."""
     parser.add_argument("--target", help=target or "name of a target in training/predictors (default: all)")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
+    add_config(parser)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config` and `--set`, for a TrainingConfig."""
+    cli.add_config(parser, CONFIG, "xgboost.trees=100", "how to train")
 
 
 def trained_targets(workspace: Workspace) -> list[str]:

@@ -12,9 +12,9 @@ from records.dataset_files import DatasetHeader, kernel_table_path, kernels_path
 from records.dataset_reading import read_kernel_table, run_ms
 from records.dataset_tables import UNFINISHED
 from records.kernel_record import Kernel
+from records.kernel_types import form_of
 from records.labels import COLLECT, LABELS
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.operator_classes import form_of
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES
 from utils import files

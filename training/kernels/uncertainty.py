@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from records.kernel_record import Kernel
-from training.kernels.operator_classes import OperatorClass, form_of, operator_class
+from records.kernel_types import form_of
+from records.operators import OperatorClass, operator_row
 from training.kernels.operators_left_out import LeftOutOperator
 from training.kernels.settings import LAUNCHES
+from training.kernels.sidecar import TRAIN
 from utils import files
 from utils.frozen import Frozen
 from utils.paths import Workspace
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
 UNCERTAINTY_VERSION = 1
 FILE = "doubt.json"
-FIT = "python training/fit_doubt.py"
 LEAST_OPERATORS = 3
 TAIL = 0.05  # share of the ratios that is cut off at each end, which leaves 90 %
 PARTS = 101  # quantiles that stand for the kernels of an operator, so that operators count alike
@@ -90,13 +91,13 @@ class Uncertainty(Frozen):
 
     def of_estimate(self, kernel: Kernel, label: str) -> Range:
         """The range of a kernel whose operator was never measured under `label`."""
-        kind = operator_class(kernel)
+        kind = operator_row(kernel.op_type).operator_class
         defaults = DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES
         return self.ranges.get(label, {}).get(kind, defaults[kind])
 
     def of_other_form(self, kernel: Kernel) -> Range | None:
         """The range around a prediction for an operator that was measured in other forms only; None for a known form."""
-        kind = operator_class(kernel)
+        kind = operator_row(kernel.op_type).operator_class
         if self.forms is None or kind in FORMLESS or form_of(kernel) in self.forms.get(kernel.type, ()):
             return None
         return OTHER_FORM_OF.get(kind, OTHER_FORM)
@@ -148,7 +149,7 @@ def read_uncertainty(folder: Path) -> Uncertainty:
         UserError: the file is damaged or of another version.
     """
     path = uncertainty_path(folder)
-    return files.read_record(path, Uncertainty, UNCERTAINTY_VERSION, FIT) if path.exists() else NOTHING_LEARNED
+    return files.read_record(path, Uncertainty, UNCERTAINTY_VERSION, TRAIN) if path.exists() else NOTHING_LEARNED
 
 
 def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path,

@@ -3,7 +3,7 @@
 Without MPS and MIG, two processes never run on the GPU at the same time. Each has it for a time slice, or for as long as its
 work lasts if that is shorter. The length of a slice belongs to the device and is learned. How long the co-runner's turns are,
 and how often it has work, is measured on the spot by a probe (benchmark/sharing_probe.py), or guessed from how busy the metrics
-say that the GPU is. History of the schema: version 1 is the first; 2 has `longest_wait_ms` in the place of the longest turn.
+say that the GPU is.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import CoRunner, shared_runs_ms
 from graph_model.simulation.tracks import Tracks
-from training.composition.fit_pipeline import MeasuredTracks, left_out_costs
 from training.composition.fitted import read_composition
-from training.composition.left_out import predict_as_learned
-from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks_of
+from training.composition.formulas import left_out_costs
+from training.composition.held_out import predict_as_learned
+from training.composition.measured_models import MeasuredTracks, known_times, left_out_groups, measured_models, tracks_of
 from training.kernels.predictors import ON_GPU, read_predictors
 from training.kernels.training_set import measured_times, read_training_set
 from training.sharing.learned import TracksAndCosts, busy_share, co_runner_probed
@@ -155,7 +155,7 @@ def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) 
     """The models of a target's fit, ready for simulation.
 
     Raises:
-        UserError: as `training.fit_composition.fit_target`, or the target's composition is not a GPU's two tracks.
+        UserError: no predictors, dataset or measured models, or the composition is not a GPU's two tracks.
     """
     composition, predictors = read_composition(workspace.predictors(target)), read_predictors(workspace.predictors(target))
     if composition.kind != "pipeline":

@@ -2,6 +2,7 @@
 
 from utils.cli.option_types import address, count, counts, out_file, pace, percentile, port, positive, whole
 from utils.cli.options import (
+    add_config,
     add_dim,
     add_estimators,
     add_load,
@@ -26,6 +27,7 @@ __all__ = [
     "EXIT_USAGE",
     "LEFT_OUT",
     "OS_ERROR_ADVICE",
+    "add_config",
     "add_dim",
     "add_estimators",
     "add_load",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from utils.cli.option_types import existing
 from utils.errors import UserError
+from utils.paths import ROOT
 
 
 def add_model(made: argparse.ArgumentParser) -> None:
@@ -30,10 +31,23 @@ def add_run_mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuda-graph", action="store_true", help="captured once as a CUDA graph, and replayed")
 
 
-def add_load(parser: argparse.ArgumentParser) -> None:
-    """`--config` and `--metrics`: where the load comes from, that is, what else runs on the device."""
-    parser.add_argument("--config", type=Path, metavar="FILE",
-                        help="names a Prometheus that knows what else runs (default: inference/config.yaml)")
+def add_config(parser: argparse.ArgumentParser, default: Path, example: str, what: str = "settings") -> None:
+    """`--config` and `--set` (as `changes`), for `utils.config.read_config`.
+
+    Args:
+        default: the config that is read by default, a file of the repository.
+        example: of a value of --set, for the help: `levels=[0.0]`.
+        what: what the config says, for the help.
+    """
+    parser.add_argument("--config", type=Path, default=default, metavar="FILE",
+                        help=f"{what} (default: {default.relative_to(ROOT)})")
+    parser.add_argument("--set", action="append", dest="changes", default=[], metavar="KEY=VALUE",
+                        help=f"a value in place of the config's, for example --set '{example}' (repeatable; see docs/files.md)")
+
+
+def add_load(parser: argparse.ArgumentParser, config: Path) -> None:
+    """`--config` (by default `config`), `--set` and `--metrics`: where the load (what else runs on the device) comes from."""
+    add_config(parser, config, "prometheus.url=http://localhost:9090", "names a Prometheus that knows what else runs")
     parser.add_argument("--metrics", type=Path, metavar="FILE",
                         help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
 

@@ -10,14 +10,10 @@ import numpy as np
 
 from records.elements import numpy_dtype
 from records.kernel_record import Kernel, KernelInput
+from records.operators import operator_row
 from runtimes.ort.building.chosen_data import chosen
 from runtimes.ort.graph.nodes import first_taught
 
-INDEX_INPUTS = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1,
-                "EmbedLayerNormalization": 0, "RoiAlign": 2}
-BY_SEVERAL_AXES = {"GatherND", "ScatterND"}  # the last axis of the indices has one for each of the first axes of the data
-SHAPE_INPUTS = {"Reshape": 1, "Expand": 1}  # inputs that hold the output's shape
-POSITIVE_OPS = {"Sqrt", "Log", "Pow", "Div", "Reciprocal", "Mod", "BatchNormalization"}
 POOL_ELEMENTS = 1 << 22
 
 
@@ -39,19 +35,20 @@ def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive:
 
 def index_limit(kernel: Kernel, position: int) -> int | None:
     """One more than the largest index that input `position` may hold; None where it holds no indices."""
-    if INDEX_INPUTS.get(kernel.op_type) != position:
+    row = operator_row(kernel.op_type)
+    if row.index_input != position:
         return None
-    data = kernel.inputs[2 if kernel.op_type == "EmbedLayerNormalization" else 0].shape
-    if kernel.op_type in BY_SEVERAL_AXES and data:
+    data = kernel.inputs[row.table_inputs[0] if row.table_inputs else 0].shape
+    if row.index_per_axis and data:
         first = int(kernel.attributes.get("batch_dims", 0))
         return max(1, min(data[first:first + kernel.inputs[1].shape[-1]], default=1))
-    axis = int(kernel.attributes.get("axis", 0)) if kernel.op_type != "EmbedLayerNormalization" else 0
-    return max(1, data[axis]) if data else 1
+    return max(1, data[int(kernel.attributes.get("axis", 0))]) if data else 1
 
 
 def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
     """A value for input `position` of `kernel`: the recorded one where there is one, else random and acceptable."""
     tensor: KernelInput = kernel.inputs[position]
+    row = operator_row(kernel.op_type)
     if tensor.dtype == "string":
         return np.full(tensor.shape, first_taught(kernel.attributes), object)
     dtype = numpy_dtype(tensor.dtype)
@@ -61,7 +58,7 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
         return value.astype(dtype)
     generator = np.random.default_rng([seed, position])
     if np.issubdtype(dtype, np.floating) or tensor.dtype == "bfloat16":
-        positive = kernel.op_type in POSITIVE_OPS or (tensor.constant and len(tensor.shape) <= 1)
+        positive = row.positive_inputs or (tensor.constant and len(tensor.shape) <= 1)
         return random_floats(tensor.shape, tensor.dtype, seed * 7919 + position * 104729, positive)
     if dtype == np.bool_:
         return generator.integers(0, 2, tensor.shape).astype(dtype)
@@ -71,7 +68,7 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
         if limit is not None:  # of a kernel drawn near another, which may be larger
             low, high = max(low, -limit), min(max(high, low), limit - 1)
         return generator.integers(min(low, high), high + 1, tensor.shape).astype(dtype)
-    if SHAPE_INPUTS.get(kernel.op_type) == position:
+    if row.shape_input == position:
         return np.asarray(kernel.outputs[0].shape, dtype)
     if limit is not None:
         return generator.integers(0, limit, tensor.shape).astype(dtype)

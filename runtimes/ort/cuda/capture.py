@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from records.kernel_costs import LAUNCHED_INPUTS, copied_tables
 from records.kernel_record import ModelRecord, Node
-
-COPIES = ("MemcpyToHost", "MemcpyFromHost")
+from records.operators import operator_row
 
 
 def capture_obstacle(record: ModelRecord) -> str | None:
@@ -31,7 +30,7 @@ def capture_obstacle(record: ModelRecord) -> str | None:
 def _obstacle(record: ModelRecord, node: Node) -> str | None:
     """Why a node prevents the capture; None if it does not."""
     kernel = record.kernel_of(node)
-    if kernel.op_type in COPIES:
+    if operator_row(kernel.op_type).copies:
         return f"{node.name} ({kernel.op_type}) copies between the host and the GPU"
     if kernel.subgraphs:
         return f"{node.name} ({kernel.op_type}) holds a graph of its own"

@@ -16,6 +16,7 @@ import numpy as np
 
 from records.elements import type_code, type_name
 from records.kernel_record import KernelInput
+from records.operators import operator_row
 from runtimes.ort.graph.nodes import bodies_of
 from utils.errors import UserError
 from utils.lazy import onnx
@@ -30,8 +31,6 @@ NEAR = 1e-3  # tolerance for the attribute, which is stored in single precision
 # Constants in the forms of Gelu that ONNX Runtime fuses: √2, 1/√2, √(2/π), that times 0.044715, 0.044715, 1.702. It compares
 # them with a tolerance for their type; a half-precision number converted to single precision would be outside.
 LOOKED_FOR = (1.4142135, 0.70710677, 0.7978846, 0.035677407, 0.044715, 1.702)
-WITHOUT_FLOATING_INPUT = ("Constant", "ConstantOfShape", "RandomNormal", "RandomUniform", "RandomNormalLike",
-                          "RandomUniformLike", "EyeLike", "Multinomial", "Bernoulli", "DequantizeLinear")
 
 
 def floating_type(element: int) -> str:
@@ -58,7 +57,7 @@ def element_types(graph: onnx.GraphProto) -> Iterator[int]:
         yield tensor.data_type
     for node in graph.node:
         for attribute in node.attribute:
-            if attribute.name == "to" or (attribute.name == "dtype" and node.op_type in WITHOUT_FLOATING_INPUT):
+            if attribute.name == "to" or (attribute.name == "dtype" and operator_row(node.op_type).typed_by_attribute):
                 yield attribute.i
             elif attribute.HasField("t"):
                 yield attribute.t.data_type
@@ -142,7 +141,7 @@ def _known_types(graph: onnx.GraphProto) -> dict[str, str]:
     found = {value.name: floating_type(value.type.tensor_type.elem_type) for value in graph.input}
     found |= {tensor.name: floating_type(tensor.data_type) for tensor in graph.initializer}
     for node in graph.node:
-        if node.op_type in WITHOUT_FLOATING_INPUT and node.op_type != "DequantizeLinear":
+        if operator_row(node.op_type).typed_by_attribute:
             kinds = [attribute.t.data_type if attribute.HasField("t") else attribute.i for attribute in node.attribute
                      if attribute.HasField("t") or attribute.name == "dtype"]
             found |= {name: floating_type(kinds[0]) if kinds else SINGLE for name in node.output}

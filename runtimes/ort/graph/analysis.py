@@ -17,7 +17,8 @@ from records.kernel_record import (
     Tensor,
     record_name,
 )
-from records.kernel_types import SUM_INPUT, describe_kernel
+from records.kernel_types import describe_kernel
+from records.operators import operator_row
 from runtimes.ort.graph.nodes import ParsedNode
 from runtimes.ort.graph.parsing import ParsedGraph, parse_graph
 from utils.safe_names import as_file_name
@@ -67,7 +68,8 @@ class OriginFinder:
             base = node.name.partition(BLOCKED_SUFFIX)[0]
             if base not in self.known or not node.outputs or node.outputs[0] in self.known:
                 continue
-            if len(node.inputs) > SUM_INPUT["Conv"] and node.inputs[SUM_INPUT["Conv"]]:
+            sum_input = operator_row(node.op_type).sum_input
+            if sum_input is not None and len(node.inputs) > sum_input and node.inputs[sum_input]:
                 base = self._past(base, "Add")
             if activation := node.attributes.get("activation"):
                 base = self._past(base, str(activation))
@@ -138,15 +140,10 @@ def origins_by_node(graph: ParsedGraph) -> dict[str, tuple[Origin, ...]]:
     return found
 
 
-SIZE_INPUTS = {"Slice": (1, 2, 3, 4), "Range": (0, 1, 2), "ConstantOfShape": (0,), "Tile": (1,), "Pad": (1, 3),
-               "Resize": (2, 3), "Upsample": (1,), "Split": (1,), "Squeeze": (1,), "Unsqueeze": (1,), "TopK": (1,),
-               "OneHot": (1,), "CenterCropPad": (1,)}  # Reshape and Expand: the output's shape has it
-
-
 def _with_value(graph: ParsedGraph, node: ParsedNode, place: int, name: str) -> KernelInput:
     """An input of a node; with its value if that decides the output's size and the graph computes it from shapes."""
     tensor = graph.tensors[name]
-    if tensor.constant or place not in SIZE_INPUTS.get(node.op_type, ()):
+    if tensor.constant or place not in operator_row(node.op_type).size_inputs:
         return tensor
     return tensor.model_copy(update={"values": graph.computed.get(name)})
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from records.elements import type_code
 from records.kernel_costs import bytes_read, bytes_written, flops
 from records.kernel_record import BRANCHES, GuessedRuns, KernelInput
+from records.operators import VIEWS
 from runtimes.ort.graph.nodes import ParsedNode, attention_lengths, bodies_of, control_flow_name, known_words, parsed_node
 from runtimes.ort.graph.open_shapes import Body, Held, InferredTensors, SizeNotKnown, Trips, Values
 from utils.errors import UserError
@@ -28,7 +29,7 @@ DEFAULT_TRIPS = 10
 GUESS_RANGE = (0.1, 10.0)  # range of a guessed number of trips, as multiples of DEFAULT_TRIPS: a choice
 MOST_TRIPS = 10**9  # exporters write the largest integer for a loop that ends by its condition alone
 FIRST_SCAN_OPSET = 9  # older versions of Scan had a batch and sequence lengths
-PASSED_ON = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape")  # operators that keep the value of a single number
+PASSED_ON = VIEWS | {"Cast"}  # operators that keep the value of a single number
 
 
 def control_flow(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str, onnx.NodeProto]]:

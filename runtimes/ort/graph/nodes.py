@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from records.operators import operator_row
 from utils.lazy import onnx
 
 if TYPE_CHECKING:
     import onnx
 
 ONNX_DOMAINS = ("", "ai.onnx")
-BODIES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Scan": ("body",)}  # attributes that hold a graph
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ParsedNode:
 
 def bodies_of(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
     """The graphs that an If, a Loop or a Scan holds, by attribute; nothing for other nodes."""
-    names = BODIES.get(node.op_type, ()) if node.domain in ONNX_DOMAINS else ()
+    names = operator_row(node.op_type).bodies if node.domain in ONNX_DOMAINS else ()
     return {attribute.name: attribute.g for attribute in node.attribute if attribute.name in names}
 
 

@@ -24,12 +24,6 @@ from utils.ort_sessions import model_errors, open_session
 if TYPE_CHECKING:
     import onnx
 
-# The output sizes of these operators depend on values, not on shapes alone, so a run on zeros would not show them.
-SIZED_BY_VALUES = frozenset({
-    "AffineGrid", "Bernoulli", "BlackmanWindow", "CenterCropPad", "Compress", "ConstantOfShape", "Crop", "DFT", "Expand",
-    "HammingWindow", "HannWindow", "If", "Loop", "MelWeightMatrix", "NonMaxSuppression", "NonZero", "OneHot", "Pad", "Range",
-    "Reshape", "Resize", "STFT", "Scan", "Slice", "Split", "SplitToSequence", "Squeeze", "StringSplit", "Tile", "TopK",
-    "Unique", "Unsqueeze", "Upsample", "Col2Im", "MaxUnpool"})
 DETECTIONS = "detections"  # the name, for --dim, of the number of boxes that all NonMaxSuppressions of a model select
 Shape = tuple[int | str, ...] | None  # an unknown size is its name, or ""; None: the rank is unknown
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from records.elements import type_code, type_name
 from records.kernel_record import KernelInput
+from records.operators import operator_row
 from runtimes.ort.graph.bodies import captured, hold
 from runtimes.ort.graph.nodes import ONNX_DOMAINS, bodies_of
 from runtimes.ort.graph.open_shapes import (
-    SIZED_BY_VALUES,
     GivenSizes,
     Held,
     InferredTensors,
@@ -40,7 +40,6 @@ from utils.ort_sessions import PROVIDER_NAMES, open_session
 from utils.temporary import temporary_folder
 
 SMALL_INTS = 64  # the values of integer constants up to this many elements are kept: shapes, axes, splits
-FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators for which small floating-point constants set the output's shape
 
 
 def constant_inputs(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
@@ -63,7 +62,7 @@ def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
 
 def small_values_by_use(graph: onnx.GraphProto) -> set[str]:
     """The names of the tensors whose floating-point values set an output's shape."""
-    return {name for node in graph.node if node.op_type in FLOAT_VALUES_MATTER for name in node.input[1:] if name}
+    return {name for node in graph.node if operator_row(node.op_type).float_sizes for name in node.input[1:] if name}
 
 
 def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:
@@ -310,7 +309,7 @@ def _output_shapes(node: onnx.NodeProto, outputs: set[str], answer: ShapeAnswer,
         found |= {node.output[0]: known[node.input[0]].shape}
     left = sorted(outputs - set(found))
     bounds: Shapes = {}
-    by_values = node.op_type in SIZED_BY_VALUES or any(answer.shapes[out] is not None for out in left)
+    by_values = operator_row(node.op_type).shape_needs_values or any(answer.shapes[out] is not None for out in left)
     if node.domain in ONNX_DOMAINS and by_values:
         largest = largest_shapes(node, answer.shapes, known, answer.values)
         for out in left:

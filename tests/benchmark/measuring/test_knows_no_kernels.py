@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import networkx as nx
-from test_layers import of_the_house
+from test_layers import hase_modules
 
 FORBIDDEN = ("ort_analysis", "kernel_model", "benchmark.collecting", "runtimes")
 
 
 def test_measuring_knows_no_kernels() -> None:
-    graph = of_the_house()[1]
+    graph = hase_modules()[1]
     measuring = [name for name in graph if name.startswith("measuring.")]
     assert {"measuring.loads", "measuring.pending"} <= set(measuring)
     reached = {(name, other) for name in measuring for other in nx.descendants(graph, name)}

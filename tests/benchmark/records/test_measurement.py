@@ -36,8 +36,6 @@ def test_a_block_keeps_quantities_and_the_length_of_its_windows() -> None:
     again = Block.model_validate_json(block.model_dump_json())
     assert again == block
     assert again.measurements[0].quantities == {"energy_j": (3.5,), "power_w": (300.0, 310.0)}
-    older = Block.model_validate(block.model_dump(exclude={"background_s", "during_s"}))
-    assert (older.background_s, older.during_s) == (0.0, 0.0)
 
 
 def test_the_worker_fills_in_everything(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Converts files of older versions of Hase."""

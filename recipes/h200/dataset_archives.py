@@ -1,0 +1,184 @@
+"""Unpacks the dataset of the H200 from its archives, or packs what a workspace holds beyond them as a further archive.
+
+Archives are never written again, so that git keeps each of them once: `<target>.tar.xz` is the first, and each further
+collecting adds `<target>-<number>-<day>.tar.xz`, with its own blocks, kernels and kernel records alone. `unpack` joins all of
+them in the workspace, as benchmark/merge_datasets.py does; `pack` reads them and the workspace, and writes the further one.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from records.copies import copies_path
+from records.dataset_files import (
+    DatasetHeader,
+    DatasetKernel,
+    header_path,
+    journal_path,
+    kernel_lines,
+    kernels_path,
+    read_header,
+    read_journal,
+)
+from records.dataset_joining import merge_dataset
+from records.kernel_record_files import index_path, record_path
+from utils import cli, files
+from utils.archives import pack, unpack
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import Workspace
+from utils.temporary import temporary_folder
+
+log = get_logger("archives")
+HERE = Path(__file__).resolve().parent
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+EXAMPLES = """
+python recipes/h200/dataset_archives.py unpack --workspace out/h200
+python recipes/h200/dataset_archives.py pack --workspace out/h200
+"""
+
+
+class Addition(NamedTuple):
+    """What a workspace's dataset holds beyond another: its header, blocks and kernels as lines, paths of kernel records."""
+
+    header: DatasetHeader
+    blocks: list[str]
+    kernels: list[str]
+    records: list[Path]
+
+
+def archives_in(folder: Path, target: str) -> list[Path]:
+    """The archives of a target's dataset, in the order of collecting; none where there is no first one."""
+    first = folder / f"{target}.tar.xz"
+    return [first, *sorted(folder.glob(f"{target}-[0-9][0-9][0-9]-*.tar.xz"))] if first.exists() else []
+
+
+def unpack_all(archives: list[Path], workspace: Workspace, target: str) -> None:
+    """Writes the dataset that some archives hold together into a workspace.
+
+    Raises:
+        UserError: there is no archive, one is damaged, or two do not agree (see `merge_dataset`).
+    """
+    if not archives:
+        raise UserError(f"no archive of target {target}; give their folder with --archives")
+    unpack(archives[0], workspace.root)
+    for archive in archives[1:]:
+        with temporary_folder() as folder:
+            unpack(archive, folder)
+            merged = merge_dataset(Workspace(folder), workspace, target, {}, "")
+        log.info("%s: %d blocks, %d kernels and %d kernel records more", archive.name, merged.blocks, merged.kernels,
+                 merged.records)
+
+
+def addition(workspace: Workspace, packed: Workspace, target: str) -> Addition:
+    """What the dataset of a workspace holds beyond that of `packed`.
+
+    Raises:
+        UserError: it lacks a block of `packed`.
+    """
+    folder, before = workspace.dataset(target), packed.dataset(target)
+    header = read_header(folder)
+    blocks, packed_blocks = ({block.model_dump_json(): None for block in read_journal(path)} for path in (folder, before))
+    if missing := packed_blocks.keys() - blocks.keys():
+        raise UserError(f"{journal_path(folder)}: {len(missing)} blocks of the archives are not in it, and archives are never "
+                        "written again; unpack them into this workspace first, then add what is new with "
+                        "benchmark/merge_datasets.py")
+    packed_kernels = kernel_lines(before)
+    kernels = [line for name, line in kernel_lines(folder).items()
+               if line != packed_kernels.get(name) and _says_more(line, packed_kernels.get(name))]
+    index = index_path(workspace, header.target.flavour)  # a merge makes it anew
+    records = [path for path in sorted(index.parent.glob("*.json"))
+               if path != index and not _same_file(path, packed.root / path.relative_to(workspace.root))]
+    return Addition(header, [line for line in blocks if line not in packed_blocks], kernels, records)
+
+
+def _same_file(path: Path, other: Path) -> bool:
+    return other.is_file() and other.read_bytes() == path.read_bytes()
+
+
+def _says_more(line: str, packed: str | None) -> bool:
+    """Whether a line of `kernels.jsonl` names owners of the kernel that the packed one lacks."""
+    if packed is None:
+        return True
+    before = DatasetKernel.model_validate_json(packed)
+    joined = DatasetKernel.model_validate_json(line).with_owners_of(before)
+    return (set(joined.models), joined.groups, joined.sampled) != (set(before.models), before.groups, before.sampled)
+
+
+def write_addition(new: Addition, into: Workspace, target: str) -> None:
+    """Writes an addition as a dataset of its own, without tables."""
+    folder = into.dataset(target)
+    files.write_json(header_path(folder), new.header)
+    files.write_text(journal_path(folder), "".join(f"{line}\n" for line in new.blocks))
+    files.write_text(kernels_path(folder), "".join(f"{line}\n" for line in sorted(new.kernels)))
+    for path in new.records:
+        files.write_bytes(record_path(into, new.header.target.flavour, path.stem), path.read_bytes())
+
+
+def packed_files(workspace: Workspace, target: str) -> Iterator[tuple[str, bytes]]:
+    """The files of a dataset and of its flavour's kernel records, by name in the archive. Measured copies are in the host's
+    archive instead."""
+    folder = workspace.dataset(target)
+    paths = [path for part in (folder, workspace.kernel_records / read_header(folder).target.flavour.name)
+             for path in sorted(part.glob("*")) if not path.name.startswith(".") and path != copies_path(folder)]
+    for path in paths:
+        yield str(path.relative_to(workspace.root)), path.read_bytes()
+
+
+def pack_more(workspace: Workspace, folder: Path, target: str) -> Path | None:
+    """Packs what the dataset of a workspace holds beyond the archives in `folder`, as a further one.
+
+    Returns:
+        The archive; None where nothing is new.
+
+    Raises:
+        UserError: the workspace has no such dataset, or lacks blocks of the archives, or does not agree with them.
+    """
+    archives = archives_in(folder, target)
+    if not archives:
+        archive = folder / f"{target}.tar.xz"
+        pack(archive, packed_files(workspace, target))
+        return archive
+    with temporary_folder() as packed, temporary_folder() as more:
+        unpack_all(archives, Workspace(packed), target)
+        new = addition(workspace, Workspace(packed), target)
+        if not (new.blocks or new.kernels or new.records):
+            return None
+        write_addition(new, Workspace(more), target)
+        merge_dataset(Workspace(more), Workspace(packed), target, {}, "")  # what can't be joined is refused before it is packed
+        numbers = [int(found[1]) for path in archives if (found := re.search(r"-(\d{3})-[\d-]+\.tar", path.name))]
+        archive = folder / f"{target}-{max(numbers, default=1) + 1:03d}-{datetime.now(UTC):%Y-%m-%d}.tar.xz"
+        pack(archive, packed_files(Workspace(more), target))
+    log.info("%d blocks, %d kernels, %d kernel records", len(new.blocks), len(new.kernels), len(new.records))
+    return archive
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("what", choices=("unpack", "pack"))
+    parser.add_argument("--target", default=TARGET, help=f"whose dataset (default: {TARGET})")
+    parser.add_argument("--archives", type=Path, default=HERE, metavar="DIR", help="their folder (default: recipes/h200)")
+    args = parser.parse_args()
+    workspace = cli.start(args, begins=args.what == "unpack")
+    if args.what == "unpack":
+        archives = archives_in(args.archives, args.target)
+        unpack_all(archives, workspace, args.target)
+    else:
+        archive = pack_more(workspace, args.archives, args.target)
+        archives = [archive] if archive else []
+    cli.print_rows([{"archive": str(path), "MB": round(path.stat().st_size / 1e6, 3)} for path in archives], args.json,
+                   {"unpack": "unpacked", "pack": "packed"}[args.what])
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

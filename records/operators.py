@@ -1,0 +1,380 @@
+"""What Hase knows of each operator, by its name: one row per operator.
+
+To add an operator, add one row to TABLE: all columns but the first two have defaults. A row holds for all domains that have an
+operator of its name. An operator without a row gets a default one from `operator_row`, marked by `listed=False`: its class then
+follows from its name (`Reduce…`, `Arg…`, `Global…` and `…Pool…` are reductions), or else is "other".
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+# Predictors learn the places of these names in their lists (`class_boosters.CODES`): after a change, they are trained anew.
+OperatorKind = Literal["softmax", "layer norm", "channel norm", "pool", "joint", "part", "permutation", "copy"]
+OperatorClass = Literal["normalisation", "reduction", "elementwise", "movement", "gather", "product", "convolution",
+                        "recurrent", "other"]
+CostRule = Literal["view", "move", "elements", "convolution", "transposed convolution", "gemm", "product", "einsum",
+                   "attention", "recurrent", "window", "reduction", "trees"]
+LaunchRule = Literal["learned", "none", "one a step", "unequal parts", "many inputs"]
+Dispatch = Literal["own", "convolution", "product", "recurrent", "reducing"]
+Linearity = Literal["linear", "multiplicative", "convolutional", "nonlinear"]
+Places = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A row of the table. Inputs are given by their positions, versions by the number of ONNX's operator set.
+
+    Attributes:
+        name: ONNX's or ONNX Runtime's.
+        operator_class: operators of one class do the same to memory, so a measured one tells how long another takes.
+        kind: finer than the class: operators whose CUDA kernels work alike; "" where no kind fits.
+        base: the operator without what is fused into it; "" where nothing is.
+
+        cost: the rule for operations and bytes (`kernel_costs`). A "view" only changes a tensor's shape, since in ONNX Runtime
+            its output shares its input's memory: all its costs are 0. The operations of a "move" are 0.
+        element_flops: operations per element under the rule "elements". A transcendental function counts as about ten, as a
+            polynomial approximation takes. Only the order of magnitude matters, because memory limits these kernels.
+        table_inputs: inputs of which a kernel reads at most as many elements as it puts out.
+        launches: how often it launches work on a GPU. Mostly that is "learned", and at least once. "none": it reads only a
+            tensor's shape, which the host knows. The others add what `kernel_costs.copied_tables` says.
+        dispatch: what the host calls to dispatch it on CUDA: a kernel of ONNX Runtime's "own"; cuDNN for a "convolution" or a
+            "recurrent" layer; cuBLAS for a "product"; or it is "reducing", which makes few numbers from many: cuDNN for pools,
+            most reductions and the normalisation of channels, kernels of ONNX Runtime for softmaxes and layers.
+        slow_on_cpu: whether ONNX Runtime's CPU provider computes it number by number, in many steps; None: if its class is
+            "other".
+        waits_for_size: its CUDA kernel copies the size of its output to the host, which waits for that (ONNX Runtime 1.31).
+        copies: it copies a tensor between host and GPU.
+
+        bodies: attributes that hold a graph; the computation is done by the nodes of these graphs.
+        size_inputs: inputs whose values decide the output's shape.
+        shape_input: the input that holds the output's shape itself.
+        sized_by_values: values decide the output's shape in another way (see `shape_needs_values`).
+        float_sizes: small floating-point constants among its inputs set the output's shape.
+        index_input: the input that holds indices into `table_inputs`, or into the first input where it has no tables.
+        index_per_axis: the last axis of the indices has one for each of the first axes of the data.
+        weights_input: a convolution's weights.
+        sum_input: what a fused convolution adds to its result: Z of FusedConv, Sum of a Conv in blocked layout (NCHWc).
+        single_inputs: inputs that are float32 whatever the type of the others.
+        positive_inputs: made-up inputs are positive, since it divides by them or takes roots or logarithms.
+        keeps_shape: it has one output, of the first input's shape, as is known without a session.
+        in_place: inputs whose buffer the output may take over (`MayInplace` of ONNX Runtime's kernels).
+        typed_by_attribute: an attribute gives the type of its floating-point output, not an input.
+
+        linearity: "linear" (additions, comparisons, and what only moves data), "multiplicative" (products, activations of
+            single elements), "nonlinear" (all others), or "convolutional": nonlinear, but usual in networks of convolutions.
+        changed_in: versions in which its meaning changed although its attributes and inputs did not (from ONNX's changelog):
+            scale and bias per channel, not per group; a shift by half a pixel; one axis, not all from `axis` on; other names
+            of modes; another way to count an axis; sizes rounded up.
+        ceiling_changed_in: the same, only for sizes that are rounded up (`ceil_mode`).
+        input_since: since this version, this attribute is the second input.
+        listed: whether the table has a row of this name.
+    """
+
+    name: str
+    operator_class: OperatorClass
+    kind: OperatorKind | Literal[""] = ""
+    base: str = ""
+    cost: CostRule = "elements"
+    element_flops: int = 1
+    table_inputs: Places = ()
+    launches: LaunchRule = "learned"
+    dispatch: Dispatch = "own"
+    slow_on_cpu: bool | None = None
+    waits_for_size: bool = False
+    copies: bool = False
+    bodies: tuple[str, ...] = ()
+    size_inputs: Places = ()
+    shape_input: int | None = None
+    sized_by_values: bool = False
+    float_sizes: bool = False
+    index_input: int | None = None
+    index_per_axis: bool = False
+    weights_input: int | None = None
+    sum_input: int | None = None
+    single_inputs: Places = ()
+    positive_inputs: bool = False
+    keeps_shape: bool = False
+    in_place: Places = ()
+    typed_by_attribute: bool = False
+    linearity: Linearity = "nonlinear"
+    changed_in: Places = ()
+    ceiling_changed_in: Places = ()
+    input_since: tuple[int, str] | None = None
+    listed: bool = True
+
+    @property
+    def base_name(self) -> str:
+        """The name of the operator without what is fused into it."""
+        return self.base or self.name
+
+    @property
+    def kind_or_class(self) -> OperatorKind | OperatorClass:
+        """Its kind, or its class where no kind fits."""
+        return self.kind or self.operator_class
+
+    @property
+    def shape_needs_values(self) -> bool:
+        """Whether the shape of the output depends on values, so that a run on zeros would not show it."""
+        return self.sized_by_values or bool(self.size_inputs or self.bodies) or self.shape_input is not None
+
+
+def operator_row(name: str) -> Operator:
+    """What is known of an operator of ONNX or ONNX Runtime; a default row where the table has none."""
+    return OPERATORS.get(name) or _default_row(name)
+
+
+@functools.cache
+def _default_row(name: str) -> Operator:
+    if name.startswith(("Reduce", "Arg", "Global")):
+        return Operator(name, "reduction", cost="reduction", listed=False)
+    return Operator(name, "reduction" if "Pool" in name else "other", listed=False)
+
+
+TABLE = (
+    # convolution
+    Operator("Conv", "convolution", cost="convolution", dispatch="convolution", weights_input=1, sum_input=3,
+             linearity="convolutional"),
+    Operator("ConvInteger", "convolution", weights_input=1),
+    Operator("ConvTranspose", "convolution", cost="transposed convolution", dispatch="convolution", weights_input=1,
+             linearity="convolutional"),
+    Operator("FusedConv", "convolution", base="Conv", cost="convolution", dispatch="convolution", weights_input=1, sum_input=3,
+             in_place=(3,), linearity="convolutional"),
+    Operator("NhwcConv", "convolution", cost="convolution", dispatch="convolution", weights_input=1, linearity="convolutional"),
+    Operator("NhwcFusedConv", "convolution", cost="convolution", dispatch="convolution", weights_input=1,
+             linearity="convolutional"),
+    Operator("QLinearConv", "convolution", weights_input=3),
+    # product
+    Operator("Attention", "product", cost="attention", dispatch="product"),
+    Operator("DecoderMaskedMultiHeadAttention", "product"),
+    Operator("DynamicQuantizeMatMul", "product"),
+    Operator("Einsum", "product", cost="einsum", dispatch="product", linearity="multiplicative"),
+    Operator("FusedGemm", "product", base="Gemm", cost="gemm", dispatch="product", linearity="multiplicative"),
+    Operator("FusedMatMul", "product", cost="product", dispatch="product", linearity="multiplicative"),
+    Operator("FusedMatMulActivation", "product"),
+    Operator("Gemm", "product", cost="gemm", dispatch="product", linearity="multiplicative"),
+    Operator("GroupQueryAttention", "product"),
+    Operator("MatMul", "product", cost="product", dispatch="product", linearity="multiplicative"),
+    Operator("MatMulInteger", "product", cost="product"),
+    Operator("MatMulIntegerToFloat", "product"),
+    Operator("MatMulNBits", "product"),
+    Operator("MultiHeadAttention", "product", cost="attention", dispatch="product"),
+    Operator("PackedAttention", "product"),
+    Operator("QAttention", "product"),
+    Operator("QGemm", "product"),
+    Operator("QLinearMatMul", "product"),
+    Operator("TransposeMatMul", "product", cost="product", dispatch="product", linearity="multiplicative"),
+    # recurrent
+    Operator("DynamicQuantizeLSTM", "recurrent", cost="recurrent", dispatch="recurrent", launches="one a step"),
+    Operator("GRU", "recurrent", cost="recurrent", dispatch="recurrent", launches="one a step"),
+    Operator("LSTM", "recurrent", cost="recurrent", dispatch="recurrent", launches="one a step"),
+    Operator("Loop", "recurrent", cost="move", bodies=("body",)),
+    Operator("RNN", "recurrent", cost="recurrent", dispatch="recurrent", launches="one a step"),
+    Operator("Scan", "recurrent", cost="move", bodies=("body",)),
+    # normalisation
+    Operator("BiasSoftmax", "normalisation", kind="softmax", element_flops=14, dispatch="reducing", keeps_shape=True),
+    Operator("LogSoftmax", "normalisation", kind="softmax", element_flops=14, dispatch="reducing", keeps_shape=True,
+             in_place=(0,), changed_in=(13,)),
+    Operator("Softmax", "normalisation", kind="softmax", element_flops=13, dispatch="reducing", keeps_shape=True, in_place=(0,),
+             changed_in=(13,)),
+    Operator("EmbedLayerNormalization", "normalisation", kind="layer norm", table_inputs=(2, 3, 4), dispatch="reducing",
+             index_input=0),
+    Operator("LayerNormalization", "normalisation", kind="layer norm", element_flops=8, dispatch="reducing"),
+    Operator("RMSNormalization", "normalisation", kind="layer norm"),
+    Operator("SimplifiedLayerNormalization", "normalisation", kind="layer norm", dispatch="reducing"),
+    Operator("SkipLayerNormalization", "normalisation", kind="layer norm", element_flops=9, dispatch="reducing"),
+    Operator("SkipSimplifiedLayerNormalization", "normalisation", kind="layer norm", dispatch="reducing"),
+    Operator("BatchNormalization", "normalisation", kind="channel norm", element_flops=2, dispatch="reducing",
+             positive_inputs=True, linearity="convolutional"),
+    Operator("GroupNorm", "normalisation", kind="channel norm", element_flops=8),
+    Operator("GroupNormalization", "normalisation", kind="channel norm", changed_in=(21,)),
+    Operator("InstanceNormalization", "normalisation", kind="channel norm", element_flops=8, dispatch="reducing"),
+    Operator("SkipGroupNorm", "normalisation", kind="channel norm"),
+    Operator("LRN", "normalisation", element_flops=12, linearity="convolutional"),
+    Operator("LpNormalization", "normalisation"),
+    Operator("MeanVarianceNormalization", "normalisation"),
+    # reduction
+    Operator("AveragePool", "reduction", kind="pool", cost="window", dispatch="reducing", linearity="convolutional",
+             ceiling_changed_in=(19,)),
+    Operator("GlobalAveragePool", "reduction", kind="pool", cost="reduction", dispatch="reducing", linearity="convolutional"),
+    Operator("GlobalLpPool", "reduction", kind="pool", cost="reduction"),
+    Operator("GlobalMaxPool", "reduction", kind="pool", cost="reduction", dispatch="reducing"),
+    Operator("LpPool", "reduction", kind="pool", changed_in=(18,)),
+    Operator("MaxPool", "reduction", kind="pool", cost="window", dispatch="reducing", linearity="convolutional"),
+    Operator("ArgMax", "reduction", cost="reduction"),
+    Operator("ArgMin", "reduction", cost="reduction"),
+    Operator("CumSum", "reduction"),
+    Operator("MaxRoiPool", "reduction"),
+    Operator("NhwcMaxPool", "reduction"),
+    Operator("QLinearAveragePool", "reduction"),
+    Operator("QLinearGlobalAveragePool", "reduction"),
+    Operator("ReduceL1", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
+    Operator("ReduceL2", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
+    Operator("ReduceLogSum", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
+    Operator("ReduceLogSumExp", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
+    Operator("ReduceMax", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
+    Operator("ReduceMean", "reduction", cost="reduction", dispatch="reducing", linearity="linear", input_since=(18, "axes")),
+    Operator("ReduceMin", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
+    Operator("ReduceProd", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
+    Operator("ReduceSum", "reduction", cost="reduction", dispatch="reducing", linearity="linear", input_since=(13, "axes")),
+    Operator("ReduceSumInteger", "reduction", cost="reduction"),
+    Operator("ReduceSumSquare", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
+    # elementwise
+    Operator("Abs", "elementwise", keeps_shape=True, in_place=(0,)),
+    Operator("Acos", "elementwise", slow_on_cpu=True),
+    Operator("Add", "elementwise", in_place=(0, 1), linearity="linear"),
+    Operator("And", "elementwise", linearity="linear"),
+    Operator("Asin", "elementwise", slow_on_cpu=True),
+    Operator("Atan", "elementwise", slow_on_cpu=True),
+    Operator("BiasAdd", "elementwise"),
+    Operator("BiasGelu", "elementwise", element_flops=16, keeps_shape=True, linearity="multiplicative"),
+    Operator("BiasSplitGelu", "elementwise"),
+    Operator("BitShift", "elementwise"),
+    Operator("Ceil", "elementwise", in_place=(0,)),
+    Operator("Celu", "elementwise"),
+    Operator("Clip", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),
+    Operator("Cos", "elementwise"),
+    Operator("Cosh", "elementwise", slow_on_cpu=True),
+    Operator("Div", "elementwise", positive_inputs=True, in_place=(0, 1), linearity="multiplicative"),
+    Operator("Dropout", "elementwise"),
+    Operator("Elu", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),
+    Operator("Equal", "elementwise", linearity="linear"),
+    Operator("Erf", "elementwise", element_flops=10, keeps_shape=True, linearity="multiplicative"),
+    Operator("Exp", "elementwise", element_flops=10, keeps_shape=True, in_place=(0,), linearity="multiplicative"),
+    Operator("FastGelu", "elementwise", element_flops=15, keeps_shape=True, linearity="multiplicative"),
+    Operator("Floor", "elementwise", in_place=(0,)),
+    Operator("Gelu", "elementwise", element_flops=15, keeps_shape=True, linearity="multiplicative"),
+    Operator("Greater", "elementwise", linearity="linear"),
+    Operator("GreaterOrEqual", "elementwise", linearity="linear"),
+    Operator("HardSigmoid", "elementwise", element_flops=3, keeps_shape=True, in_place=(0,), linearity="multiplicative"),
+    Operator("HardSwish", "elementwise", element_flops=4, keeps_shape=True, linearity="multiplicative"),
+    Operator("IsInf", "elementwise"),
+    Operator("IsNaN", "elementwise"),
+    Operator("LeakyRelu", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),
+    Operator("Less", "elementwise", linearity="linear"),
+    Operator("LessOrEqual", "elementwise", linearity="linear"),
+    Operator("Log", "elementwise", element_flops=10, positive_inputs=True, keeps_shape=True, in_place=(0,)),
+    Operator("Max", "elementwise", linearity="multiplicative"),
+    Operator("Mean", "elementwise", linearity="linear"),
+    Operator("Min", "elementwise", linearity="multiplicative"),
+    Operator("Mish", "elementwise", linearity="multiplicative"),
+    Operator("Mod", "elementwise", positive_inputs=True),
+    Operator("Mul", "elementwise", in_place=(0, 1), linearity="multiplicative"),
+    Operator("Neg", "elementwise", keeps_shape=True, in_place=(0,), linearity="linear"),
+    Operator("Not", "elementwise", in_place=(0,), linearity="linear"),
+    Operator("Or", "elementwise", linearity="linear"),
+    Operator("PRelu", "elementwise", linearity="multiplicative"),
+    Operator("Pow", "elementwise", element_flops=10, positive_inputs=True, linearity="multiplicative"),
+    Operator("QLinearAdd", "elementwise"),
+    Operator("QLinearLeakyRelu", "elementwise"),
+    Operator("QLinearMul", "elementwise"),
+    Operator("QLinearSigmoid", "elementwise"),
+    Operator("QuickGelu", "elementwise", element_flops=12, keeps_shape=True, linearity="multiplicative"),
+    Operator("Reciprocal", "elementwise", positive_inputs=True, keeps_shape=True, in_place=(0,), linearity="multiplicative"),
+    Operator("Relu", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),
+    Operator("RotaryEmbedding", "elementwise"),
+    Operator("Round", "elementwise"),
+    Operator("Selu", "elementwise", in_place=(0,), linearity="multiplicative"),
+    Operator("Shrink", "elementwise"),
+    Operator("Sigmoid", "elementwise", element_flops=10, keeps_shape=True, in_place=(0,), linearity="multiplicative"),
+    Operator("Sign", "elementwise"),
+    Operator("Silu", "elementwise", linearity="multiplicative"),
+    Operator("Sin", "elementwise"),
+    Operator("Sinh", "elementwise", slow_on_cpu=True),
+    Operator("Softplus", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),
+    Operator("Softsign", "elementwise", in_place=(0,)),
+    Operator("Sqrt", "elementwise", element_flops=4, positive_inputs=True, keeps_shape=True, in_place=(0,),
+             linearity="multiplicative"),
+    Operator("Sub", "elementwise", in_place=(0, 1), linearity="linear"),
+    Operator("Sum", "elementwise", in_place=(0,), linearity="linear"),
+    Operator("Swish", "elementwise", linearity="multiplicative"),
+    Operator("Tan", "elementwise", slow_on_cpu=True),
+    Operator("Tanh", "elementwise", element_flops=10, keeps_shape=True, in_place=(0,), linearity="multiplicative"),
+    Operator("ThresholdedRelu", "elementwise", in_place=(0,)),
+    Operator("Where", "elementwise", linearity="linear"),
+    Operator("Xor", "elementwise"),
+    # movement
+    Operator("Concat", "movement", kind="joint", cost="move", launches="many inputs", linearity="linear"),
+    Operator("Split", "movement", kind="joint", cost="move", launches="unequal parts", size_inputs=(1,), linearity="linear",
+             input_since=(13, "split")),
+    Operator("Expand", "movement", kind="part", cost="move", shape_input=1, linearity="linear"),
+    Operator("Pad", "movement", kind="part", cost="move", size_inputs=(1, 3), linearity="linear"),
+    Operator("Slice", "movement", kind="part", cost="move", size_inputs=(1, 2, 3, 4), linearity="linear"),
+    Operator("Tile", "movement", kind="part", cost="move", size_inputs=(1,), linearity="linear"),
+    Operator("DepthToSpace", "movement", kind="permutation", cost="move"),
+    Operator("SpaceToDepth", "movement", kind="permutation", cost="move"),
+    Operator("Transpose", "movement", kind="permutation", cost="move", linearity="linear"),
+    Operator("Cast", "movement", kind="copy", cost="move", in_place=(0,), linearity="linear"),
+    Operator("ConstantOfShape", "movement", kind="copy", size_inputs=(0,), linearity="linear", typed_by_attribute=True),
+    Operator("DequantizeLinear", "movement", kind="copy"),
+    Operator("QuantizeLinear", "movement", kind="copy"),
+    Operator("EyeLike", "movement", typed_by_attribute=True),
+    Operator("MemcpyFromHost", "movement", cost="move", copies=True),
+    Operator("MemcpyToHost", "movement", cost="move", copies=True),
+    Operator("Range", "movement", size_inputs=(0, 1, 2), linearity="linear"),
+    Operator("ReorderInput", "movement", cost="move", linearity="linear"),
+    Operator("ReorderOutput", "movement", cost="move", linearity="linear"),
+    Operator("ReverseSequence", "movement"),
+    Operator("Trilu", "movement"),
+    # gather
+    Operator("Compress", "gather", sized_by_values=True, waits_for_size=True),
+    Operator("Gather", "gather", cost="move", table_inputs=(0,), index_input=1, linearity="linear"),
+    Operator("GatherBlockQuantized", "gather"),
+    Operator("GatherElements", "gather", table_inputs=(0,), index_input=1, linearity="linear"),
+    Operator("GatherND", "gather", table_inputs=(0,), index_input=1, index_per_axis=True, linearity="linear"),
+    Operator("GridSample", "gather", changed_in=(20,)),
+    Operator("Resize", "gather", size_inputs=(2, 3), float_sizes=True, single_inputs=(2,), changed_in=(11, 13, 18, 19)),
+    Operator("RoiAlign", "gather", index_input=2, changed_in=(16,)),
+    Operator("Scatter", "gather"),
+    Operator("ScatterElements", "gather", index_input=1),
+    Operator("ScatterND", "gather", index_input=1, index_per_axis=True),
+    Operator("TensorScatter", "gather"),
+    Operator("Upsample", "gather", size_inputs=(1,), float_sizes=True, changed_in=(9, 10)),
+    # other
+    Operator("AffineGrid", "other", sized_by_values=True),
+    Operator("ArrayFeatureExtractor", "other", table_inputs=(0,)),
+    Operator("Bernoulli", "other", sized_by_values=True, typed_by_attribute=True),
+    Operator("BlackmanWindow", "other", sized_by_values=True),
+    Operator("CenterCropPad", "other", size_inputs=(1,)),
+    Operator("Col2Im", "other", sized_by_values=True, slow_on_cpu=False),
+    Operator("Constant", "other", typed_by_attribute=True),
+    Operator("Crop", "other", sized_by_values=True),
+    Operator("DFT", "other", sized_by_values=True, changed_in=(20,)),
+    Operator("DynamicQuantizeLinear", "other", slow_on_cpu=False),
+    Operator("Flatten", "other", cost="view", linearity="linear"),
+    Operator("HammingWindow", "other", sized_by_values=True),
+    Operator("HannWindow", "other", sized_by_values=True),
+    Operator("Hardmax", "other", changed_in=(13,)),
+    Operator("Identity", "other", cost="view", linearity="linear"),
+    Operator("If", "other", cost="move", bodies=("then_branch", "else_branch")),
+    Operator("MaxUnpool", "other", sized_by_values=True),
+    Operator("MelWeightMatrix", "other", sized_by_values=True),
+    Operator("Multinomial", "other", typed_by_attribute=True),
+    Operator("NonMaxSuppression", "other", sized_by_values=True, waits_for_size=True),
+    Operator("NonZero", "other", sized_by_values=True, waits_for_size=True),
+    Operator("OneHot", "other", size_inputs=(1,)),
+    Operator("RandomNormal", "other", typed_by_attribute=True),
+    Operator("RandomNormalLike", "other", typed_by_attribute=True),
+    Operator("RandomUniform", "other", typed_by_attribute=True),
+    Operator("RandomUniformLike", "other", typed_by_attribute=True),
+    Operator("Reshape", "other", cost="view", shape_input=1, linearity="linear"),
+    Operator("Rsqrt", "other", linearity="multiplicative"),
+    Operator("STFT", "other", sized_by_values=True),
+    Operator("Shape", "other", cost="move", launches="none"),
+    Operator("Size", "other", launches="none"),
+    Operator("SplitToSequence", "other", sized_by_values=True),
+    Operator("Squeeze", "other", cost="view", size_inputs=(1,), linearity="linear", input_since=(13, "axes")),
+    Operator("StringSplit", "other", sized_by_values=True),
+    Operator("TopK", "other", size_inputs=(1,)),
+    Operator("TreeEnsemble", "other", cost="trees"),
+    Operator("TreeEnsembleClassifier", "other", cost="trees"),
+    Operator("TreeEnsembleRegressor", "other", cost="trees"),
+    Operator("Unique", "other", sized_by_values=True),
+    Operator("Unsqueeze", "other", cost="view", size_inputs=(1,), linearity="linear", input_since=(13, "axes")),
+)
+OPERATORS = {operator.name: operator for operator in TABLE}
+VIEWS = frozenset(operator.name for operator in TABLE if operator.cost == "view")
+COPIES = frozenset(operator.name for operator in TABLE if operator.copies)
+CONTROL_FLOW = frozenset(operator.name for operator in TABLE if operator.bodies)

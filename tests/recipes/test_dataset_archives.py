@@ -1,0 +1,100 @@
+"""The archives of a dataset: each collecting adds its own, and together they are what the workspace held."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from made_up_dataset import TARGET, chain, collect, conv, gemm, relu
+
+from recipes.h200.dataset_archives import archives_in, pack_more, unpack_all
+from records.dataset_files import journal_path, kernel_table_path, kernels_path, read_header, read_journal, read_kernels
+from records.dataset_joining import merge_dataset
+from records.kernel_record_files import index_path, read_index, records_in
+from utils.errors import UserError
+from utils.paths import Workspace
+
+NAME, FLAVOUR = TARGET.name, TARGET.flavour
+SHARED = conv()
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    """A dataset of one machine, packed as the first archive in `archives`; then another machine's is added."""
+    (tmp_path / "archives").mkdir()
+    first = collect(tmp_path / "first", chain("resnet_a", [SHARED, relu()]))
+    assert pack_more(first, tmp_path / "archives", NAME) == tmp_path / "archives" / f"{NAME}.tar.xz"
+    merge_dataset(collect(tmp_path / "second", chain("vit_b", [SHARED, gemm()]), uuid="1"), first, NAME, {}, "")
+    return first
+
+
+def members(archive: Path) -> dict[str, list[str]]:
+    """The lines of each file of an archive, by its name without folders."""
+    with tarfile.open(archive) as packed:
+        return {Path(member.name).name: file.read().decode().splitlines() for member in packed
+                if (file := packed.extractfile(member))}
+
+
+def test_a_further_collecting_adds_itself_alone(workspace: Workspace, tmp_path: Path) -> None:
+    """Its blocks, the kernels that are new or have new owners, and its records; the first archive stays as it is."""
+    first = tmp_path / "archives" / f"{NAME}.tar.xz"
+    before = first.read_bytes()
+    further = pack_more(workspace, tmp_path / "archives", NAME)
+    assert further is not None
+    assert further.name.startswith(f"{NAME}-002-20")
+    assert archives_in(tmp_path / "archives", NAME) == [first, further]
+    assert first.read_bytes() == before
+    held = members(further)
+    assert held.keys() == {"dataset.json", "kernels.jsonl", "measurements.jsonl", "vit_b.json"}
+    assert [json.loads(line)["machine"] for line in held["measurements.jsonl"]] == ["1"]
+    assert {json.loads(line)["kernel"]["id"] for line in held["kernels.jsonl"]} == {SHARED.id, gemm().id}
+
+
+def test_archives_together_are_the_workspace(workspace: Workspace, tmp_path: Path) -> None:
+    """To the last row of its tables; packed again, nothing is new; a third archive follows the second."""
+    pack_more(workspace, tmp_path / "archives", NAME)
+    assert pack_more(workspace, tmp_path / "archives", NAME) is None
+    merge_dataset(collect(tmp_path / "third", chain("vgg_c", [relu(8), gemm()]), uuid="2"), workspace, NAME, {}, "")
+    third = pack_more(workspace, tmp_path / "archives", NAME)
+    assert third is not None
+    assert third.name.startswith(f"{NAME}-003-")
+    again = Workspace(tmp_path / "again")
+    unpack_all(archives_in(tmp_path / "archives", NAME), again, NAME)
+    one, other = workspace.dataset(NAME), again.dataset(NAME)
+    assert read_header(other) == read_header(one)
+    assert read_journal(other) == read_journal(one)
+    assert read_kernels(other) == read_kernels(one)
+    for path in (journal_path, kernels_path, kernel_table_path):
+        assert path(other).read_bytes() == path(one).read_bytes()
+    assert records_in(again, FLAVOUR) == records_in(workspace, FLAVOUR)
+    assert read_index(index_path(again, FLAVOUR)).groups == {"resnet_a": "resnet", "vgg_c": "vgg", "vit_b": "vit"}
+
+
+def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
+    workspace = collect(tmp_path / "first", chain("resnet_a", [SHARED]))
+    packed = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        archive = pack_more(workspace, tmp_path / name, NAME)
+        assert archive is not None
+        packed.append(archive.read_bytes())
+    assert packed[0] == packed[1]
+
+
+def test_what_archives_hold_is_not_taken_back(workspace: Workspace, tmp_path: Path) -> None:
+    """A workspace without a block of the archives is refused: archives are never written again."""
+    path = journal_path(workspace.dataset(NAME))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(UserError, match=r"measurements\.jsonl: 1 blocks of the archives are not in it"):
+        pack_more(workspace, tmp_path / "archives", NAME)
+    assert len(archives_in(tmp_path / "archives", NAME)) == 1
+
+
+def test_no_archives_and_a_damaged_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"no archive of target {NAME}"):
+        unpack_all(archives_in(tmp_path, NAME), Workspace(tmp_path / "w"), NAME)
+    (tmp_path / f"{NAME}.tar.xz").write_bytes(b"no archive")
+    with pytest.raises(UserError, match=r"\.tar\.xz: not an archive, or damaged"):
+        unpack_all(archives_in(tmp_path, NAME), Workspace(tmp_path / "w"), NAME)

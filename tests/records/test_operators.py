@@ -1,0 +1,124 @@
+"""The table of operators: it names real operators and inputs, and one without a row is marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+import pytest
+from onnx.defs import OpSchema
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
+
+from records.kernel_costs import bytes_read, copied_tables, flops
+from records.kernel_record import KernelInput, Tensor
+from records.kernel_types import describe_kernel
+from records.operators import CONTROL_FLOW, COPIES, TABLE, VIEWS, Operator, operator_row
+from runtimes.ort.cuda.kernels import cuda_operators
+
+OF_ONNX = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
+OF_ORT = {schema.name for schema in get_all_operator_schema()}
+OF_TVM = {"Rsqrt", "Silu"}  # in ONNX's style
+
+
+def newest(name: str) -> list[OpSchema]:
+    """The newest definition of an operator in each of ONNX's domains and ONNX Runtime's."""
+    schemas: dict[str, OpSchema] = {}
+    for schema in sorted((*onnx.defs.get_all_schemas_with_history(), *get_all_operator_schema()),
+                         key=lambda schema: schema.since_version):
+        if schema.name == name:
+            schemas[schema.domain] = schema
+    return list(schemas.values())
+
+
+def inputs_named(row: Operator) -> Iterator[int]:
+    """The positions of inputs in a row."""
+    single = (row.shape_input, row.index_input, row.weights_input)
+    yield from (position for position in single if position is not None)
+    yield from (*row.table_inputs, *row.size_inputs, *row.single_inputs, *row.in_place)
+
+
+def test_an_operator_has_one_row() -> None:
+    names = [row.name for row in TABLE]
+    assert len(names) == len(set(names))
+    assert all(row.listed for row in TABLE)
+
+
+def test_rows_are_of_real_operators() -> None:
+    assert {row.name for row in TABLE} <= OF_ONNX | OF_ORT | cuda_operators() | OF_TVM
+    assert {row.base for row in TABLE} - {""} <= {row.name for row in TABLE}
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if any(True for _ in inputs_named(row))], ids=lambda row: row.name)
+def test_an_operator_has_the_inputs_that_its_row_names(row: Operator) -> None:
+    assert max(inputs_named(row)) < max(schema.max_input for schema in newest(row.name))
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.input_since], ids=lambda row: row.name)
+def test_an_attribute_became_the_second_input(row: Operator) -> None:
+    version, attribute = row.input_since or (0, "")
+    before, after = (onnx.defs.get_schema(row.name, opset, "") for opset in (version - 1, version))
+    assert attribute in before.attributes
+    assert attribute not in after.attributes
+    assert after.inputs[1].name == attribute
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.changed_in or row.ceiling_changed_in], ids=lambda row: row.name)
+def test_a_meaning_changes_with_a_version_of_the_operator(row: Operator) -> None:
+    versions = {schema.since_version for schema in onnx.defs.get_all_schemas_with_history()
+                if schema.name == row.name and not schema.domain}
+    assert {*row.changed_in, *row.ceiling_changed_in} <= versions
+
+
+@pytest.mark.parametrize("name", sorted(CONTROL_FLOW))
+def test_bodies_are_all_graphs_of_an_operator(name: str) -> None:
+    attributes = onnx.defs.get_schema(name, 20, "").attributes
+    graphs = {key for key, value in attributes.items() if value.type == OpSchema.AttrType.GRAPH}
+    assert set(operator_row(name).bodies) == graphs
+
+
+def test_sets_of_rows() -> None:
+    assert {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"} == VIEWS
+    assert {"If", "Loop", "Scan"} == CONTROL_FLOW
+    assert {"MemcpyToHost", "MemcpyFromHost"} == COPIES
+
+
+def test_every_operator_of_a_provider_has_a_row_or_is_marked() -> None:
+    """None of them gets a class from its name alone."""
+    for name in cuda_operators() | OF_ORT | OF_ONNX:
+        row = operator_row(name)
+        assert row.name == name
+        assert row.listed or row == Operator(name, "other", listed=False)
+
+
+def test_an_unknown_operator_gets_a_class_by_its_name() -> None:
+    assert operator_row("ReduceMedian") == Operator("ReduceMedian", "reduction", cost="reduction", listed=False)
+    assert operator_row("SoftPool") == Operator("SoftPool", "reduction", listed=False)
+    assert operator_row("Abracadabra") == Operator("Abracadabra", "other", listed=False)
+
+
+def test_costs_follow_the_row() -> None:
+    image, weights = KernelInput(dtype="float32", shape=(1, 8, 6, 6)), KernelInput(dtype="float32", shape=(4, 8, 3, 3))
+    made = [Tensor(dtype="float32", shape=(1, 4, 4, 4))]
+    assert flops("Conv", {}, [image, weights], made) == flops("FusedConv", {}, [image, weights], made) == 64 * 2 * 8 * 3 * 3
+    assert flops("ConvTranspose", {}, [image, weights], made) == 2 * image.elements * 8 * 3 * 3
+    assert flops("Sigmoid", {}, [image], [image]) == 10 * image.elements
+    assert flops("ReduceMean", {}, [image], made) == flops("ReduceMedian", {}, [image], made) == image.elements
+    assert flops("Transpose", {}, [image], [image]) == flops("Loop", {}, [image], [image]) == 0
+    words = KernelInput(dtype="int64", shape=(7,))
+    table = KernelInput(dtype="float32", shape=(1000, 16), constant=True)
+    assert bytes_read("Gather", {}, [table, words], [Tensor(dtype="float32", shape=(7, 16))]) == 7 * 16 * 4 + 7 * 8
+    assert bytes_read("Reshape", {}, [image, words], [image]) == 0
+
+
+def test_launches_follow_the_row() -> None:
+    def waits(op_type: str, inputs: list[tuple[int, ...]], outputs: list[tuple[int, ...]]) -> int:
+        return copied_tables(describe_kernel(
+            op_type, "", 20, {}, [KernelInput(dtype="float32", shape=shape) for shape in inputs],
+            [Tensor(dtype="float32", shape=shape) for shape in outputs]))
+
+    assert waits("Concat", [(1, 4)] * 32, [(32, 4)]) == 0
+    assert waits("Concat", [(1, 4)] * 33, [(33, 4)]) == 4
+    assert waits("Split", [(4, 4)], [(2, 4), (2, 4)]) == 0
+    assert waits("Split", [(4, 4)], [(1, 4), (3, 4)]) == 4
+    assert waits("LSTM", [(10, 1, 4), (1, 16, 4), (1, 16, 4)], [(10, 1, 1, 4)]) == 9
+    assert waits("Relu", [(4, 4)], [(4, 4)]) == 0
