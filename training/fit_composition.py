@@ -32,7 +32,7 @@ from utils.logger import get_logger
 log = get_logger("composition")
 EXAMPLES = """
 python training/fit_composition.py
-python training/fit_composition.py --target h200-cuda-ort1.31-all --json
+python training/fit_composition.py --json
 python training/fit_composition.py --few-models
 python training/fit_composition.py --composition critical_path
 """
