@@ -29,7 +29,7 @@ from records.dataset_files import read_header, read_journal
 from records.journal import Journal
 from records.labels import COLLECT
 from records.measurement import Measurement
-from runtimes.targets import local_target
+from runtimes.protocol import Setting
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
@@ -37,6 +37,7 @@ from utils.fingerprint import machine, resolve_device
 from utils.paths import ROOT, Workspace
 from utils.timing import error_statistics
 
+IN_MODEL = "kernel_time"  # the label of kernels in models
 SHORT_MS = 0.02  # shorter kernels are not in the second row: their times are mostly overhead
 EXAMPLES = """
 python benchmark/repeatability.py
@@ -56,13 +57,13 @@ def differences(first_ms: dict[str, float], second_ms: dict[str, float], least_m
 
 
 def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int) -> list[dict[str, Any]]:
-    """One row per level and background for kernels (label `run`), one for kernels of 20 µs and more, and one for whole models.
+    """Per level and background, a row for kernels alone (label `run`), for kernels in models, and for whole models.
 
     Raises:
         UserError: there is no dataset of this machine.
     """
     device = resolve_device(config.device)
-    target, here = local_target(device), machine(device)
+    target, here = config.target(device), machine(device)
     folder = workspace.dataset(target.name)
     blocks = [block for block in read_journal(folder) if block.machine == here.uuid]
     if not blocks:
@@ -72,7 +73,8 @@ def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int)
     parts: list[Sequence[Item]] = [[item] for item in work.models] + [*chunks(chosen, config.block_kernels)]
     planned = [Planned(f"repeat {number}", items) for number, items in enumerate(parts)]
     backgrounds, rows = read_header(folder).backgrounds, []
-    with start_crew(config, device, config.labels_on(device)) as crew:
+    setting = Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)
+    with start_crew(config, device, config.labels_on(device), setting) as crew:
         bench = open_bench(config, device, here.uuid, config.open_source(device), crew)
 
         def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
@@ -88,20 +90,21 @@ def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int)
 
 
 def compared(first: Sequence[Block], second: Sequence[Block]) -> list[dict[str, Any]]:
-    """The differences of kernels, of kernels of SHORT_MS and more, and of whole models."""
+    """The differences of kernels, of kernels of SHORT_MS and more, of kernels in models, and of whole models."""
     first_ms, second_ms = medians(first), medians(second)
-    return [{"what": f"{what}s of 20 µs and more" if least_ms else f"{what}s",
-             **differences(first_ms[what], second_ms[what], least_ms)}
-            for what, least_ms in (("kernel", 0.0), ("kernel", SHORT_MS), ("model", 0.0))]
+    rows = [("kernels", "run", 0.0), ("kernels of 20 µs and more", "run", SHORT_MS),
+            ("kernels in models", IN_MODEL, 0.0), ("kernels in models, of 20 µs and more", IN_MODEL, SHORT_MS),
+            ("models", "latency", 0.0)]
+    return [{"what": what, **differences(first_ms[label], second_ms[label], least_ms)} for what, label, least_ms in rows]
 
 
 def medians(blocks: Sequence[Block]) -> dict[str, dict[str, float]]:
-    """The median of label `run` by kernel, and of the latency by model (ms)."""
-    medians_ms: dict[str, dict[str, float]] = {"kernel": {}, "model": {}}
+    """By label, the medians (ms) of the last measurement of each kernel or model: alone, in models, and of whole models."""
+    medians_ms: dict[str, dict[str, float]] = {"run": {}, IN_MODEL: {}, "latency": {}}
     for block in blocks:
         for m in block.measurements:
-            if m.status == "ok" and m.label in ("run", "latency"):
-                medians_ms[m.subject][m.id] = float(np.median(m.samples_ms))
+            if m.status == "ok" and m.label in medians_ms and m.place != "carrier":
+                medians_ms[m.label][m.id] = float(np.median(m.samples_ms))
     return medians_ms
 
 

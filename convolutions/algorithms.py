@@ -61,7 +61,7 @@ class Algorithm:
         return self.name.replace(" ", "_")
 
 
-ON_GPU = {one.name: one for one in (
+ON_GPU = {algorithm.name: algorithm for algorithm in (
     Algorithm("direct", "straightforward convolution; cuDNN names it but never implemented it", 3),
     Algorithm("gemm", "a matrix of all windows (im2col), then one matrix product", 2),
     Algorithm("implicit gemm", "a matrix product that reads the windows from the image", 0),
@@ -73,7 +73,7 @@ ON_GPU = {one.name: one for one in (
     Algorithm(GUESS, "cuDNN's own choice for each layer, by its heuristic"),
     Algorithm(DEFAULT, "what torch runs: cuDNN by its newer interface"),
 )}
-ON_CPU = {one.name: one for one in (
+ON_CPU = {algorithm.name: algorithm for algorithm in (
     Algorithm(DEFAULT, "what torch runs: oneDNN"),
     Algorithm("direct", "straightforward convolution, of the package aithree"),
     Algorithm("smm", "a scalar of the filter times a matrix of the image, summed; of the package aithree"),
@@ -206,14 +206,14 @@ def unexpected(algorithm: str, kernels: Iterable[str], pointwise: bool = False) 
             matrix product is what each algorithm of that kind comes to.
     """
     names = list(dict.fromkeys(kernels))
-    own = _METHOD_OF.get(algorithm, algorithm)
-    if own not in _METHODS:
+    method = _METHOD_OF.get(algorithm, algorithm)
+    if method not in _METHODS:
         return ""
-    others = [pattern for method, pattern in _METHODS.items() if method != own]
+    others = [pattern for other, pattern in _METHODS.items() if other != method]
     never = "|".join([*others, *filter(None, [_NEVER_BESIDES.get(algorithm)])])
     if strange := [name for name in names if re.search(never, name, re.IGNORECASE)]:
         return f"{algorithm} launched {', '.join(strange)}"
-    should = _METHODS[own] + (f"|{_PLAIN_PRODUCT}" if pointwise and algorithm in _PRODUCTS else "")
+    should = _METHODS[method] + (f"|{_PLAIN_PRODUCT}" if pointwise and algorithm in _PRODUCTS else "")
     if not any(re.search(should, name, re.IGNORECASE) for name in names):
         return f"no kernel of {algorithm} among {', '.join(names) or 'none'}"
     return ""

@@ -27,8 +27,9 @@ Kind = tuple[Any, ...]
 def best_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """One row for each layer: its best algorithm, the time, the library's own choice and what the best gains over it."""
     return [named(group_key(case)) | {
-        "layer": case.layer, "best": case.best, "best_ms": case.best_ms, "own_choice": case.own or None, "own_ms": case.own_ms,
-        "gain_percent": None if case.own_ms is None else 100 * (1 - case.best_ms / case.own_ms),
+        "layer": case.layer, "best": case.best, "best_ms": case.best_ms, "library_choice": case.library_choice or None,
+        "library_ms": case.library_ms,
+        "gain_percent": None if case.library_ms is None else 100 * (1 - case.best_ms / case.library_ms),
         **{f"{name}_ms": case.times_ms[name] for name in sorted(case.times_ms)}} for case in cases]
 
 
@@ -38,13 +39,14 @@ def gain_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
     Layers whose own choice was not measured are left out and counted.
     """
     rows = []
-    for key, found in by_run(cases).items():
-        known = [case for case in found if case.own_ms is not None]
-        own_ms, best_ms = sum(case.own_ms or 0.0 for case in known), sum(case.best_ms for case in known)
-        chosen = Counter(case.best for case in found)
+    for key, run in by_run(cases).items():
+        known = [case for case in run if case.library_ms is not None]
+        library_ms, best_ms = sum(case.library_ms or 0.0 for case in known), sum(case.best_ms for case in known)
+        chosen = Counter(case.best for case in run)
         rows.append(named(key) | {
-            "layers": len(found), "without_own": len(found) - len(known), "own_ms": own_ms or None, "best_ms": best_ms or None,
-            "gain_percent": 100 * (1 - best_ms / own_ms) if own_ms else None, "best_single": _best_single(found),
+            "layers": len(run), "without_library": len(run) - len(known), "library_ms": library_ms or None,
+            "best_ms": best_ms or None,
+            "gain_percent": 100 * (1 - best_ms / library_ms) if library_ms else None, "best_single": _best_single(run),
             "best": ", ".join(f"{count} {name}" for name, count in chosen.most_common())})
     return rows
 
@@ -60,7 +62,7 @@ def left_out_times(cases: Sequence[Case]) -> list[dict[str, float]]:
 
     A device with one family alone has none.
     """
-    found: list[dict[str, float]] = [{} for _ in cases]
+    times: list[dict[str, float]] = [{} for _ in cases]
     for gpu in sorted({case.gpu for case in cases}):
         for family in families(case for case in cases if case.gpu == gpu):
             left_out = [place for place, case in enumerate(cases) if (case.gpu, case.family) == (gpu, family)]
@@ -68,8 +70,8 @@ def left_out_times(cases: Sequence[Case]) -> list[dict[str, float]]:
             if not others:
                 continue
             for place, predicted in zip(left_out, predict_cases(fit(others), [cases[at] for at in left_out]), strict=True):
-                found[place] = predicted
-    return found
+                times[place] = predicted
+    return times
 
 
 def regret_rows(cases: Sequence[Case], predicted: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
@@ -81,20 +83,20 @@ def regret_rows(cases: Sequence[Case], predicted: Sequence[Mapping[str, float]])
     """
     times_of = {(*group_key(case), case.layer): times for case, times in zip(cases, predicted, strict=True) if times}
     rows = []
-    for key, found in by_run(case for case in cases if (*group_key(case), case.layer) in times_of).items():
-        times = [times_of[*key, case.layer] for case in found]
-        chosen = [min(one, key=one.__getitem__) for one in times]
-        best_ms = sum(case.best_ms for case in found)
-        chosen_ms = sum(case.times_ms[name] for case, name in zip(found, chosen, strict=True))
-        own = [case for case in found if case.own_ms is not None]
-        errors = [abs(time_ms / case.times_ms[name] - 1) for case, one in zip(found, times, strict=True)
-                  for name, time_ms in one.items()]
+    for key, run in by_run(case for case in cases if (*group_key(case), case.layer) in times_of).items():
+        times = [times_of[*key, case.layer] for case in run]
+        chosen = [min(predicted_ms, key=predicted_ms.__getitem__) for predicted_ms in times]
+        best_ms = sum(case.best_ms for case in run)
+        chosen_ms = sum(case.times_ms[name] for case, name in zip(run, chosen, strict=True))
+        by_library = [case for case in run if case.library_ms is not None]
+        errors = [abs(time_ms / case.times_ms[name] - 1) for case, predicted_ms in zip(run, times, strict=True)
+                  for name, time_ms in predicted_ms.items()]
         rows.append(named(key) | {
-            "layers": len(found), "algorithms": len(set().union(*map(tried, found))),
-            "with_a_choice": sum(len(case.times_ms) > 1 for case in found),
-            "right": sum(name == case.best for case, name in zip(found, chosen, strict=True)), "best_ms": best_ms,
+            "layers": len(run), "algorithms": len(set().union(*map(tried, run))),
+            "with_a_choice": sum(len(case.times_ms) > 1 for case in run),
+            "right": sum(name == case.best for case, name in zip(run, chosen, strict=True)), "best_ms": best_ms,
             "chosen_ms": chosen_ms, "regret_percent": 100 * (chosen_ms / best_ms - 1),
-            "regret_of_own_percent": _excess_percent(own), "time_error_percent": 100 * float(np.mean(errors))})
+            "library_regret_percent": _excess_percent(by_library), "time_error_percent": 100 * float(np.mean(errors))})
     return rows
 
 
@@ -105,8 +107,8 @@ def tried(case: Case) -> set[str]:
 
 def _excess_percent(cases: Sequence[Case]) -> float | None:
     """What the library's own choice loses against the best measured, in per cent; None without cases."""
-    own_ms, best_ms = sum(case.own_ms or 0.0 for case in cases), sum(case.best_ms for case in cases)
-    return 100 * (own_ms / best_ms - 1) if best_ms else None
+    library_ms, best_ms = sum(case.library_ms or 0.0 for case in cases), sum(case.best_ms for case in cases)
+    return 100 * (library_ms / best_ms - 1) if best_ms else None
 
 
 def mean_regret(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -121,7 +123,7 @@ def mean_regret(rows: Sequence[Mapping[str, Any]]) -> float | None:
     for row in rows:
         if row["algorithms"] == most[row["gpu"]]:
             by_model[row["model"]].append(row["regret_percent"])
-    return float(np.mean([np.mean(found) for found in by_model.values()])) if by_model else None
+    return float(np.mean([np.mean(regrets) for regrets in by_model.values()])) if by_model else None
 
 
 def layer_shapes(model: str, input_size: int, batch: int, dtype: str) -> list[tuple[str, ConvShape]]:
@@ -131,10 +133,10 @@ def layer_shapes(model: str, input_size: int, batch: int, dtype: str) -> list[tu
         UserError: no such model, or it does not work at this size.
     """
     check_names([model])
-    found: list[tuple[str, ConvShape]] = []
+    shapes: list[tuple[str, ConvShape]] = []
 
     def note(name: str, layer: Convolution, inputs: tuple[Tensor]) -> None:
-        found.append((name, shape_of(layer, inputs[0])))
+        shapes.append((name, shape_of(layer, inputs[0])))
 
     try:
         with torch.device("meta"), torch.inference_mode():
@@ -145,7 +147,7 @@ def layer_shapes(model: str, input_size: int, batch: int, dtype: str) -> list[tu
             network(torch.empty(batch, 3, input_size, input_size, dtype=torch.float16 if dtype == "fp16" else torch.float32))
     except (RuntimeError, NotSupported) as error:
         raise UserError(f"{model} at {input_size}x{input_size}: {str(error).partition(chr(10))[0]}") from None
-    return found
+    return shapes
 
 
 def kind_of(shape: ConvShape) -> Kind:
@@ -153,13 +155,13 @@ def kind_of(shape: ConvShape) -> Kind:
     return shape.kernel, shape.stride, shape.dilation, min(shape.groups, 2), shape.dtype
 
 
-def able(cases: Sequence[Case]) -> dict[Kind, dict[str, float]]:
+def shares_able(cases: Sequence[Case]) -> dict[Kind, dict[str, float]]:
     """By kind of convolution, the share of the measured ones that each algorithm could run."""
     ran: dict[Kind, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
         for name in (*case.times_ms, *case.refused):
             ran[kind_of(case.shape)][name].append(name in case.times_ms)
-    return {kind: {name: sum(those) / len(those) for name, those in names.items()} for kind, names in ran.items()}
+    return {kind: {name: sum(could) / len(could) for name, could in names.items()} for kind, names in ran.items()}
 
 
 def predicted_rows(cases: Sequence[Case], layers: Sequence[tuple[str, ConvShape]]) -> list[dict[str, Any]]:
@@ -172,7 +174,7 @@ def predicted_rows(cases: Sequence[Case], layers: Sequence[tuple[str, ConvShape]
         cases: measured, of one device.
         layers: names and shapes.
     """
-    model, shares = fit(cases), able(cases)
+    model, shares = fit(cases), shares_able(cases)
     shapes = [shape for _, shape in layers]
     times = {name: predict_ms(model, shapes, name) for name in model.type_codes}
     rows = []

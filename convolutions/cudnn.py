@@ -56,18 +56,18 @@ def library() -> ctypes.CDLL:
     if not torch.backends.cudnn.is_available():
         raise UserError("cuDNN is not available: this torch was built without it; install the wheels of requirements.txt")
     try:
-        found = ctypes.CDLL(_path_of_loaded())
-        found.cudnnGetErrorString.restype = c_char_p
-        found.cudnnConvolutionForward.argtypes = [
+        loaded = ctypes.CDLL(_path_of_loaded())
+        loaded.cudnnGetErrorString.restype = c_char_p
+        loaded.cudnnConvolutionForward.argtypes = [
             c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_size_t, c_void_p, c_void_p,
             c_void_p]
-        found.cudnnGetConvolutionForwardWorkspaceSize.argtypes = [c_void_p] * 5 + [c_int, POINTER(c_size_t)]
-        found.cudnnGetConvolutionForwardAlgorithm_v7.argtypes = [c_void_p] * 5 + [c_int, POINTER(c_int), POINTER(_Choice)]
-        found.cudnnSetStream.argtypes = [c_void_p, c_void_p]
+        loaded.cudnnGetConvolutionForwardWorkspaceSize.argtypes = [c_void_p] * 5 + [c_int, POINTER(c_size_t)]
+        loaded.cudnnGetConvolutionForwardAlgorithm_v7.argtypes = [c_void_p] * 5 + [c_int, POINTER(c_int), POINTER(_Choice)]
+        loaded.cudnnSetStream.argtypes = [c_void_p, c_void_p]
     except (OSError, AttributeError) as error:
         raise UserError(f"cuDNN is not available: {error}; algorithms are forced through its legacy API, which cuDNN 8 and 9 "
                         "have") from None
-    return found
+    return loaded
 
 
 def check(status: int) -> None:
@@ -117,6 +117,11 @@ class Descriptors:
         self.output_shape = tuple(size.value for size in sizes)
         check(library().cudnnSetTensor4dDescriptor(self.output, NCHW, dtype, *self.output_shape))
 
+    @property
+    def handles(self) -> tuple[c_void_p, ...]:
+        """In the order in which cuDNN's functions take them."""
+        return self.images, self.weights, self.convolution, self.output
+
     def _made(self, kind: str) -> c_void_p:
         descriptor = c_void_p()
         check(getattr(library(), f"cudnnCreate{kind}Descriptor")(byref(descriptor)))
@@ -154,7 +159,7 @@ class Cudnn:
         """From now on cuDNN works on torch's current stream."""
         check(library().cudnnSetStream(self._handle, torch.cuda.current_stream().cuda_stream))
 
-    def workspace_bytes(self, made: Descriptors, number: int) -> int:
+    def workspace_bytes(self, descriptors: Descriptors, number: int) -> int:
         """Bytes that an algorithm needs.
 
         Raises:
@@ -162,19 +167,19 @@ class Cudnn:
         """
         size = c_size_t()
         check(library().cudnnGetConvolutionForwardWorkspaceSize(
-            self._handle, made.images, made.weights, made.convolution, made.output, number, byref(size)))
+            self._handle, *descriptors.handles, number, byref(size)))
         return size.value
 
-    def choices(self, made: Descriptors) -> list[Choice]:
+    def choices(self, descriptors: Descriptors) -> list[Choice]:
         """The algorithms that cuDNN's heuristic names for a convolution, the best first."""
-        found, count = (_Choice * MOST_CHOICES)(), c_int()
+        ranked, count = (_Choice * MOST_CHOICES)(), c_int()
         check(library().cudnnGetConvolutionForwardAlgorithm_v7(
-            self._handle, made.images, made.weights, made.convolution, made.output, MOST_CHOICES, byref(count), found))
-        names = {one.number: name for name, one in ON_GPU.items() if one.number is not None}
-        return [Choice(names[one.algorithm], one.math) for one in found[:count.value]
-                if one.status == SUCCESS and one.algorithm in names]
+            self._handle, *descriptors.handles, MOST_CHOICES, byref(count), ranked))
+        names = {choice.number: name for name, choice in ON_GPU.items() if choice.number is not None}
+        return [Choice(names[choice.algorithm], choice.math) for choice in ranked[:count.value]
+                if choice.status == SUCCESS and choice.algorithm in names]
 
-    def forward(self, made: Descriptors, number: int, images: Tensor, weights: Tensor, output: Tensor,
+    def forward(self, descriptors: Descriptors, number: int, images: Tensor, weights: Tensor, output: Tensor,
                 workspace: Tensor | None) -> None:
         """Computes `output`; does not wait for the GPU.
 
@@ -182,9 +187,9 @@ class Cudnn:
             NotSupported: cuDNN refuses.
         """
         check(library().cudnnConvolutionForward(
-            self._handle, byref(_ONE), made.images, images.data_ptr(), made.weights, weights.data_ptr(), made.convolution,
-            number, workspace.data_ptr() if workspace is not None else None, workspace.numel() if workspace is not None else 0,
-            byref(_ZERO), made.output, output.data_ptr()))
+            self._handle, byref(_ONE), descriptors.images, images.data_ptr(), descriptors.weights, weights.data_ptr(),
+            descriptors.convolution, number, workspace.data_ptr() if workspace is not None else None,
+            workspace.numel() if workspace is not None else 0, byref(_ZERO), descriptors.output, output.data_ptr()))
 
 
 _ONE, _ZERO = c_float(1.0), c_float(0.0)

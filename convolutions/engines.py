@@ -91,8 +91,8 @@ class Ai3Engine:
     def plan(self, layer: Convolution, images: Tensor) -> Plan:
         if images.dtype != torch.float32:
             raise NotSupported("DTYPE", f"aithree computes in single precision, not in {images.dtype}")
-        made = self._convolution(layer, self._algorithm, "torch")
-        return Plan(lambda images: made.forward(images.contiguous()), self._algorithm)
+        convolution = self._convolution(layer, self._algorithm, "torch")
+        return Plan(lambda images: convolution.forward(images.contiguous()), self._algorithm)
 
 
 def number_of(algorithm: str) -> int:
@@ -119,31 +119,31 @@ class CudnnEngine:
 
     def plan(self, layer: Convolution, images: Tensor) -> Plan:
         shape = shape_of(layer, images)
-        made = Descriptors(shape, self._tf32)
+        descriptors = Descriptors(shape, self._tf32)
         self._cudnn.use_stream()
-        name = self._algorithm.name if self._algorithm.number is not None else self._chosen(made, shape)
+        name = self._algorithm.name if self._algorithm.number is not None else self._chosen(descriptors, shape)
         number = number_of(name)
-        size = self._cudnn.workspace_bytes(made, number)
+        size = self._cudnn.workspace_bytes(descriptors, number)
 
         def run(images: Tensor) -> Tensor:
-            output = torch.empty(made.output_shape, dtype=images.dtype, device=images.device)
+            output = torch.empty(descriptors.output_shape, dtype=images.dtype, device=images.device)
             workspace = torch.empty(size, dtype=torch.uint8, device=images.device) if size else None
-            self._cudnn.forward(made, number, images.contiguous(), layer.weight, output, workspace)
+            self._cudnn.forward(descriptors, number, images.contiguous(), layer.weight, output, workspace)
             return output if layer.bias is None else output.add_(layer.bias.view(1, -1, 1, 1))
 
         return Plan(run, name, size)
 
-    def _chosen(self, made: Descriptors, shape: ConvShape) -> str:
+    def _chosen(self, descriptors: Descriptors, shape: ConvShape) -> str:
         """The first of the heuristic's choices that cuDNN then supports; the descriptors get its math type.
 
         Raises:
             NotSupported: there is none.
         """
         refused = NotSupported("NO_CHOICE", "cuDNN's heuristic names no algorithm")
-        for algorithm, math in self._cudnn.choices(made):
-            made.set_math(math if self._tf32 or shape.dtype != "fp32" else FMA_MATH)
+        for algorithm, math in self._cudnn.choices(descriptors):
+            descriptors.set_math(math if self._tf32 or shape.dtype != "fp32" else FMA_MATH)
             try:
-                self._cudnn.workspace_bytes(made, number_of(algorithm))
+                self._cudnn.workspace_bytes(descriptors, number_of(algorithm))
             except NotSupported as error:
                 refused = error
             else:
@@ -316,16 +316,16 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def output_error(plan: Plan, layer: Convolution, images: Tensor) -> float:
     """Runs a plan once; the difference to torch's output in single precision without TF32, relative, by the Euclidean norm."""
-    found = plan.run(images).float()
+    output = plan.run(images).float()
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         expected = layer._conv_forward(images.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
-    return relative_error(found, expected)
+    return relative_error(output, expected)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(output: Tensor, expected: Tensor) -> float:
     """The difference of two tensors relative to the second, by the Euclidean norm."""
     scale = torch.linalg.vector_norm(expected).item()
-    difference = torch.linalg.vector_norm(found - expected).item()
+    difference = torch.linalg.vector_norm(output - expected).item()
     return difference / scale if scale else difference
 
 

@@ -39,7 +39,7 @@ def checked_gpu(gpu: str, device: str) -> str:
     """`gpu`, if that is the device of this machine.
 
     Raises:
-        UserError: it is another one.
+        UserError: this machine has another device, or there is no such name.
     """
     if gpu not in (*GPUS, CPU, gpu_name(device)):
         raise UserError(f"--gpu {gpu}: no such device; known are {', '.join(GPUS)} and {CPU}")
@@ -60,12 +60,12 @@ def algorithm_rows(device: str) -> list[dict[str, Any]]:
     """The algorithms of `cpu` or `cuda`, and which can never run on this machine."""
     capability = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else None
     rows = []
-    for one in algorithms_of(device).values():
-        never = never_runs(one, device, capability)
-        if device == "cpu" and one.name != DEFAULT and (missing := ai3_missing()):
+    for algorithm in algorithms_of(device).values():
+        never = never_runs(algorithm, device, capability)
+        if device == "cpu" and algorithm.name != DEFAULT and (missing := ai3_missing()):
             never = f"{missing}; pip install -r {AI3_REQUIREMENTS}"
         runs = f"never: {never}" if never else "where the layer allows"
-        rows.append({"algorithm": one.name, "runs here": runs, "what": one.meaning})
+        rows.append({"algorithm": algorithm.name, "runs here": runs, "what": algorithm.meaning})
     return rows
 
 
@@ -97,13 +97,13 @@ def status_rows(root: Path) -> list[dict[str, Any]]:
 def _status_row(root: Path, folder: Path) -> dict[str, Any]:
     settings = read_settings(folder)
     assert settings is not None  # its file was just found
-    found = {m.id: m for block in read_blocks(folder / JOURNAL) for m in block.measurements if m.subject == PROFILE}
-    ok = sum(m.status == "ok" for m in found.values())
+    measured = {m.id: m for block in read_blocks(folder / JOURNAL) for m in block.measurements if m.subject == PROFILE}
+    ok = sum(m.status == "ok" for m in measured.values())
     logs = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
     lines = files.read_lines(logs[-1]) if logs else []
-    return {"results": str(folder.relative_to(root)), "state": state_of(settings, ok, len(found)), "measured": ok,
-            "failed": len(found) - ok, "left": max(len(settings.input_sizes) - len(found), 0),
-            "last": max((m.ended for m in found.values()), default=None), "log": lines[-1] if lines else None}
+    return {"results": str(folder.relative_to(root)), "state": state_of(settings, ok, len(measured)), "measured": ok,
+            "failed": len(measured) - ok, "left": max(len(settings.input_sizes) - len(measured), 0),
+            "last": max((m.ended for m in measured.values()), default=None), "log": lines[-1] if lines else None}
 
 
 def state_of(settings: ProfileSettings, ok: int, tried: int) -> str:

@@ -150,16 +150,16 @@ class Instruments:
     longest_s: float = math.inf
 
 
-def measure_profile(unit: ProfileUnit, forced: ForcedModel, by: Instruments) -> list[Measurement]:
+def measure_profile(unit: ProfileUnit, forced: ForcedModel, instruments: Instruments) -> list[Measurement]:
     """The measurements of a profile: one of the model, and one for each call of a convolution.
 
     A profile that fails is a measurement that says so; so is one whose layers can't all run, and each layer then says why.
     """
     began = now()
     try:
-        return _measure(unit, forced, by, began)
+        return _measure(unit, forced, instruments, began)
     except (RuntimeError, NotSupported) as error:
-        if by.device == "cuda":
+        if instruments.device == "cuda":
             torch.cuda.empty_cache()
         return [_whole(unit, began, status="failed", error=describe_failure(unit, error))]
 
@@ -173,9 +173,9 @@ def describe_failure(unit: ProfileUnit, error: Exception) -> str:
     return f"{unit.what}: out of memory; {advice}"
 
 
-def _measure(unit: ProfileUnit, forced: ForcedModel, by: Instruments, began: str) -> list[Measurement]:
+def _measure(unit: ProfileUnit, forced: ForcedModel, instruments: Instruments, began: str) -> list[Measurement]:
     settings = unit.settings
-    images = draw_images(unit, by.device)
+    images = draw_images(unit, instruments.device)
     forced.plan(images)
     layers = [_layer_facts(call) for call in forced.calls]
     alone = len(forced.refused) == len(forced.calls)  # a fallback for every layer would be a run of another algorithm
@@ -191,27 +191,27 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, by: Instruments, began: str
         if not difference <= forced.model_tolerance(images):  # NaN is no equal output either
             return [_whole(unit, began, status="failed", error=f"{unit.what}: outputs differ from torch's by {difference:.2g}")]
         with forced.forced():
-            (run_ms,) = time_runs_ms(run, 1, by.device)
-            time_runs_ms(run, affordable(settings.warmup, run_ms, by) - 1, by.device)
-            runs = affordable(settings.measure, run_ms, by)
-            samples_ms = time_runs_ms(run, runs, by.device)
-            layer_times = time_layers(run, forced.layers.values(), runs, by.device)
-            mixed = bool(forced.refused) and not by.energy_of_mixed
+            (run_ms,) = time_runs_ms(run, 1, instruments.device)
+            time_runs_ms(run, affordable(settings.warmup, run_ms, instruments) - 1, instruments.device)
+            runs = affordable(settings.measure, run_ms, instruments)
+            samples_ms = time_runs_ms(run, runs, instruments.device)
+            layer_times = time_layers(run, forced.layers.values(), runs, instruments.device)
+            mixed = bool(forced.refused) and not instruments.energy_of_mixed
             quantities, doubts = ({}, "not asked for: some layers run by fallback") if mixed else measure_energy(
-                run, by, float(np.mean(samples_ms)))
+                run, instruments, float(np.mean(samples_ms)))
         host_ms = [call.host_ms for call in layer_times]
-        traced = trace_layers(forced, run, host_ms) if by.device == "cuda" and by.traced else []
-    if by.event_overhead_ms is not None:
-        quantities = quantities | {"event_overhead_ms": (by.event_overhead_ms,)}
+        traced = trace_layers(forced, run, host_ms) if instruments.device == "cuda" and instruments.traced else []
+    if instruments.event_overhead_ms is not None:
+        quantities = quantities | {"event_overhead_ms": (instruments.event_overhead_ms,)}
     facts = _model_facts(unit, forced) | {"output_error": difference, "energy_doubts": doubts}
     whole = _whole(unit, began, samples_ms=rounded(samples_ms), facts=facts, quantities=quantities)
     return [whole, *(_layer(unit, call, layers[place], began, layer_times[place], traced[place] if traced else None)
                      for place, call in enumerate(forced.calls))]
 
 
-def affordable(runs: int, run_ms: float, by: Instruments) -> int:
-    """How many of `runs` fit into `by.longest_s`; FEWEST_RUNS at least, if so many are asked for."""
-    return int(min(runs, max(FEWEST_RUNS, 1e3 * by.longest_s / run_ms)))
+def affordable(runs: int, run_ms: float, instruments: Instruments) -> int:
+    """How many of `runs` fit into `instruments.longest_s`; FEWEST_RUNS at least, if so many are asked for."""
+    return int(min(runs, max(FEWEST_RUNS, 1e3 * instruments.longest_s / run_ms)))
 
 
 def draw_images(unit: ProfileUnit, device: str) -> Tensor:
@@ -232,29 +232,30 @@ def output_difference(forced: ForcedModel, images: Tensor) -> float:
         return relative_error(forced.model(images).float(), expected)
 
 
-def measure_energy(run: Callable[[], Any], by: Instruments, latency_ms: float) -> tuple[dict[str, tuple[float, ...]], str]:
+def measure_energy(run: Callable[[], Any], instruments: Instruments,
+                   latency_ms: float) -> tuple[dict[str, tuple[float, ...]], str]:
     """Energy and power while the model runs again and again, and what is doubtful about them; without a sensor the reason.
 
     Args:
         latency_ms: of a run before; much slower ones are a doubt.
     """
-    if by.sensor is None or not by.energy_s:
-        return {}, by.no_energy
+    if instruments.sensor is None or not instruments.energy_s:
+        return {}, instruments.no_energy
 
     def run_to_the_end() -> None:
         run()
-        wait_for(by.device)
+        wait_for(instruments.device)
 
-    with PowerMonitor(by.sensor) as monitor:
-        found = energy_of_runs(monitor, run_to_the_end, by.energy_s)
+    with PowerMonitor(instruments.sensor) as monitor:
+        measured = energy_of_runs(monitor, run_to_the_end, instruments.energy_s)
     quantities: dict[str, tuple[float, ...]] = {
-        "energy_j": (found.energy_j,), "power_w": (found.used.mean_w,), "energy_window_s": (found.used.seconds,)}
-    if found.used.agreement is not None:
-        quantities["energy_agreement"] = (found.used.agreement,)
-    if by.idle_w is not None:
-        quantities["idle_power_w"] = (by.idle_w,)
-    doubts = list(found.used.doubts)
-    if (slower := float(np.mean(found.samples_ms)) / latency_ms) > SLOWDOWN_ADMITTED:
+        "energy_j": (measured.energy_j,), "power_w": (measured.used.mean_w,), "energy_window_s": (measured.used.seconds,)}
+    if measured.used.agreement is not None:
+        quantities["energy_agreement"] = (measured.used.agreement,)
+    if instruments.idle_w is not None:
+        quantities["idle_power_w"] = (instruments.idle_w,)
+    doubts = list(measured.used.doubts)
+    if (slower := float(np.mean(measured.samples_ms)) / latency_ms) > SLOWDOWN_ADMITTED:
         doubts.append(f"runs took {slower:.2f} times as long as before: other work ran meanwhile")
     return quantities, "; ".join(doubts)
 

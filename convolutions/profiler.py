@@ -3,8 +3,7 @@
     profiler = UnifiedProfiler(settings)
     profiler.profile(folder)
 
-They are thin: the power monitor is that of benchmark/measuring, the measuring loop too, and what a profile is lies in
-convolutions. The command is convolutions/run_profile.py.
+The power monitor and the measuring loop are those of measuring/, which all measurements share. The command is run_profile.py.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class UnifiedProfiler:
         settings = self.settings
         with sole_writer(folder), measuring(settings.device):
             write_settings(folder, settings)
-            by = instruments or open_instruments(settings.device, self._energy_s)
+            opened = instruments or open_instruments(settings.device, self._energy_s)
             journal = ResultsJournal(folder, settings.name)
             bench = Bench(settings.device, machine(settings.device).uuid, canary(settings.device), steadiness=self._steadiness)
 
@@ -100,10 +99,10 @@ class UnifiedProfiler:
                 return [Planned(unit.id, [unit]) for unit in todo]
 
             def time_units(units: Sequence[ProfileUnit], level: float) -> list[Measurement]:
-                found = [measure_profile(unit, self._forced(model), by) for unit in units]
-                for whole, *_ in found:
+                measured_units = [measure_profile(unit, self._forced(model), opened) for unit in units]
+                for whole, *_ in measured_units:
                     log.info("%s", described(whole))
-                return list(chain.from_iterable(found))
+                return list(chain.from_iterable(measured_units))
 
             return measure_loads(bench, blocks_of, time_units, journal)
 
@@ -111,8 +110,8 @@ class UnifiedProfiler:
         """The model on its device; it is built when the first size is measured."""
         if self._model is None:
             size = self.settings.input_sizes[0]
-            made = model or build(self.settings.model, self.settings.dtype, (size, size))
-            self._model = ForcedModel(made.to(self.settings.device), self._engine, self._fallback, self.settings.tf32)
+            built = model or build(self.settings.model, self.settings.dtype, (size, size))
+            self._model = ForcedModel(built.to(self.settings.device), self._engine, self._fallback, self.settings.tf32)
         return self._model
 
 

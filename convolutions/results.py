@@ -38,13 +38,13 @@ def write_settings(folder: Path, settings: ProfileSettings) -> None:
     Raises:
         UserError: it holds measurements of something else.
     """
-    if (found := read_settings(folder)) is not None:
-        if not settings.same_but_sizes(found):
+    if (before := read_settings(folder)) is not None:
+        if not settings.same_but_sizes(before):
             different = [name for name in type(settings).model_fields if name not in ("input_sizes", "warmup", "measure")
-                         and getattr(settings, name) != getattr(found, name)]
+                         and getattr(settings, name) != getattr(before, name)]
             raise UserError(f"{folder}: holds a profile with another {' and '.join(different)}; name another --output-dir, or "
                             "remove this folder")
-        sizes = tuple(sorted({*found.input_sizes, *settings.input_sizes}))
+        sizes = tuple(sorted({*before.input_sizes, *settings.input_sizes}))
         settings = settings.model_copy(update={"input_sizes": sizes})
     files.write_json(folder / SETTINGS, settings)
 
@@ -67,7 +67,7 @@ class ResultsJournal(JournalFile):
         name: how the tables' names begin.
 
     Raises:
-        UserError: a damaged line, see `read_blocks`.
+        UserError: a line of the journal is damaged.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -99,8 +99,8 @@ SHOWN = ("model", "algorithm", "input_size", "batch", "mean", "std", "min", "max
 def finished_rows(folder: Path, settings: ProfileSettings) -> list[dict[str, Any]]:
     """The rows of the sizes that `settings` asks for, with the columns of SHOWN."""
     asked = {unit.id for unit in settings.units}
-    found = {m.id: m for block in read_blocks(folder / JOURNAL) for m in block.measurements}
-    kept = [m for m in found.values() if m.id in asked or m.context in asked]
+    latest = {m.id: m for block in read_blocks(folder / JOURNAL) for m in block.measurements}
+    kept = [m for m in latest.values() if m.id in asked or m.context in asked]
     return [{name: row.get(name) for name in SHOWN} for row in overall_rows(kept)]
 
 

@@ -43,8 +43,8 @@ class Case:
         tf32: whether TF32 was allowed.
         times_ms: of each algorithm that could run it.
         refused: the algorithms that could not.
-        own: the algorithm that the library itself chose; "" where that was not measured.
-        own_ms: its time under the library's choice.
+        library_choice: the algorithm that the library itself chose; "" where that was not measured.
+        library_ms: its time under the library's choice.
     """
 
     gpu: str
@@ -54,8 +54,8 @@ class Case:
     shape: ConvShape
     tf32: bool
     times_ms: dict[str, float]
-    own: str = ""
-    own_ms: float | None = None
+    library_choice: str = ""
+    library_ms: float | None = None
     refused: frozenset[str] = frozenset()
 
     @property
@@ -73,7 +73,7 @@ class Case:
         return self.times_ms[self.best]
 
 
-def own_choice(gpu: str) -> str:
+def library_algorithm(gpu: str) -> str:
     """What stands for the library's own choice: cuDNN's on a GPU, torch's on a CPU."""
     return DEFAULT if gpu == "cpu" else GUESS
 
@@ -126,27 +126,27 @@ def read_cases(folder: Path) -> list[Case]:
     """Every layer that at least one algorithm ran, with the times (medians) of all that ran it.
 
     Raises:
-        UserError: see `read_table`.
+        UserError: there are no tables, or one is damaged.
     """
     table = read_table(folder, "layers")
     table = table[table["in_channels"].notna()]
     rows: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     for row in table.itertuples(index=False):
         rows[row.gpu, row.model, row.input_size, row.batch, row.dtype, row.tf32, row.layer].append(row)
-    found = [_case(group) for group in rows.values()]
-    return [case for case in found if case.times_ms]
+    cases = [_case(group) for group in rows.values()]
+    return [case for case in cases if case.times_ms]
 
 
 def _case(rows: list[Any]) -> Case:
     first = rows[0]
     times_ms: dict[str, float] = {}
-    own, own_ms = "", None
+    library_choice, library_ms = "", None
     refused = frozenset(row.algorithm for row in rows if row.status != "ok")
     for row in rows:
         if pd.isna(row.median_ms):
             continue
-        if row.algorithm == own_choice(first.gpu):
-            own, own_ms = row.ran, float(row.median_ms)
+        if row.algorithm == library_algorithm(first.gpu):
+            library_choice, library_ms = row.ran, float(row.median_ms)
         # layers by fallback are no measurement of the algorithm; on a GPU torch's interface and `guess` are not algorithms
         if row.status == "ok" and row.ran == row.algorithm and (row.algorithm != DEFAULT or first.gpu == "cpu"):
             times_ms[row.algorithm] = float(row.median_ms)
@@ -154,8 +154,8 @@ def _case(rows: list[Any]) -> Case:
         batch=int(first.batch), in_channels=int(first.in_channels), out_channels=int(first.out_channels),
         height=int(first.height), width=int(first.width), kernel=_pair(first.kernel_size), stride=_pair(first.stride),
         padding=_pair(first.padding), dilation=_pair(first.dilation), groups=int(first.groups), bias=False, dtype=first.dtype)
-    return Case(first.gpu, first.model, first.layer, int(first.input_size), shape, bool(first.tf32), times_ms, own, own_ms,
-                refused)
+    return Case(first.gpu, first.model, first.layer, int(first.input_size), shape, bool(first.tf32), times_ms,
+                library_choice, library_ms, refused)
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -175,10 +175,10 @@ def named(key: Group) -> dict[str, Any]:
 
 def by_run(cases: Iterable[Case]) -> dict[Group, list[Case]]:
     """Cases by the run of a model that they belong to."""
-    found: dict[Group, list[Case]] = defaultdict(list)
+    runs: dict[Group, list[Case]] = defaultdict(list)
     for case in cases:
-        found[group_key(case)].append(case)
-    return dict(sorted(found.items()))
+        runs[group_key(case)].append(case)
+    return dict(sorted(runs.items()))
 
 
 def families(cases: Iterable[Case]) -> list[str]:
@@ -230,8 +230,8 @@ def draw_layers(cases: Sequence[Case], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     names = sorted(set.intersection(*(set(case.times_ms) for case in cases)))
     bars = {name: [case.times_ms[name] for case in cases] for name in names}
-    if own_choice(cases[0].gpu) not in names and all(case.own_ms is not None for case in cases):
-        bars["own choice"] = [case.own_ms or 0.0 for case in cases]
+    if library_algorithm(cases[0].gpu) not in names and all(case.library_ms is not None for case in cases):
+        bars["library's choice"] = [case.library_ms or 0.0 for case in cases]
     bars[BEST] = [case.best_ms for case in cases]
     weight = np.array(list(bars.values())).max(axis=0)
     shown = sorted(np.argsort(-weight)[:MOST_LAYERS])

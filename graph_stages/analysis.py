@@ -84,24 +84,20 @@ def fit_line(unit: str, stage: int, moved_bytes: Sequence[int], latencies_ms: Se
     left = y - slope * x - intercept
     error = float(np.sqrt((left ** 2).sum() / (len(x) - 2) / ((x - x.mean()) ** 2).sum()))
     margin = error * float(scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, len(x) - 2))
-    fitted = replace(empty, slope_ms_per_byte=slope, slope_low=slope - margin, slope_high=slope + margin,
-                     intercept_ms=intercept, r2=float(model.score(x[:, None] / scale, y)))
-    if reason := _no_line(fitted):
-        return replace(fitted, reason=reason)
-    return replace(fitted, bandwidth=1000 / slope / 1024**2)
+    low, high, r2 = slope - margin, slope + margin, float(model.score(x[:, None] / scale, y))
+    reason = _no_bandwidth(low, high, r2)
+    return replace(empty, slope_ms_per_byte=slope, slope_low=low, slope_high=high, intercept_ms=intercept, r2=r2,
+                   bandwidth=None if reason else 1000 / slope / 1024**2, reason=reason)
 
 
-def _no_line(fitted: Regression) -> str:
-    """Why a slope is not to be trusted; "" if it is."""
-    assert fitted.r2 is not None
-    assert fitted.slope_low is not None
-    assert fitted.slope_high is not None
-    if fitted.slope_high < 0:
+def _no_bandwidth(low: float, high: float, r2: float) -> str:
+    """Why a slope with this interval and R² is not to be trusted; "" if it is."""
+    if high < 0:
         return "larger sizes take less time"
-    if fitted.slope_low <= 0:
+    if low <= 0:
         return "the slope's 95 % interval includes 0: the time does not depend on the bytes"
-    if fitted.r2 < LEAST_R2:
-        return f"R² {fitted.r2:.2f} is below {LEAST_R2}: the time does not follow the bytes"
+    if r2 < LEAST_R2:
+        return f"R² {r2:.2f} is below {LEAST_R2}: the time does not follow the bytes"
     return ""
 
 
@@ -115,9 +111,10 @@ def fit_stages(records: Iterable[StageRecord]) -> list[Regression]:
 
 
 def _fit_group(unit: str, stage: int, group: Sequence[StageRecord]) -> Regression:
-    if len(ran := sorted({f"{one.runtime} on {one.ran_on}" for one in group})) > 1:
+    if len(ran := sorted({f"{record.runtime} on {record.ran_on}" for record in group})) > 1:
         return Regression(unit, stage, len(group), reason=f"its sizes ran differently: {', '.join(ran)}")
-    return fit_line(unit, stage, [one.bytes_in + one.bytes_out for one in group], [one.statistics["mean"] for one in group])
+    return fit_line(unit, stage, [record.bytes_in + record.bytes_out for record in group],
+                    [record.statistics["mean"] for record in group])
 
 
 def _unless_arithmetic(fit: Regression, group: Sequence[StageRecord],
@@ -128,7 +125,7 @@ def _unless_arithmetic(fit: Regression, group: Sequence[StageRecord],
     """
     largest = max(group, key=lambda record: record.bytes_in + record.bytes_out)
     flops, moved = operations(fit.stage, largest.size), largest.bytes_in + largest.bytes_out
-    rates = {stage: max((one.bytes_in + one.bytes_out, _per_ms(one)) for one in records)[1]
+    rates = {stage: max((record.bytes_in + record.bytes_out, _per_ms(record)) for record in records)[1]
              for (unit, stage), records in grouped.items() if unit == fit.unit and not operations(stage, records[0].size)}
     if not flops or not fit.bandwidth or not rates:
         return fit

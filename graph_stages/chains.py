@@ -290,7 +290,11 @@ def append_chains(folder: Path, times: ChainTimes) -> None:
 
 
 def timed_sizes(folder: Path) -> set[tuple[int, int]]:
-    """The sizes, nodes and edges, at which chains were timed; errors as of `read_chains`."""
+    """The sizes, nodes and edges, at which chains were timed.
+
+    Raises:
+        UserError: a line is damaged.
+    """
     return {(record.nodes, record.edges) for record in _stages_in(folder)}
 
 

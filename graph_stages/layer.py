@@ -50,7 +50,7 @@ class Tensor:
         return count
 
 
-TENSORS = {one.name: one for one in (
+TENSORS = {tensor.name: tensor for tensor in (
     Tensor("x", "float32", ("nodes", "features")),
     Tensor("source", "int64", ("edges",)),  # the node that each edge begins at
     Tensor("target", "int64", ("edges",)),  # and the one that it ends in
@@ -100,18 +100,18 @@ class Weights:
     """Of a layer, as torch-geometric's SAGEConv holds them.
 
     Attributes:
-        neighbours: `lin_l.weight`, (hidden, features).
+        neighbours: `lin_l.weight`, (hidden, features), for the mean of its neighbours.
         bias: `lin_l.bias`, (hidden,).
-        own: `lin_r.weight`, (hidden, features).
+        root: `lin_r.weight`, (hidden, features), for a node's features.
     """
 
     neighbours: Array
     bias: Array
-    own: Array
+    root: Array
 
     def rounded(self) -> Weights:
         """What is left of them where a file stores them in FP16; float32 again."""
-        return Weights(*(one.astype(np.float16).astype(np.float32) for one in (self.neighbours, self.bias, self.own)))
+        return Weights(*(values.astype(np.float16).astype(np.float32) for values in (self.neighbours, self.bias, self.root)))
 
 
 def draw_weights(features: int, hidden: int, seed: int = 0) -> Weights:
@@ -127,36 +127,37 @@ def draw_weights(features: int, hidden: int, seed: int = 0) -> Weights:
 def stage_function(stage: Stage, weights: Weights, device: str = "cpu") -> Callable[[TensorByName], torch.Tensor]:
     """What a stage computes: its inputs by name, on `device`, give its output there."""
     linear = torch.nn.functional.linear
-    neighbours, bias, own = (torch.from_numpy(one).to(device) for one in (weights.neighbours, weights.bias, weights.own))
+    neighbours, bias, root = (torch.from_numpy(values).to(device)
+                              for values in (weights.neighbours, weights.bias, weights.root))
 
-    def add_up(given: TensorByName) -> torch.Tensor:
-        messages = given["messages"]
-        sums = torch.zeros(int(given["node_count"]), messages.shape[1], device=messages.device)
-        return sums.scatter_add_(0, given["target"][:, None].expand_as(messages), messages)  # as torch-geometric does
+    def add_up(inputs: TensorByName) -> torch.Tensor:
+        messages = inputs["messages"]
+        sums = torch.zeros(int(inputs["node_count"]), messages.shape[1], device=messages.device)
+        return sums.scatter_add_(0, inputs["target"][:, None].expand_as(messages), messages)  # as torch-geometric does
 
-    def count(given: TensorByName) -> torch.Tensor:
-        target = given["target"]
+    def count(inputs: TensorByName) -> torch.Tensor:
+        target = inputs["target"]
         ones = torch.ones(len(target), device=target.device)
-        return torch.zeros(int(given["node_count"]), device=target.device).scatter_add_(0, target, ones)
+        return torch.zeros(int(inputs["node_count"]), device=target.device).scatter_add_(0, target, ones)
 
     functions: dict[str, Callable[[TensorByName], torch.Tensor]] = {
-        "gather": lambda given: given["x"].index_select(0, given["source"]),
+        "gather": lambda inputs: inputs["x"].index_select(0, inputs["source"]),
         "sum": add_up,
         "count": count,
-        "mean": lambda given: given["sums"] / given["degrees"].clamp(min=1.0)[:, None],
-        "transform_neighbours": lambda given: linear(given["means"], neighbours, bias),
-        "transform_self": lambda given: linear(given["x"], own) + given["neighbours"],
-        "activate": lambda given: torch.relu(given["combined"]),
+        "mean": lambda inputs: inputs["sums"] / inputs["degrees"].clamp(min=1.0)[:, None],
+        "transform_neighbours": lambda inputs: linear(inputs["means"], neighbours, bias),
+        "transform_self": lambda inputs: linear(inputs["x"], root) + inputs["neighbours"],
+        "activate": lambda inputs: torch.relu(inputs["combined"]),
     }
     return functions[stage.name]
 
 
 def all_tensors(graph: Graph, weights: Weights, seed: int = 0) -> dict[str, Array]:
     """Every tensor of the layer by name, computed by torch on the CPU: the inputs of each stage, and what it should give."""
-    features = weights.own.shape[1]
-    found = {"x": torch.from_numpy(draw_features(graph.nodes, features, seed)), "source": torch.from_numpy(graph.source),
-             "target": torch.from_numpy(graph.target), "node_count": torch.tensor([graph.nodes])}
+    features = weights.root.shape[1]
+    tensors = {"x": torch.from_numpy(draw_features(graph.nodes, features, seed)), "source": torch.from_numpy(graph.source),
+               "target": torch.from_numpy(graph.target), "node_count": torch.tensor([graph.nodes])}
     with torch.inference_mode():
         for stage in STAGES:
-            found[stage.outputs[0]] = stage_function(stage, weights)(found)
-    return {name: tensor.numpy() for name, tensor in found.items()}
+            tensors[stage.outputs[0]] = stage_function(stage, weights)(tensors)
+    return {name: tensor.numpy() for name, tensor in tensors.items()}

@@ -118,7 +118,7 @@ def _body(stage: Stage, weights: Weights, size: GraphSize) -> tuple[list[NodePro
                                  {"weight": np.ascontiguousarray(weights.neighbours.T), "bias": weights.bias}),
         "transform_self": ([_node("MatMul", ["x", "weight"], "product"),
                             _node("Add", ["product", "neighbours"], "combined")],
-                           {"weight": np.ascontiguousarray(weights.own.T)}),
+                           {"weight": np.ascontiguousarray(weights.root.T)}),
         "activate": ([_node("Relu", ["combined"], "output")], {}),
     }
     return bodies[stage.name]
@@ -222,22 +222,22 @@ def export_stages(folder: Path, models: Iterable[ModelFile]) -> Exported:
     done, models = Exported(), list(models)
     with_ir = has_openvino()
     weights = draw_weights(models[0].size.features, models[0].size.hidden, models[0].seed)
-    for one in cli.progress(models, "export"):
-        path = one.onnx(folder)
-        if one.has_onnx(folder):
+    for model in cli.progress(models, "export"):
+        path = model.onnx(folder)
+        if model.has_onnx(folder):
             done.onnx_kept += 1
         else:
-            made = stage_model(one.stage, weights, one.form.precision, one.size, one.form.static, {STAMP: one.stamp})
-            onnx.checker.check_model(made, full_check=True)
-            files.write_bytes(path, made.SerializeToString())
+            stage = stage_model(model.stage, weights, model.form.precision, model.size, model.form.static, {STAMP: model.stamp})
+            onnx.checker.check_model(stage, full_check=True)
+            files.write_bytes(path, stage.SerializeToString())
             done.onnx_written += 1
-        if with_ir and one.has_ir(folder):
+        if with_ir and model.has_ir(folder):
             done.ir_kept += 1
         elif with_ir:
-            write_ir(path, one.ir(folder), one.stamp)
+            write_ir(path, model.ir(folder), model.stamp)
             done.ir_written += 1
-        done.megabytes += sum(found.stat().st_size for found in (path, one.ir(folder), one.ir(folder).with_suffix(".bin"))
-                              if found.is_file()) / 1e6
+        done.megabytes += sum(file.stat().st_size for file in (path, model.ir(folder), model.ir(folder).with_suffix(".bin"))
+                              if file.is_file()) / 1e6
     return done
 
 

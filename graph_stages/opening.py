@@ -10,7 +10,7 @@ import numpy as np
 
 from graph_stages.layer import HOST, Array, stage_function
 from graph_stages.models import has_openvino, kind_of
-from graph_stages.units import OPENVINO, ORT, TORCH, StageUnit
+from graph_stages.units import OPENVINO, ORT, TORCH, StageTask
 from utils.errors import UserError
 from utils.lazy import onnxruntime, openvino, torch
 from utils.ort_sessions import model_errors, open_session
@@ -42,8 +42,8 @@ class OpenedStage:
 
     memory = HOST
 
-    def __init__(self, unit: StageUnit, ran_on: str, runtime: str, precision: str, run: Callable[[Feed], Array]) -> None:
-        self.output, self.threads = unit.definition.outputs[0], unit.threads
+    def __init__(self, task: StageTask, ran_on: str, runtime: str, precision: str, run: Callable[[Feed], Array]) -> None:
+        self.output, self.threads = task.definition.outputs[0], task.threads
         self.ran_on, self.runtime, self.inference_precision = ran_on, runtime, precision
         self.run = run  # the inputs by name give the output; all lie in the host's memory, and what a device needs is copied
 
@@ -60,8 +60,8 @@ class OpenedStage:
         return np.asarray(value)
 
 
-def open_stage(unit: StageUnit) -> tuple[OpenedStage, str]:
-    """Opens a stage by the unit's runtime, or by PyTorch where that one refuses it.
+def open_stage(task: StageTask) -> tuple[OpenedStage, str]:
+    """Opens a stage by its unit's runtime, or by PyTorch where that one refuses it.
 
     Whatever opens it has computed the right output once.
 
@@ -72,45 +72,45 @@ def open_stage(unit: StageUnit) -> tuple[OpenedStage, str]:
         Refused: PyTorch can't run it either.
     """
     try:
-        return open_by(unit.runtime, unit), ""
+        return open_by(task.runtime, task), ""
     except Refused as refused:
-        if unit.runtime == TORCH:
+        if task.runtime == TORCH:
             raise
         try:
-            return open_by(TORCH, unit), f"{unit.runtime}: {refused}"
+            return open_by(TORCH, task), f"{task.runtime}: {refused}"
         except Refused as again:
-            raise Refused(f"{unit.runtime}: {refused}; {TORCH}: {again}") from None
+            raise Refused(f"{task.runtime}: {refused}; {TORCH}: {again}") from None
 
 
-def open_by(runtime: str, unit: StageUnit) -> OpenedStage:
+def open_by(runtime: str, task: StageTask) -> OpenedStage:
     """Opens a stage by one runtime, and checks what it computes.
 
     Raises:
         Refused: it can't, or its output is wrong.
     """
     try:
-        opened = OPENERS[runtime](unit)
-        feed, wanted = unit.tensors, unit.tensors[unit.definition.outputs[0]]
-        found = opened.run(feed)
+        opened = OPENERS[runtime](task)
+        feed, expected = task.tensors, task.tensors[task.definition.outputs[0]]
+        output = opened.run(feed)
     except (RuntimeError, UserError, ModuleNotFoundError) as error:  # OpenVINO's and torch's errors are RuntimeErrors
         raise Refused(one_line(error)) from None
-    if why := wrong(found, wanted, opened.inference_precision):
+    if why := wrong(output, expected, opened.inference_precision):
         raise Refused(why)
     return opened
 
 
-def wrong(found: Array, wanted: Array, precision: str) -> str:
+def wrong(output: Array, expected: Array, precision: str) -> str:
     """Why an output does not count; "" if it is right but for rounding."""
-    off = difference(found, wanted)
+    off = difference(output, expected)
     right = off <= TOLERANCE.get(precision, REDUCED_TOLERANCE)  # NaN is wrong, too
     return "" if right else f"its output is wrong by {off:.2g} of the largest value"
 
 
-def difference(found: Array, wanted: Array) -> float:
-    """The largest difference, relative to the largest wanted value; infinite if the shapes differ."""
-    if found.shape != wanted.shape:
+def difference(output: Array, expected: Array) -> float:
+    """The largest difference, relative to the largest expected value; infinite if the shapes differ."""
+    if output.shape != expected.shape:
         return float("inf")
-    return float(np.abs(found - wanted).max() / max(float(np.abs(wanted).max()), 1e-12))
+    return float(np.abs(output - expected).max() / max(float(np.abs(expected).max()), 1e-12))
 
 
 def one_line(error: BaseException) -> str:
@@ -119,44 +119,44 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:300] + " …"
 
 
-def by_openvino(unit: StageUnit) -> OpenedStage:
+def by_openvino(task: StageTask) -> OpenedStage:
     """By OpenVINO, from the IR, which is the ONNX model where there is none."""
     if not has_openvino():
         raise Refused("the package openvino is not installed")
     core = openvino.Core()
-    wanted: dict[str, Any] = {PRECISION_HINT: unit.inference_precision, "PERFORMANCE_HINT": "LATENCY"}
-    if kind_of(unit.unit) == "CPU" and unit.threads:
-        wanted["INFERENCE_NUM_THREADS"] = unit.threads
-    settable = {name for name, access in core.get_property(unit.unit, "SUPPORTED_PROPERTIES").items() if access == "RW"}
-    compiled = core.compile_model(str(unit.file.ir(unit.folder)), unit.unit, {
-        name: value for name, value in wanted.items() if name in settable})  # a driver may have one precision alone
-    known = PRECISION_HINT in compiled.get_property("SUPPORTED_PROPERTIES")
-    precision = compiled.get_property(PRECISION_HINT).get_type_name() if known else unit.inference_precision
-    request, names = compiled.create_infer_request(), [one.get_any_name() for one in compiled.inputs]
+    settings: dict[str, Any] = {PRECISION_HINT: task.inference_precision, "PERFORMANCE_HINT": "LATENCY"}
+    if kind_of(task.unit) == "CPU" and task.threads:
+        settings["INFERENCE_NUM_THREADS"] = task.threads
+    settable = {name for name, access in core.get_property(task.unit, "SUPPORTED_PROPERTIES").items() if access == "RW"}
+    compiled = core.compile_model(str(task.file.ir(task.folder)), task.unit, {
+        name: value for name, value in settings.items() if name in settable})  # a driver may have one precision alone
+    tells_precision = PRECISION_HINT in compiled.get_property("SUPPORTED_PROPERTIES")
+    precision = compiled.get_property(PRECISION_HINT).get_type_name() if tells_precision else task.inference_precision
+    request, names = compiled.create_infer_request(), [port.get_any_name() for port in compiled.inputs]
 
     def run(feed: Feed) -> Array:
         return np.asarray(request.infer({name: feed[name] for name in names}, share_inputs=True, share_outputs=True)[0])
 
-    return OpenedStage(unit, unit.unit, OPENVINO, precision, run)
+    return OpenedStage(task, task.unit, OPENVINO, precision, run)
 
 
-def by_ort(unit: StageUnit) -> OpenedStage:
+def by_ort(task: StageTask) -> OpenedStage:
     """By ONNX Runtime, on the CPU or by CUDA without TF32. On the CPU one thread adds up (ADD_UP)."""
-    device = "cuda" if unit.unit == "CUDA" else "cpu"
-    if kind_of(unit.unit) not in ("CPU", "CUDA"):
-        raise Refused(f"ONNX Runtime is not used for {unit.unit}")
-    path = unit.file.onnx(unit.folder)
-    threads = 1 if device == "cpu" and unit.definition.name in ADD_UP else unit.threads
+    device = "cuda" if task.unit == "CUDA" else "cpu"
+    if kind_of(task.unit) not in ("CPU", "CUDA"):
+        raise Refused(f"ONNX Runtime is not used for {task.unit}")
+    path = task.file.onnx(task.folder)
+    threads = 1 if device == "cpu" and task.definition.name in ADD_UP else task.threads
     session = open_session(path, device, provider_options={"use_tf32": "0"}, threads=threads)
-    names = [one.name for one in session.get_inputs()]
+    names = [port.name for port in session.get_inputs()]
 
     def run(feed: Feed) -> Array:
         with model_errors(path.name):
             return np.asarray(session.run(None, {name: feed[name] for name in names})[0])
 
     if device == "cuda":
-        return OrtOnCuda(unit, session, run)
-    opened = OpenedStage(unit, unit.unit, ORT, "f32", run)
+        return OrtOnCuda(task, session, run)
+    opened = OpenedStage(task, task.unit, ORT, "f32", run)
     opened.threads = threads
     return opened
 
@@ -167,9 +167,9 @@ class OrtOnCuda(OpenedStage):
     memory = "cuda"
     place: tuple[str, int] = ("cuda", 0)
 
-    def __init__(self, unit: StageUnit, session: onnxruntime.InferenceSession, run: Callable[[Feed], Array]) -> None:
-        super().__init__(unit, unit.unit, ORT, "f32", run)
-        self._session, self._names = session, [one.name for one in session.get_inputs()]
+    def __init__(self, task: StageTask, session: onnxruntime.InferenceSession, run: Callable[[Feed], Array]) -> None:
+        super().__init__(task, task.unit, ORT, "f32", run)
+        self._session, self._names = session, [port.name for port in session.get_inputs()]
 
     def to_unit(self, name: str, array: Array) -> Any:
         return onnxruntime.OrtValue.ortvalue_from_numpy(array, *(("cpu", 0) if name in ON_HOST else self.place))
@@ -187,21 +187,21 @@ class OrtOnCuda(OpenedStage):
         return np.asarray(value.numpy())
 
 
-def by_torch(unit: StageUnit) -> OpenedStage:
+def by_torch(task: StageTask) -> OpenedStage:
     """By PyTorch, on the unit itself where it can use it, else on the CPU; in FP32, without TF32."""
-    device, ran_on = _torch_device(unit.unit)
-    if unit.threads:
-        torch.set_num_threads(unit.threads)
+    device, ran_on = _torch_device(task.unit)
+    if task.threads:
+        torch.set_num_threads(task.threads)
     torch.set_float32_matmul_precision("highest")
-    compute, names = stage_function(unit.definition, unit.weights, device), unit.definition.inputs
+    compute, names = stage_function(task.definition, task.weights, device), task.definition.inputs
 
     def run(feed: Feed) -> Array:
         with torch.inference_mode():
             return np.asarray(compute({name: torch_tensor(name, feed[name], device) for name in names}).cpu().numpy())
 
     if device == "cuda":
-        return TorchOnCuda(unit, ran_on, run, compute)
-    return OpenedStage(unit, ran_on, TORCH, "f32", run)
+        return TorchOnCuda(task, ran_on, run, compute)
+    return OpenedStage(task, ran_on, TORCH, "f32", run)
 
 
 def torch_tensor(name: str, array: Array, device: str) -> torch.Tensor:
@@ -214,9 +214,9 @@ class TorchOnCuda(OpenedStage):
 
     memory = "cuda"
 
-    def __init__(self, unit: StageUnit, ran_on: str, run: Callable[[Feed], Array],
+    def __init__(self, task: StageTask, ran_on: str, run: Callable[[Feed], Array],
                  compute: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]) -> None:
-        super().__init__(unit, ran_on, TORCH, "f32", run)
+        super().__init__(task, ran_on, TORCH, "f32", run)
         self._compute = compute
 
     def to_unit(self, name: str, array: Array) -> Any:
@@ -243,4 +243,4 @@ def _torch_device(unit: str) -> tuple[str, str]:
     return "cpu", "CPU"
 
 
-OPENERS: dict[str, Callable[[StageUnit], OpenedStage]] = {OPENVINO: by_openvino, ORT: by_ort, TORCH: by_torch}
+OPENERS: dict[str, Callable[[StageTask], OpenedStage]] = {OPENVINO: by_openvino, ORT: by_ort, TORCH: by_torch}

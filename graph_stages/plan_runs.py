@@ -27,7 +27,7 @@ from graph_stages.plans import plan_cost
 from graph_stages.ranking import RankedPlan, described, ranked
 from graph_stages.records import RAW, StageRecord, read_raw
 from graph_stages.tables import Size, StageTables, in_chains, named
-from graph_stages.units import StageUnit
+from graph_stages.units import StageTask
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
@@ -75,11 +75,11 @@ class PlanRun(Frozen):
         half = len(self.rounds_ms) // 2
         if not half:
             return float("nan")
-        one, other = (float(np.median(np.concatenate(rounds))) for rounds in (self.rounds_ms[:half], self.rounds_ms[half:]))
-        return abs(one - other) / ((one + other) / 2)
+        first, second = (float(np.median(np.concatenate(rounds))) for rounds in (self.rounds_ms[:half], self.rounds_ms[half:]))
+        return abs(first - second) / ((first + second) / 2)
 
 
-def stage_units(folders: Sequence[tuple[str, Path]]) -> dict[tuple[str, int, Size], StageUnit]:
+def stage_tasks(folders: Sequence[tuple[str, Path]]) -> dict[tuple[str, int, Size], StageTask]:
     """How to open what was measured: by unit, stage (from 0) and size.
 
     Args:
@@ -88,7 +88,7 @@ def stage_units(folders: Sequence[tuple[str, Path]]) -> dict[tuple[str, int, Siz
     Raises:
         UserError: a file of measurements is missing, or of a graph from a file.
     """
-    found = {}
+    tasks = {}
     for label, folder in folders:
         raw = read_raw(folder / RAW)
         for record in raw.records:
@@ -97,56 +97,56 @@ def stage_units(folders: Sequence[tuple[str, Path]]) -> dict[tuple[str, int, Siz
                                 f"({', '.join(DRAWN)})")
             if record.samples_ms:
                 size = (record.nodes, record.edges)
-                found[named(label, record.unit), record.stage - 1, size] = _stage_unit(record, raw.seed, folder)
-    return found
+                tasks[named(label, record.unit), record.stage - 1, size] = _stage_task(record, raw.seed, folder)
+    return tasks
 
 
-def _stage_unit(record: StageRecord, seed: int, folder: Path) -> StageUnit:
+def _stage_task(record: StageRecord, seed: int, folder: Path) -> StageTask:
     """By the runtime that ran it when it was measured."""
-    return StageUnit(size=record.size, source=GraphSource(kind=record.graph, seed=seed), graph=record.graph, unit=record.unit,
+    return StageTask(size=record.size, source=GraphSource(kind=record.graph, seed=seed), graph=record.graph, unit=record.unit,
                      stage=record.stage, runtime=record.runtime, threads=record.threads, models=str(folder.parent / MODELS))
 
 
-def opened_at(units: Mapping[tuple[str, int, Size], StageUnit], size: Size) -> tuple[OpenedStages, dict[str, Array]]:
+def opened_at(tasks: Mapping[tuple[str, int, Size], StageTask], size: Size) -> tuple[OpenedStages, dict[str, Array]]:
     """All stages at one size, opened, and all tensors of the layer there.
 
     Raises:
         UserError: a stage that was measured can't be opened now.
     """
     opened, tensors = {}, {}
-    for (unit, stage, of_size), work in units.items():
+    for (unit, stage, of_size), task in tasks.items():
         if of_size != size:
             continue
         try:
-            opened[unit, stage], fallback = open_stage(work)
+            opened[unit, stage], fallback = open_stage(task)
         except Refused as refused:
             raise UserError(f"stage {stage + 1} on {unit}: {refused}; it was measured, so is this another machine?") from None
         if fallback:
             raise UserError(f"stage {stage + 1} on {unit}: {fallback}; it was measured without falling back")
-        tensors = work.tensors
+        tensors = task.tensors
     return opened, tensors
 
 
 def plans_left(tables: Sequence[StageTables], size: Size, home: str, done: Iterable[PlanRun]) -> list[RankedPlan]:
     """All candidates, home and the best plan by each of some tables, at a size that was measured; those that were not run."""
     ran = {run.units for run in done if run.size == size}
-    plans = {plan.cost.assignment: plan for one in reversed(tables) for plan in reversed(ranked(one.setting(size), home))}
+    plans = {plan.cost.assignment: plan for table in reversed(tables) for plan in reversed(ranked(table.setting(size), home))}
     return [plan for assignment, plan in plans.items() if assignment not in ran]
 
 
-def run_plans(wanted: Sequence[RankedPlan], units: Mapping[tuple[str, int, Size], StageUnit], size: Size,
+def run_plans(wanted: Sequence[RankedPlan], tasks: Mapping[tuple[str, int, Size], StageTask], size: Size,
               warmup: int, runs: int, rounds: int) -> list[PlanRun]:
     """Runs plans at a size that was measured.
 
     Raises:
         UserError: a stage can't be opened, or a plan computes something else than the reference.
     """
-    opened, tensors = opened_at(units, size)
+    opened, tensors = opened_at(tasks, size)
     times_ms = time_chains(opened, [plan.cost.assignment for plan in wanted], tensors, warmup, runs, rounds)
     return _judged(wanted, times_ms, opened, tensors, size)
 
 
-def run_with_chains(tables: StageTables, units: Mapping[tuple[str, int, Size], StageUnit], size: Size, home: str,
+def run_with_chains(tables: StageTables, tasks: Mapping[tuple[str, int, Size], StageTask], size: Size, home: str,
                     warmup: int, runs: int, rounds: int) -> tuple[ChainTimes, list[PlanRun]]:
     """Times stages in chains and runs the plans in turns, so that what changes slowly on the machine reaches both.
 
@@ -154,16 +154,16 @@ def run_with_chains(tables: StageTables, units: Mapping[tuple[str, int, Size], S
 
     Args:
         tables: of stages that ran alone.
-        units: as `stage_units` gives them.
+        tasks: as `stage_tasks` gives them.
         size: one that was measured.
         home: the unit of the candidates.
         warmup, runs: of a chain or a plan in one round.
         rounds: how often each has its turn.
 
     Raises:
-        UserError: as `run_plans`.
+        UserError: a stage can't be opened, or a plan computes something else than the reference.
     """
-    opened, tensors = opened_at(units, size)
+    opened, tensors = opened_at(tasks, size)
     samples = ChainSamples()
     sample_chains(tables.units, opened, tensors, warmup, runs, samples)
     here = tables.only(size)

@@ -41,7 +41,7 @@ from graph_stages.plan_runs import (
     run_plans,
     run_with_chains,
     size_rows,
-    stage_units,
+    stage_tasks,
     summary,
 )
 from graph_stages.ranking import home_latency, home_of, interpolation_error, left_out_rows, plan_table, ranked
@@ -133,20 +133,20 @@ def sizes_left_out(tables: StageTables, as_json: bool) -> None:
 
 def time_chains(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
     """Times stages in chains at the sizes that lack it."""
-    units, folder = stage_units(folders), folders[0][1]
+    tasks, folder = stage_tasks(folders), folders[0][1]
     with sole_writer(folder), measuring("cpu"):
         done = timed_sizes(folder)
         left = [size for size in tables.sizes if size not in done]
         for number, size in enumerate(left, 1):
             log.info("%d nodes, %d edges (%d of %d)", *size, number, len(left))
-            opened, tensors = opened_at(units, size)
+            opened, tensors = opened_at(tasks, size)
             append_chains(folder, time_in_chains(size, tables.units, opened, tensors, args.warmup, args.runs, args.rounds))
-    log.info("%d sizes timed in chains, %d were there: %s", len(left), len(done), folder / CHAINS)
+    log.info("%d sizes timed in chains, %d timed before: %s", len(left), len(done), folder / CHAINS)
 
 
 def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
     """Runs the plans, with --time-chains in turns with chains, and compares."""
-    units, home, folder = stage_units(folders), home_of(tables, args.home), folders[0][1]
+    tasks, home, folder = stage_tasks(folders), home_of(tables, args.home), folders[0][1]
     sizes = args.sizes or tables.sizes
     both = tables, read_tables(folders, not args.alone)  # what either calls the best is run at the same time as all others
     alone = both[0 if args.alone else 1]
@@ -155,12 +155,12 @@ def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse
         for number, size in enumerate(sizes, 1):
             if args.time_chains and size not in timed:
                 log.info("%d nodes, %d edges (%d of %d): plans and chains", *size, number, len(sizes))
-                times, runs = run_with_chains(alone, units, size, home, args.warmup, args.runs, args.rounds)
+                times, runs = run_with_chains(alone, tasks, size, home, args.warmup, args.runs, args.rounds)
                 append_chains(folder, times)
                 append_runs(folder / RUNS, runs)
             elif left := plans_left(both, size, home, done):
                 log.info("%d nodes, %d edges (%d of %d): %d plans", *size, number, len(sizes), len(left))
-                append_runs(folder / RUNS, run_plans(left, units, size, args.warmup, args.runs, args.rounds))
+                append_runs(folder / RUNS, run_plans(left, tasks, size, args.warmup, args.runs, args.rounds))
     compare(read_tables(folders, args.alone), [run for run in read_runs(folder / RUNS) if run.size in sizes], args.json)
 
 

@@ -88,8 +88,8 @@ class PlanningProblem:
     @property
     def shared(self) -> dict[str, frozenset[str]]:
         """By unit, the other units on its processors."""
-        uses = {unit: {cost.processor for (of, _), cost in self.costs.items() if of == unit} for unit in self.units}
-        return {unit: frozenset(other for other in self.units if other != unit and uses[unit] & uses[other]) for unit in uses}
+        uses = {unit: {cost.processor for (name, _), cost in self.costs.items() if name == unit} for unit in self.units}
+        return {unit: frozenset(name for name in self.units if name != unit and uses[unit] & uses[name]) for unit in uses}
 
     @property
     def begin(self) -> Holders:
@@ -237,7 +237,7 @@ def best_plan(problem: PlanningProblem, objective: Objective = "latency") -> Pla
 
 def _unit_sets(problem: PlanningProblem) -> list[frozenset[str]]:
     """The sets of units to plan with: all at once, unless units on one processor slow each other down by being used at all."""
-    units = [unit for unit in problem.units if any(of == unit for of, _ in problem.costs)]
+    units = [unit for unit in problem.units if any(name == unit for name, _ in problem.costs)]
     shared = problem.shared
     if not any(shared[unit] & cost.after_ms.keys() for (unit, _), cost in problem.costs.items()):
         return [frozenset(units)]
@@ -281,8 +281,8 @@ def _added(partials: Sequence[_Partial], cost: tuple[float, ...], *units: str) -
 def _not_beaten(partials: Sequence[_Partial]) -> list[_Partial]:
     """Those that no other equals or beats in every cost."""
     kept: list[_Partial] = []
-    for partial in sorted(partials, key=lambda one: one.cost):
-        if not any(all(a <= b for a, b in zip(one.cost, partial.cost, strict=True)) for one in kept):
+    for partial in sorted(partials, key=lambda partial: partial.cost):
+        if not any(all(a <= b for a, b in zip(better.cost, partial.cost, strict=True)) for better in kept):
             kept.append(partial)
     return kept
 

@@ -29,7 +29,7 @@ from graph_stages.units import (
     OPENVINO,
     ORT,
     TORCH,
-    StageUnit,
+    StageTask,
     choose_units,
     find_units,
     runtime_version,
@@ -91,7 +91,7 @@ def graphs_of(args: argparse.Namespace) -> tuple[GraphSource, list[tuple[GraphSi
 def export(workspace: Workspace, sizes: list[GraphSize], seed: int) -> None:
     """Writes the models, and says how many."""
     done = export_stages(workspace.stage_models, list(model_files(sizes, seed)))
-    log.info("%d ONNX models written, %d were there; %d IR models written, %d were there; %.0f MB in %s", done.onnx_written,
+    log.info("%d ONNX models written, %d kept; %d IR models written, %d kept; %.0f MB in %s", done.onnx_written,
              done.onnx_kept, done.ir_written, done.ir_kept, done.megabytes, workspace.stage_models)
     if not has_openvino():
         log.warning("no IR models were written: OpenVINO is not installed; %s", INSTALL)
@@ -114,38 +114,39 @@ def units_here(args: argparse.Namespace) -> tuple[list[UnitReport], list[UnitRep
     return reports, chosen
 
 
-def planned_work(args: argparse.Namespace, workspace: Workspace, chosen: list[UnitReport]) -> list[StageUnit]:
+def planned_tasks(args: argparse.Namespace, workspace: Workspace, chosen: list[UnitReport]) -> list[StageTask]:
     """Every stage on every unit, in the order of sizes, units and stages.
 
     Raises:
         UserError: a model is missing, or of other widths.
     """
     source, graphs = graphs_of(args)
-    work = [StageUnit(size=size, source=source, graph=graph, unit=unit.name, stage=stage.id, runtime=unit.runtime,
-                      runtime_version=runtime_version(unit.runtime), threads=args.threads if unit.name == "CPU" else 0,
-                      warmup=args.warmup, runs=args.runs, models=str(workspace.stage_models))
-            for size, graph in graphs for unit in chosen for stage in STAGES]
-    for unit in work:
-        there = unit.file.has_ir if unit.runtime == OPENVINO else unit.file.has_onnx
-        if unit.runtime in (OPENVINO, ORT) and not there(unit.folder):
-            raise UserError(f"{unit.folder}: {unit.file.stem} is missing, or was exported with other widths or another seed; "
+    tasks = [StageTask(size=size, source=source, graph=graph, unit=unit.name, stage=stage.id, runtime=unit.runtime,
+                       runtime_version=runtime_version(unit.runtime), threads=args.threads if unit.name == "CPU" else 0,
+                       warmup=args.warmup, runs=args.runs, models=str(workspace.stage_models))
+             for size, graph in graphs for unit in chosen for stage in STAGES]
+    for task in tasks:
+        is_written = task.file.has_ir if task.runtime == OPENVINO else task.file.has_onnx
+        if task.runtime in (OPENVINO, ORT) and not is_written(task.folder):
+            raise UserError(f"{task.folder}: {task.file.stem} is missing, or was exported with other widths or another seed; "
                             "add --export to the same command")
-    return work
+    return tasks
 
 
 def measure(args: argparse.Namespace, workspace: Workspace) -> list[dict[str, Any]]:
     """Measures what is left, and returns a row for each record."""
     reports, chosen = units_here(args)
-    profile = Profile(planned_work(args, workspace, chosen), reports, args.warmup, args.runs, args.seed, args.retry_failed)
+    profile = Profile(planned_tasks(args, workspace, chosen), reports, args.warmup, args.runs, args.seed, args.retry_failed)
     raw = measure_profile(workspace, profile)
     bad = [record for record in raw.records if record.status != "ok"]
     if len(bad) == len(raw.records):
         raise UserError(f"no stage could be measured; the first: {bad[0].error}")
     if bad:
         log.warning("%d of %d stages failed; --retry-failed measures them again", len(bad), len(raw.records))
-    return [{"nodes": one.nodes, "edges": one.edges, "unit": one.unit, "stage": f"{one.stage} {one.stage_name}",
-             "by": f"{one.runtime} on {one.ran_on}", **{f"{name}_ms": value for name, value in one.statistics.items()},
-             "status": one.status} for one in raw.records]
+    return [{"nodes": record.nodes, "edges": record.edges, "unit": record.unit,
+             "stage": f"{record.stage} {record.stage_name}", "by": f"{record.runtime} on {record.ran_on}",
+             **{f"{name}_ms": value for name, value in record.statistics.items()}, "status": record.status}
+            for record in raw.records]
 
 
 def main() -> None:

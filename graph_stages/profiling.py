@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from graph_stages.layer import TENSORS
 from graph_stages.records import TRANSFERS, RawMeasurements, StageRecord, TransferRecord, UnitReport, raw_path, write_transfers
-from graph_stages.units import PACKAGES, TORCH, StageUnit, runtime_version
+from graph_stages.units import OPENVINO, PACKAGES, TORCH, StageTask, runtime_version
 from graph_stages.worker import RESIDENT, Request, copies_to_time, failed
 from measuring.bench import Bench, Steadiness
 from measuring.loads import measure_loads
@@ -39,13 +39,13 @@ class Profile:
     """What to measure.
 
     Attributes:
-        work: every stage on every unit that is there, in the order of sizes, units and stages.
+        tasks: every stage on every unit that is present, in the order of sizes, units and stages.
         reports: every unit that was looked for.
         warmup, runs, seed: as in `RawMeasurements`.
         retry: whether stages that failed earlier are measured again.
     """
 
-    work: Sequence[StageUnit]
+    tasks: Sequence[StageTask]
     reports: Sequence[UnitReport]
     warmup: int
     runs: int
@@ -55,7 +55,7 @@ class Profile:
     @property
     def units(self) -> list[str]:
         """The names of the units that are measured."""
-        return list(dict.fromkeys(unit.unit for unit in self.work))
+        return list(dict.fromkeys(task.unit for task in self.tasks))
 
 
 class StageJournal(JournalFile):
@@ -71,11 +71,11 @@ class StageJournal(JournalFile):
 
     def write_raw(self) -> RawMeasurements:
         """Writes what is measured so far of the profile, and returns it."""
-        own = {m.id: m for block in self.blocks if block.machine == self._here.uuid for m in block.measurements}
+        measured = {m.id: m for block in self.blocks if block.machine == self._here.uuid for m in block.measurements}
         raw = RawMeasurements(
             machine=self._here.model_dump(), versions=installed(), warmup=self._profile.warmup, runs=self._profile.runs,
             seed=self._profile.seed, units=tuple(self._profile.reports),
-            records=tuple(record_of(unit, own[unit.id]) for unit in self._profile.work if unit.id in own))
+            records=tuple(record_of(task, measured[task.id]) for task in self._profile.tasks if task.id in measured))
         files.write_json(self._raw, raw)
         return raw
 
@@ -99,14 +99,14 @@ class UnitJournal(Journal):
 
 def installed() -> dict[str, str]:
     """The versions of Python and of what runs stages; a package that is not there is left out."""
-    found = {"python": platform.python_version(), "numpy": package_version("numpy")}
-    return found | {name: version for name in PACKAGES if (version := runtime_version(name))}
+    versions = {"python": platform.python_version(), "numpy": package_version("numpy")}
+    return versions | {name: version for name in PACKAGES if (version := runtime_version(name))}
 
 
-def record_of(unit: StageUnit, measured: Measurement) -> StageRecord:
+def record_of(task: StageTask, measured: Measurement) -> StageRecord:
     """A measurement as a record of `raw_measurements.json`."""
-    own = measured.facts["runtime"] == unit.runtime != TORCH
-    model = (unit.file.ir if unit.runtime == "openvino" else unit.file.onnx)(unit.folder).name if own else ""
+    by_its_runtime = measured.facts["runtime"] == task.runtime != TORCH
+    model = (task.file.ir if task.runtime == OPENVINO else task.file.onnx)(task.folder).name if by_its_runtime else ""
     return StageRecord.model_validate(measured.facts | {
         "samples_ms": measured.samples_ms, "resident_samples_ms": measured.quantities.get(RESIDENT, ()), "model": model,
         "status": measured.status, "error": measured.error})
@@ -125,32 +125,32 @@ def measure_profile(workspace: Workspace, profile: Profile) -> RawMeasurements:
             held.enter_context(measuring("cuda"))
         here = machine("cuda" if "CUDA" in profile.units else "cpu")
         journal = StageJournal(workspace, profile, here)
-        clock = Clock(sum(len(blocks_left(profile, name, journal.blocks, here.uuid)) for name in profile.units))
+        progress = Progress(sum(len(blocks_left(profile, name, journal.blocks, here.uuid)) for name in profile.units))
         worker = held.enter_context(Worker(WORKER, Measurement, TIMEOUT_S))
         for name in profile.units:
-            measure_unit(name, profile, journal, worker, clock, here)
-        if "CUDA" in profile.units and (clock.counted or not (workspace.stage_results / TRANSFERS).exists()):
+            measure_unit(name, profile, journal, worker, progress, here)
+        if "CUDA" in profile.units and (progress.done or not (workspace.stage_results / TRANSFERS).exists()):
             write_transfers(workspace.stage_results, measure_copies("CUDA", profile, worker))
         return journal.write_raw()
 
 
-def measure_unit(name: str, profile: Profile, journal: StageJournal, worker: Worker, clock: Clock, here: Machine) -> None:
+def measure_unit(name: str, profile: Profile, journal: StageJournal, worker: Worker, progress: Progress, here: Machine) -> None:
     """Measures all sizes on one unit; one stage of the first size is its canary."""
-    first = next(unit for unit in profile.work if unit.unit == name and unit.stage == CANARY_STAGE)
+    first = next(task for task in profile.tasks if task.unit == name and task.stage == CANARY_STAGE)
 
     def canary_ms(loaded: bool) -> Sequence[float]:
         try:
-            measured = worker.ask(Request(do="canary", unit=first))
+            measured = worker.ask(Request(do="canary", task=first))
         except WorkerFailed as error:
             raise UserError(f"{name}: {error}; leave it out with --units") from None
         if measured.status != "ok":
             raise UserError(f"{name}: {measured.error}; leave it out with --units")
         return measured.samples_ms
 
-    def time_units(units: Sequence[StageUnit], level: float) -> list[Measurement]:
-        found = [time_stage(unit, worker) for unit in units]
-        report(found, units, clock)
-        return found
+    def time_units(tasks: Sequence[StageTask], level: float) -> list[Measurement]:
+        measured = [time_stage(task, worker) for task in tasks]
+        log_measured(measured, tasks, progress)
+        return measured
 
     bench = Bench("cuda" if name == "CUDA" else "cpu", here.uuid, canary_ms, steadiness=Steadiness(patience_s=3.0))
     measure_loads(bench, lambda load, measured: blocks_left(profile, name, journal.blocks, here.uuid), time_units,
@@ -163,12 +163,12 @@ def measure_copies(name: str, profile: Profile, worker: Worker) -> list[Transfer
     Raises:
         UserError: they can't be timed.
     """
-    unit = next(unit for unit in profile.work if unit.unit == name and unit.stage == CANARY_STAGE)
-    largest = max(tensor.bytes(unit.size) for unit in profile.work for tensor in TENSORS.values())
+    task = next(task for task in profile.tasks if task.unit == name and task.stage == CANARY_STAGE)
+    largest = max(tensor.bytes(task.size) for task in profile.tasks for tensor in TENSORS.values())
     records = []
     for copy in copies_to_time(largest):
         try:
-            measured = worker.ask(Request(do="copy", unit=unit, copied=copy))
+            measured = worker.ask(Request(do="copy", task=task, copied=copy))
         except WorkerFailed as error:
             raise UserError(f"copies to and from {name}: {error}") from None
         if measured.status != "ok":
@@ -180,57 +180,52 @@ def measure_copies(name: str, profile: Profile, worker: Worker) -> list[Transfer
     return records
 
 
-def blocks_left(profile: Profile, name: str, measured: Iterable[Block], machine_uuid: str) -> list[Planned[StageUnit]]:
+def blocks_left(profile: Profile, name: str, measured: Iterable[Block], machine_uuid: str) -> list[Planned[StageTask]]:
     """What is still to be measured on a unit: a block for each size, with its stages."""
-    own = [block for block in measured if block.machine == machine_uuid]
-    left = pending([unit for unit in profile.work if unit.unit == name], own,
+    measured_here = [block for block in measured if block.machine == machine_uuid]
+    left = pending([task for task in profile.tasks if task.unit == name], measured_here,
                    lambda m: m.status == "ok" or not profile.retry)
-    sizes = dict.fromkeys((unit.size, unit.graph) for unit in left)
-    return [Planned(f"{name}_{graph}_{size.name}", [unit for unit in left if (unit.size, unit.graph) == (size, graph)])
+    sizes = dict.fromkeys((task.size, task.graph) for task in left)
+    return [Planned(f"{name}_{graph}_{size.name}", [task for task in left if (task.size, task.graph) == (size, graph)])
             for size, graph in sizes]
 
 
-def time_stage(unit: StageUnit, worker: Worker) -> Measurement:
+def time_stage(task: StageTask, worker: Worker) -> Measurement:
     """One stage, in the worker. Where its runtime takes the process down, PyTorch runs it."""
     try:
-        return worker.ask(Request(do="measure", unit=unit))
+        return worker.ask(Request(do="measure", task=task))
     except WorkerFailed as error:
-        if unit.runtime == TORCH:
-            return failed(unit, error.status, str(error))
-        why = f"{unit.runtime}: {error}"
+        if task.runtime == TORCH:
+            return failed(task, error.status, str(error))
+        why = f"{task.runtime}: {error}"
     try:
-        instead = worker.ask(Request(do="measure", unit=unit.model_copy(update={"runtime": TORCH})))
+        instead = worker.ask(Request(do="measure", task=task.model_copy(update={"runtime": TORCH})))
     except WorkerFailed as error:
-        return failed(unit, error.status, f"{why}; {TORCH}: {error}")
-    return instead.model_copy(update={"id": unit.id, "facts": instead.facts | {"fallback": why}})
+        return failed(task, error.status, f"{why}; {TORCH}: {error}")
+    return instead.model_copy(update={"id": task.id, "facts": instead.facts | {"fallback": why}})
 
 
-class Clock:
+class Progress:
     """How many blocks are done, and how long the rest will take."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks, self._began_s = blocks, time.monotonic()
-        self._done: set[str] = set()
+        self.done: set[str] = set()  # the ids of the first tasks of blocks
 
-    @property
-    def counted(self) -> int:
-        """The blocks that are done."""
-        return len(self._done)
-
-    def tick(self, first: str) -> str:
-        """Counts a block by the id of its first unit. One that is measured again counts once."""
-        self._done.add(first)
-        done = len(self._done)
+    def count(self, first: str) -> str:
+        """Counts a block by the id of its first task, and says what is left. A block that is measured again counts once."""
+        self.done.add(first)
+        done = len(self.done)
         left_s = (time.monotonic() - self._began_s) / done * (self._blocks - done)
         return f"{done} of {self._blocks}, about {left_s:.0f} s left"
 
 
-def report(found: Sequence[Measurement], units: Sequence[StageUnit], clock: Clock) -> None:
+def log_measured(measured: Sequence[Measurement], tasks: Sequence[StageTask], progress: Progress) -> None:
     """A line on what was measured, and one for each stage that failed or that another runtime ran."""
-    unit, total_ms = units[0], sum(sum(m.samples_ms) / len(m.samples_ms) for m in found if m.samples_ms)
-    log.info("%s, %d nodes, %d edges: %d stages, %.3f ms together (%s)", unit.unit, unit.size.nodes, unit.size.edges,
-             len(found), total_ms, clock.tick(unit.id))
-    for m in found:
+    task, total_ms = tasks[0], sum(sum(m.samples_ms) / len(m.samples_ms) for m in measured if m.samples_ms)
+    log.info("%s, %d nodes, %d edges: %d stages, %.3f ms together (%s)", task.unit, task.size.nodes, task.size.edges,
+             len(measured), total_ms, progress.count(task.id))
+    for m in measured:
         what = f"{m.facts['unit']}, stage {m.facts['stage']} {m.facts['stage_name']}"
         if m.status != "ok":
             log.warning("%s: %s", what, m.error)

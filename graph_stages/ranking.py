@@ -50,22 +50,22 @@ def home_of(tables: StageTables, wanted: str | None) -> str:
     return wanted
 
 
-def candidate_plans(stages: int, home: str, other: str) -> list[tuple[str, ...]]:
+def candidate_plans(stages: int, home: str, away: str) -> list[tuple[str, ...]]:
     """All plans that move one contiguous block of stages from a home unit to another: 28 of seven stages.
 
-    The document asks for 28 candidates and does not say which. This is our reading: of n stages there are n (n + 1) / 2 such
-    blocks.
+    The user's document on stages asks for 28 candidates and does not say which. This is our reading: of n stages there are
+    n (n + 1) / 2 such blocks.
     """
-    return [tuple(other if first <= stage < end else home for stage in range(stages))
+    return [tuple(away if first <= stage < end else home for stage in range(stages))
             for first in range(stages) for end in range(first + 1, stages + 1)]
 
 
 def possible_plans(problem: PlanningProblem, home: str) -> Iterator[PlanCost]:
     """Staying at home, and the candidates that move a block from home to each other unit; those whose stages all can run."""
     number = len(problem.stages)
-    named = [(home,) * number, *(plan for other in problem.units if other != home
-                                 for plan in candidate_plans(number, home, other))]
-    for assignment in named:
+    assignments = [(home,) * number, *(plan for unit in problem.units if unit != home
+                                       for plan in candidate_plans(number, home, unit))]
+    for assignment in assignments:
         if problem.can_run(assignment):
             yield plan_cost(problem, assignment)
 
@@ -73,11 +73,11 @@ def possible_plans(problem: PlanningProblem, home: str) -> Iterator[PlanCost]:
 def ranked(setting: Setting, home: str, objective: Objective = "latency") -> list[RankedPlan]:
     """The best of all assignments, staying at home, and the candidates, the best first."""
     best = best_plan(setting.problem, objective)
-    found = [RankedPlan("best of all", best)]
+    plans = [RankedPlan("best of all", best)]
     for cost in possible_plans(setting.problem, home):
-        found.append(RankedPlan("home" if set(cost.assignment) == {home} else "candidate", cost))
+        plans.append(RankedPlan("home" if set(cost.assignment) == {home} else "candidate", cost))
     value = (lambda plan: plan.cost.latency_ms) if objective == "latency" else (lambda plan: plan.cost.interval_ms)
-    return sorted(found, key=lambda plan: (value(plan), plan.kind != "best of all"))
+    return sorted(plans, key=lambda plan: (value(plan), plan.kind != "best of all"))
 
 
 def home_latency(plans: Iterable[RankedPlan]) -> float | None:
@@ -130,11 +130,11 @@ def left_out_rows(tables: StageTables) -> list[dict[str, Any]]:
             if size not in times.ms:
                 continue
             try:
-                found = estimated(without.times[unit, stage].ms, size)
+                estimate = estimated(without.times[unit, stage].ms, size)
             except UserError:
                 continue  # not between the others
             rows.append({"nodes": size[0], "edges": size[1], "unit": unit, "stage": stage + 1, "measured_ms": times.ms[size],
-                         "interpolated_ms": found.ms, "error": found.ms / times.ms[size] - 1.0})
+                         "interpolated_ms": estimate.ms, "error": estimate.ms / times.ms[size] - 1.0})
     return rows
 
 

@@ -190,9 +190,9 @@ class TransferTable(Frozen):
     def medians_ms(self) -> dict[tuple[str, Direction], list[tuple[int, float]]]:
         """By memory and direction, numbers of bytes in rising order and the median times of their copies."""
         points: dict[tuple[str, Direction], dict[int, float]] = {}
-        for one in self.records:
-            points.setdefault((one.memory, one.direction), {})[one.bytes] = statistics(one.samples_ms)["median"]
-        return {key: sorted(found.items()) for key, found in points.items()}
+        for record in self.records:
+            points.setdefault((record.memory, record.direction), {})[record.bytes] = statistics(record.samples_ms)["median"]
+        return {key: sorted(medians.items()) for key, medians in points.items()}
 
     def copy_ms(self, memory: str, direction: Direction, moved_bytes: int) -> float:
         """The time of a copy: between the numbers of bytes measured on a line, below them as long as the smallest, above them

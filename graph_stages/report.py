@@ -43,11 +43,11 @@ def _setting(raw: RawMeasurements) -> Iterator[str]:
     yield "=" * 62
     yield f"machine: {', '.join(f'{key} {value}' for key, value in raw.machine.items() if not isinstance(value, (dict, list)))}"
     yield f"versions: {', '.join(f'{key} {value}' for key, value in raw.versions.items())}"
-    sizes = sorted({(one.nodes, one.edges) for one in raw.records})
-    widths = sorted({(one.features, one.hidden) for one in raw.records})
+    sizes = sorted({(record.nodes, record.edges) for record in raw.records})
+    widths = sorted({(record.features, record.hidden) for record in raw.records})
     yield f"sizes (nodes/edges): {', '.join(f'{nodes}/{edges}' for nodes, edges in sizes)}"
     yield f"widths: {', '.join(f'{features} features to {hidden}' for features, hidden in widths)}; graphs: " + ", ".join(
-        sorted({one.graph for one in raw.records}))
+        sorted({record.graph for record in raw.records}))
     yield f"runs: {raw.warmup} to warm up, {raw.runs} timed; seed {raw.seed}"
 
 
@@ -57,12 +57,12 @@ def _ran(raw: RawMeasurements) -> Iterator[str]:
         if not unit.present:
             yield f"  {unit.name}: not measured: {unit.why}"
             continue
-        records = [one for one in raw.records if one.unit == unit.name]
-        ran = Counter(f"{one.runtime} on {one.ran_on}, {one.precision} weights, computing in {one.inference_precision}"
-                      for one in records if one.samples_ms)
+        records = [record for record in raw.records if record.unit == unit.name]
+        ran = Counter(f"{record.runtime} on {record.ran_on}, {record.precision} weights, computing in "
+                      f"{record.inference_precision}" for record in records if record.samples_ms)
         yield f"  {unit.name} ({unit.device_name}): {len(records)} records"
         yield from (f"    {count} by {what}" for what, count in ran.items())
-        why = Counter((one.stage, one.fallback) for one in records if one.fallback)
+        why = Counter((record.stage, record.fallback) for record in records if record.fallback)
         yield from (f"    stage {stage} fell back at {count} sizes: {reason}" for (stage, reason), count in why.items())
 
 
@@ -116,9 +116,10 @@ def draw(records: Sequence[StageRecord], fits: Mapping[tuple[str, int], Regressi
     figure, panels = matplotlib.pyplot.subplots(1, len(units), figsize=(1 + 6 * len(units), 5), squeeze=False,
                                                 layout="constrained")
     for axes, unit in zip(panels[0], units, strict=True):
-        for (of_unit, stage), fit in fits.items():
-            if of_unit == unit:
-                _draw_stage(axes, [one for one in records if (one.unit, one.stage) == (unit, stage) and one.samples_ms], fit)
+        for (fitted_unit, stage), fit in fits.items():
+            if fitted_unit == unit:
+                of_stage = [record for record in records if (record.unit, record.stage) == (unit, stage)]
+                _draw_stage(axes, [record for record in of_stage if record.samples_ms], fit)
         axes.set(title=unit, xscale="log", yscale="log", xlabel="bytes of inputs and outputs (MB)", ylabel="latency (ms)")
         axes.grid(color="0.9")
         axes.legend(fontsize="small")
@@ -128,9 +129,9 @@ def draw(records: Sequence[StageRecord], fits: Mapping[tuple[str, int], Regressi
 
 
 def _draw_stage(axes: matplotlib.pyplot.Axes, records: Sequence[StageRecord], fit: Regression) -> None:
-    moved = np.array([one.bytes_in + one.bytes_out for one in records], float)
+    moved = np.array([record.bytes_in + record.bytes_out for record in records], float)
     label = f"{fit.stage} {records[0].stage_name}: " + (f"{fit.bandwidth:.0f} MB/s" if fit.bandwidth else "no bandwidth")
-    (points,) = axes.plot(moved / 1024**2, [one.statistics["mean"] for one in records], "o", markersize=4, label=label)
+    (points,) = axes.plot(moved / 1024**2, [record.statistics["mean"] for record in records], "o", markersize=4, label=label)
     if fit.slope_ms_per_byte is None or fit.intercept_ms is None:
         return
     line = np.geomspace(moved.min(), moved.max(), 50)

@@ -176,11 +176,11 @@ class StageTables:
 
     def without(self, size: Size) -> StageTables:
         """The tables as if a size had not been measured."""
-        return self._of_sizes(lambda one: one != size)
+        return self._of_sizes(lambda measured: measured != size)
 
     def only(self, size: Size) -> StageTables:
         """The tables as if nothing else had been measured."""
-        return self._of_sizes(lambda one: one == size)
+        return self._of_sizes(lambda measured: measured == size)
 
     def _of_sizes(self, wanted: Callable[[Size], bool]) -> StageTables:
         def kept(ms: Mapping[Size, float]) -> dict[Size, float]:
@@ -202,14 +202,14 @@ class StageTables:
         bases: set[Basis] = {"measured"}
         for (unit, stage), times in self.times.items():
             try:
-                found = estimated(times.ms, size, extrapolate)
+                estimate = estimated(times.ms, size, extrapolate)
                 spread = estimated(times.std_ms, size, extrapolate)
-                after_ms = {other: estimated(ms, size, extrapolate).ms for other, ms in times.after_ms.items()}
+                after_ms = {previous: estimated(ms, size, extrapolate).ms for previous, ms in times.after_ms.items()}
             except UserError as error:
                 left_out.append(f"stage {stage + 1} on {unit}: {error}")
                 continue
-            costs[unit, stage] = StageCost(found.ms, times.memory, times.processor, spread.ms, after_ms)
-            bases.add(found.basis)
+            costs[unit, stage] = StageCost(estimate.ms, times.memory, times.processor, spread.ms, after_ms)
+            bases.add(estimate.basis)
         if len({stage for _, stage in costs}) < len(STAGES):
             raise UserError(outside(self.sizes, size) if self.sizes else "no stage was measured")
         problem = PlanningProblem(
@@ -258,40 +258,40 @@ def read_tables(folders: Sequence[tuple[str, Path]], alone: bool = False) -> Sta
 
 def in_chains(tables: StageTables, measured: ChainTimes) -> StageTables:
     """With times in chains in place of those alone; without any where some stage was not timed so at each of its sizes."""
-    found = _medians_ms(((one.unit, one.stage - 1, one.previous), one) for one in measured.stages)
+    medians_ms = _medians_ms(((record.unit, record.stage - 1, record.previous), record) for record in measured.stages)
     lacking = [(unit, stage) for (unit, stage), times in tables.times.items()
-               if not times.ms.keys() <= found.get((unit, stage, unit), {}).keys()]
+               if not times.ms.keys() <= medians_ms.get((unit, stage, unit), {}).keys()]
     if lacking:
         if measured.stages:
             log.warning("%d stages were not timed in chains at each size, so none of these times is used; add --time-chains",
                         len(lacking))
         return tables
     chained = {
-        (unit, stage): replace(times, ms={size: found[unit, stage, unit][size] for size in times.ms},
-                               after_ms={previous: ms for (of, at, previous), ms in found.items()
-                                         if (of, at) == (unit, stage) and previous in tables.units and previous != unit})
+        (unit, stage): replace(times, ms={size: medians_ms[unit, stage, unit][size] for size in times.ms},
+                               after_ms={previous: ms for (name, number, previous), ms in medians_ms.items()
+                                         if (name, number) == (unit, stage) and previous in tables.units and previous != unit})
         for (unit, stage), times in tables.times.items()}
-    copies_ms = _medians_ms(((one.memory, one.direction, one.tensor), one) for one in measured.copies)
+    copies_ms = _medians_ms(((record.memory, record.direction, record.tensor), record) for record in measured.copies)
     return replace(tables, times=chained, chain_copies_ms=copies_ms)
 
 
 def _medians_ms(records: Iterable[tuple[Key, ChainRecord | CopyRecord]]) -> dict[Key, dict[Size, float]]:
     """The median time of each record, by its key and size."""
-    found: dict[Key, dict[Size, float]] = {}
+    medians_ms: dict[Key, dict[Size, float]] = {}
     for key, record in records:
-        found.setdefault(key, {})[record.nodes, record.edges] = float(np.median(record.samples_ms))
-    return found
+        medians_ms.setdefault(key, {})[record.nodes, record.edges] = float(np.median(record.samples_ms))
+    return medians_ms
 
 
-def _merged(one: StageTables, other: StageTables, folder: Path) -> StageTables:
-    if same := set(one.units) & set(other.units):
+def _merged(tables: StageTables, further: StageTables, folder: Path) -> StageTables:
+    if same := set(tables.units) & set(further.units):
         raise UserError(f"{folder}: has units that another folder has, too: {', '.join(sorted(same))}; give it a name: "
                         f"--results NAME={folder}")
-    widths = {tables.widths for tables in (one, other)} - {(0, 0)}
+    widths = {both.widths for both in (tables, further)} - {(0, 0)}
     if len(widths) > 1:
         raise UserError(f"{folder}: its layer has other widths than that of another folder; plans need the same layer")
-    copies = TransferTable(records=(*one.copies.records, *other.copies.records))
-    return StageTables({**one.times, **other.times}, next(iter(widths), (0, 0)), copies)
+    copies = TransferTable(records=(*tables.copies.records, *further.copies.records))
+    return StageTables({**tables.times, **further.times}, next(iter(widths), (0, 0)), copies)
 
 
 def _read_folder(label: str, folder: Path) -> StageTables:
@@ -300,14 +300,14 @@ def _read_folder(label: str, folder: Path) -> StageTables:
         if record.total_time is not None:
             grouped.setdefault((key.unit, key.stage - 1), {})[key] = record
     times = {(named(label, unit), stage): _stage_times(unit, records) for (unit, stage), records in grouped.items()}
-    memories = {one.memory for one in times.values()} - {HOST}
+    memories = {stage.memory for stage in times.values()} - {HOST}
     if not memories:
         return StageTables(times)
     copies = read_transfers(folder)
-    if copies is None or (missing := memories - {one.memory for one in copies.records}):
+    if copies is None or (missing := memories - {record.memory for record in copies.records}):
         what = ", ".join(sorted(memories if copies is None else missing))
         raise UserError(f"{folder}: copies between the host and {what} were not measured; run: {REMAKE}")
-    widths = {(one.features, one.hidden) for one in read_raw(folder / RAW).records}
+    widths = {(record.features, record.hidden) for record in read_raw(folder / RAW).records}
     if len(widths) > 1:
         raise UserError(f"{folder}: layers of several widths; plans need one")
     return StageTables(times, widths.pop(), copies)

@@ -53,14 +53,14 @@ def find_units(cpu_runtime: str | None = None, devices: Mapping[str, str] | None
     Raises:
         UserError: that runtime is not installed.
     """
-    found = openvino_devices() if devices is None else dict(devices)
-    chosen = cpu_runtime or (OPENVINO if "CPU" in found else TORCH)
+    present = openvino_devices() if devices is None else dict(devices)
+    chosen = cpu_runtime or (OPENVINO if "CPU" in present else TORCH)
     if not runtime_version(chosen):
         raise UserError(f"--cpu-runtime {chosen}: it is not installed; {INSTALL}")
-    units = [_unit("CPU", found.get("CPU") or machine("cpu").device_name, chosen)]
+    units = [_unit("CPU", present.get("CPU") or machine("cpu").device_name, chosen)]
     for kind in ("GPU", "NPU"):
-        there = [name for name in found if kind_of(name) == kind]
-        units += [_unit(name, found[name], OPENVINO) for name in there] or [_absent(kind, _why_not_there(kind, found))]
+        names = [name for name in present if kind_of(name) == kind]
+        units += [_unit(name, present[name], OPENVINO) for name in names] or [_absent(kind, _why_absent(kind, present))]
     if why := _why_no_cuda():
         return [*units, _absent("CUDA", why)]
     return [*units, _unit("CUDA", gpu_facts()["name"], ORT)]
@@ -75,7 +75,7 @@ def _absent(name: str, why: str) -> UnitReport:
     return UnitReport(name=name, present=False, why=why)
 
 
-def _why_not_there(kind: str, devices: Mapping[str, str]) -> str:
+def _why_absent(kind: str, devices: Mapping[str, str]) -> str:
     if not devices:
         return f"the package openvino, which finds it, is not installed; {INSTALL}"
     return f"OpenVINO {runtime_version(OPENVINO)} finds none (it finds {', '.join(devices)}); it needs {NEEDS[kind]}"
@@ -90,24 +90,24 @@ def _why_no_cuda() -> str:
     return ""
 
 
-def choose_units(found: Sequence[UnitReport], asked: Sequence[str]) -> list[UnitReport]:
-    """The units to measure, in the order of `found`: those that are there and asked for; all where `asked` is empty.
+def choose_units(reports: Sequence[UnitReport], asked: Sequence[str]) -> list[UnitReport]:
+    """The units to measure, in the order of `reports`: those that are there and asked for; all where `asked` is empty.
 
     Raises:
         UserError: no such unit, or none of them is there. The message says why each is out.
     """
-    names = [unit.name for unit in found]
+    names = [unit.name for unit in reports]
     for name in asked:
         if name not in names and name not in KINDS:
             raise UserError(f"--units {name}: no such unit; this machine was asked for {', '.join(names)}")
-    wanted = [unit for unit in found if not asked or unit.name in asked or kind_of(unit.name) in asked]
+    wanted = [unit for unit in reports if not asked or unit.name in asked or kind_of(unit.name) in asked]
     if present := [unit for unit in wanted if unit.present]:
         return present
     raise UserError("no unit to measure: " + "; ".join(f"{unit.name}: {unit.why}" for unit in wanted))
 
 
-class StageUnit(Frozen):
-    """What is measured.
+class StageTask(Frozen):
+    """One stage to measure on one unit, on one graph.
 
     Attributes:
         size: of the graph and the layer.
@@ -136,7 +136,7 @@ class StageUnit(Frozen):
 
     @property
     def id(self) -> str:
-        """Says all that matters, so that other settings are other units of the journal."""
+        """Says all that matters, so that the journal tells other settings apart."""
         size = self.size
         parts = (self.unit, f"stage{self.stage}", size.name, f"f{size.features}", f"h{size.hidden}", self.graph,
                  f"s{self.source.seed}", f"{self.runtime}{self.runtime_version}", f"t{self.threads}", f"w{self.warmup}",
@@ -185,9 +185,9 @@ def _tensors(size: GraphSize, source: GraphSource, precision: str) -> dict[str, 
     return all_tensors(graph, weights if precision == "FP32" else weights.rounded(), source.seed)
 
 
-def facts_of(unit: StageUnit) -> dict[str, Any]:
-    """What a measurement of it says of the unit, by the fields of `StageRecord`."""
-    size, stage = unit.size, unit.definition
-    return {"nodes": size.nodes, "edges": size.edges, "features": size.features, "hidden": size.hidden, "graph": unit.graph,
-            "unit": unit.unit, "stage": stage.id, "stage_name": stage.name, "precision": unit.precision,
+def facts_of(task: StageTask) -> dict[str, Any]:
+    """What every measurement of a task says of it, by the fields of `StageRecord`."""
+    size, stage = task.size, task.definition
+    return {"nodes": size.nodes, "edges": size.edges, "features": size.features, "hidden": size.hidden, "graph": task.graph,
+            "unit": task.unit, "stage": stage.id, "stage_name": stage.name, "precision": task.precision,
             "bytes_in": stage.bytes_in(size), "bytes_out": stage.bytes_out(size)}

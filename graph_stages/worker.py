@@ -15,7 +15,7 @@ import numpy as np
 from graph_stages.layer import HOST
 from graph_stages.opening import Feed, OpenedStage, Refused, open_stage, wrong
 from graph_stages.records import DIRECTIONS, Direction
-from graph_stages.units import StageUnit, facts_of
+from graph_stages.units import StageTask, facts_of
 from measuring.run_times import time_warm_runs_ms
 from records.measurement import Measurement, Status, now
 from utils.allocator import keep_freed_memory
@@ -31,45 +31,6 @@ STEPS = 9  # numbers of bytes of copies, evenly spaced on a logarithmic scale
 FEWEST_BYTES = 4096
 
 
-def measure_stage(unit: StageUnit) -> Measurement:
-    """The times of a stage's runs, after some that do not count; a stage that nothing can run is a measurement that says so."""
-    began = now()
-    try:
-        opened, fallback = open_stage(unit)
-    except Refused as refused:
-        return failed(unit, "failed", str(refused), began)
-    feed = unit.tensors
-    samples_ms = time_opened(opened, feed, unit.warmup, unit.runs)
-    quantities = {}
-    if opened.memory != HOST:
-        values = {name: opened.to_unit(name, feed[name]) for name in unit.definition.inputs}
-        quantities[RESIDENT] = rounded(time_warm_runs_ms(partial(opened.run_resident, values), unit.warmup, unit.runs))
-    if why := wrong(opened.run(feed), feed[unit.definition.outputs[0]], opened.inference_precision):
-        return failed(unit, "failed", f"{opened.runtime}: after {unit.runs} runs {why}", began)
-    facts = facts_of(unit) | {"runtime": opened.runtime, "ran_on": opened.ran_on, "fallback": fallback,
-                              "inference_precision": opened.inference_precision, "threads": opened.threads}
-    return Measurement(subject=SUBJECT, id=unit.id, label="run", context="alone", place="alone", facts=facts,
-                       samples_ms=rounded(samples_ms), quantities=quantities, started=began, ended=now())
-
-
-def time_opened(opened: OpenedStage, feed: Feed, warmup: int, runs: int) -> list[float]:
-    """Times of runs in ms, with the copies to and from the unit."""
-    return time_warm_runs_ms(partial(opened.run, feed), warmup, runs)
-
-
-def failed(unit: StageUnit, status: Status, error: str, began: str = "") -> Measurement:
-    """The measurement of a stage that could not be run."""
-    facts = facts_of(unit) | {"runtime": unit.runtime, "ran_on": unit.unit, "fallback": "",
-                              "inference_precision": unit.inference_precision, "threads": unit.threads}
-    return Measurement(subject=SUBJECT, id=unit.id, label="run", context="alone", place="alone", facts=facts, status=status,
-                       error=error, started=began or now(), ended=now())
-
-
-def rounded(samples_ms: Iterable[float]) -> tuple[float, ...]:
-    """Times to the nanosecond; clocks are no finer."""
-    return tuple(round(sample, 6) for sample in samples_ms)
-
-
 class Copy(Frozen):
     """A copy to time: its direction, and its bytes, a multiple of 4."""
 
@@ -82,33 +43,69 @@ class Request(Frozen):
     last two the stage stays open."""
 
     do: Literal["measure", "canary", "copy"]
-    unit: StageUnit
+    task: StageTask
     copied: Copy | None = None
 
 
+def measure_stage(task: StageTask) -> Measurement:
+    """The times of a stage's runs, after some that do not count; a stage that nothing can run is a measurement that says so."""
+    began = now()
+    try:
+        opened, fallback = open_stage(task)
+    except Refused as refused:
+        return failed(task, "failed", str(refused), began)
+    feed = task.tensors
+    samples_ms = time_opened(opened, feed, task.warmup, task.runs)
+    quantities = {}
+    if opened.memory != HOST:
+        values = {name: opened.to_unit(name, feed[name]) for name in task.definition.inputs}
+        quantities[RESIDENT] = rounded(time_warm_runs_ms(partial(opened.run_resident, values), task.warmup, task.runs))
+    if why := wrong(opened.run(feed), feed[task.definition.outputs[0]], opened.inference_precision):
+        return failed(task, "failed", f"{opened.runtime}: after {task.runs} runs {why}", began)
+    facts = facts_of(task) | {"runtime": opened.runtime, "ran_on": opened.ran_on, "fallback": fallback,
+                              "inference_precision": opened.inference_precision, "threads": opened.threads}
+    return Measurement(subject=SUBJECT, id=task.id, label="run", context="alone", place="alone", facts=facts,
+                       samples_ms=rounded(samples_ms), quantities=quantities, started=began, ended=now())
+
+
+def time_opened(opened: OpenedStage, feed: Feed, warmup: int, runs: int) -> list[float]:
+    """Times of runs in ms, with the copies to and from the unit."""
+    return time_warm_runs_ms(partial(opened.run, feed), warmup, runs)
+
+
+def failed(task: StageTask, status: Status, error: str, began: str = "") -> Measurement:
+    """The measurement of a stage that could not be run."""
+    facts = facts_of(task) | {"runtime": task.runtime, "ran_on": task.unit, "fallback": "",
+                              "inference_precision": task.inference_precision, "threads": task.threads}
+    return Measurement(subject=SUBJECT, id=task.id, label="run", context="alone", place="alone", facts=facts, status=status,
+                       error=error, started=began or now(), ended=now())
+
+
+def rounded(samples_ms: Iterable[float]) -> tuple[float, ...]:
+    """Times to the nanosecond; clocks are no finer."""
+    return tuple(round(sample, 6) for sample in samples_ms)
+
+
 @lru_cache(maxsize=1)
-def _canary(unit: StageUnit) -> tuple[OpenedStage, Feed]:
-    return open_stage(unit)[0], unit.tensors
+def _canary(task: StageTask) -> tuple[OpenedStage, Feed]:
+    return open_stage(task)[0], task.tensors
 
 
-def run_canary(unit: StageUnit) -> Measurement:
+def run_canary(task: StageTask) -> Measurement:
     """Times of the canary."""
     try:
-        opened, feed = _canary(unit)
+        opened, feed = _canary(task)
     except Refused as refused:
-        return failed(unit, "failed", str(refused))
+        return failed(task, "failed", str(refused))
     return Measurement(subject=SUBJECT, id=CANARY, label=CANARY, context="alone", place="alone",
                        samples_ms=rounded(time_opened(opened, feed, CANARY_WARMUP, CANARY_RUNS)))
 
 
-def sizes_of_copies(largest: int) -> list[int]:
-    """Numbers of bytes to measure: up to the largest tensor, whole float32 values."""
-    return sorted({4 * round(one / 4) for one in np.geomspace(FEWEST_BYTES, max(largest, 2 * FEWEST_BYTES), STEPS)})
-
-
-def copies_to_time(largest: int) -> list[Copy]:
-    """Both directions at each number of bytes."""
-    return [Copy(direction=direction, bytes=moved) for moved in sizes_of_copies(largest) for direction in DIRECTIONS]
+def copies_to_time(largest_bytes: int) -> list[Copy]:
+    """Both directions at several sizes, whole float32 values, up to the largest tensor."""
+    sizes = np.geomspace(FEWEST_BYTES, max(largest_bytes, 2 * FEWEST_BYTES), STEPS)
+    return [Copy(direction=direction, bytes=size) for size in sorted({4 * round(size / 4) for size in sizes})
+            for direction in DIRECTIONS]
 
 
 def time_copy(copy: Copy, to_device: Callable[[Any], Any], to_host: Callable[[Any], Any], warmup: int,
@@ -126,26 +123,26 @@ def time_copy(copy: Copy, to_device: Callable[[Any], Any], to_host: Callable[[An
     return time_warm_runs_ms(run, warmup, runs)
 
 
-def run_copy(unit: StageUnit, copy: Copy) -> Measurement:
+def run_copy(task: StageTask, copy: Copy) -> Measurement:
     """Times of a copy; none where the stage has its data in the host's memory."""
     try:
-        opened, _ = _canary(unit)
+        opened, _ = _canary(task)
     except Refused as refused:
-        return failed(unit, "failed", str(refused))
-    name = unit.definition.inputs[0]
+        return failed(task, "failed", str(refused))
+    name = task.definition.inputs[0]
     copies = partial(opened.to_unit, name), partial(opened.to_host, name)
-    samples_ms = time_copy(copy, *copies, unit.warmup, unit.runs) if opened.memory != HOST else []
+    samples_ms = time_copy(copy, *copies, task.warmup, task.runs) if opened.memory != HOST else []
     return Measurement(subject=COPY, id=COPY, label="run", context="alone", place="alone", samples_ms=rounded(samples_ms))
 
 
 def answer(request: Request) -> Measurement:
-    """What a request asks for; an error of the graph's file is one of the unit."""
+    """What a request asks for. A graph's file that can't be read makes the task fail."""
     try:
         if request.copied:
-            return run_copy(request.unit, request.copied)
-        return measure_stage(request.unit) if request.do == "measure" else run_canary(request.unit)
+            return run_copy(request.task, request.copied)
+        return measure_stage(request.task) if request.do == "measure" else run_canary(request.task)
     except UserError as error:
-        return failed(request.unit, "failed", str(error))
+        return failed(request.task, "failed", str(error))
 
 
 def main() -> None:

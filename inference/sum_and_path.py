@@ -1,11 +1,11 @@
 """The sum of a model's kernel times, and the longest path through them, against the time of the whole network.
 
-Reads the datasets of some targets, under ONNX Runtime or TVM, and their kernel records. For each model that was measured
+Reads the datasets of some targets, under any runtime, and their kernel records. For each model that was measured
 whole and by kernels it adds the kernels up, and finds the longest path in linear time. Which of the two a target uses is
 chosen, for each model, by the models of other families; with --choose-by by those of the families named, which then count in
 no mean error. Where a composition was fitted, its prediction for the model (from predicted kernels, with the model's family
 held out of all training) comes next to it. Under a target with searched schedules, `unsearched` kernels count with the times
-that they have without. Prints a table; writes nothing.
+that they have without. Of several targets, a last table has each model under all of them. Prints tables; writes nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -38,7 +39,7 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 log = get_logger("sum_and_path")
-IN_MODEL = "kernel_time"  # the label of kernels that adds up under ONNX Runtime on a CPU
+IN_MODEL = "kernel_time"  # the label of kernels that adds up on a CPU, where it is taken
 KINDS: tuple[Kind, ...] = ("sum", "critical_path")
 EXAMPLES = """
 python inference/sum_and_path.py
@@ -164,6 +165,29 @@ def summary(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> 
     return found
 
 
+def comparison(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """One row for each model that several targets have: its latency under each, measured and predicted with its family held
+    out, and the error of that prediction.
+
+    Args:
+        tables: by what each target is called, its rows.
+    """
+    by_model: dict[str, dict[str, Any]] = {}
+    targets = Counter(row["model"] for rows in tables.values() for row in rows)
+    for called, rows in tables.items():
+        for row in rows:
+            by_model.setdefault(row["model"], {"model": row["model"]}).update({
+                f"{called}_ms": row["whole_ms"], f"{called}_predicted_ms": row.get("predicted_ms"),
+                f"{called}_error_%": row.get("predicted_error_%")})
+    return [row for name, row in sorted(by_model.items()) if targets[name] > 1]
+
+
+def called(targets: Sequence[Target]) -> list[str]:
+    """What each target is called beside the others: by its runtime, or by its whole name if others have the same runtime."""
+    runtimes = Counter(target.flavour.runtime for target in targets)
+    return [target.flavour.runtime if runtimes[target.flavour.runtime] == 1 else target.name for target in targets]
+
+
 def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", action="append", metavar="NAME", help="whose dataset (repeatable; default: all)")
@@ -177,12 +201,16 @@ def main() -> None:
         raise UserError("no model was measured together with its kernels; measure with: python benchmark/collector.py")
     check_families(tables, args.choose_by)
     summaries = [summary(rows, args.choose_by) for rows in tables]
+    targets = [read_header(workspace.dataset(rows[0]["target"])).target for rows in tables]
+    compared = comparison(dict(zip(called(targets), tables, strict=True)))
     if args.json:
-        cli.print_json({"targets": summaries, "models": [row for rows in tables for row in rows]})
+        cli.print_json({"targets": summaries, "models": [row for rows in tables for row in rows], "compared": compared})
         return
     for rows in tables:
         cli.print_table([{name: value for name, value in row.items() if name not in ("target", "family")} for row in rows],
                         str(rows[0]["target"]))
+    if compared:
+        cli.print_table(compared, "measured, and predicted with the model's family held out (ms)")
     cli.print_table(summaries, "mean errors against the whole network")
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from runtimes.runtime import Runtime
 
 # By name, the module that defines RUNTIME. It is loaded when it is asked for.
-MODULES = {"ort": "runtimes.ort.runtime", "tvm": "runtimes.tvm.runtime"}
+MODULES = {"ort": "runtimes.ort.runtime", "tvm": "runtimes.tvm.runtime", "openvino": "runtimes.openvino.runtime"}
 
 
 @functools.cache

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmark.collecting.collect import collect_in_models, collect_kernels
-from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.config import CollectorConfig, SettingConfig
 from benchmark.collecting.crew import Crew, start_crew
 from benchmark.collecting.work import ModelItem
 from inference.core.sources import Source, record_of
-from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, local_targets, predictor_folders
+from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, is_here, local_targets, predictor_folders
 from records.dataset_files import DatasetKernel, header_path
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
 from records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
 from runtimes import runtime_named
+from runtimes.protocol import Setting
 from training.composition.default_composition import default_composition, save_default, untrained
 from training.kernels.predictors import ON_GPU, leaves_gpu_idle
 from training.kernels.saving import copy_predictors, renew_measured
@@ -32,7 +33,7 @@ from training.kernels.uncertainty import NOTHING_LEARNED
 from utils.config import read_config
 from utils.errors import UserError
 from utils.files import write_json
-from utils.fingerprint import Flavour
+from utils.fingerprint import Flavour, Target
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
@@ -116,15 +117,16 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         workspace.find_model(Path(source))  # reports a mistyped name before anything starts
     fitted = nothing_learned(workspace, target) or fitted_for(workspace, target)
     name, flavour = fitted.target.name, fitted.target.flavour
-    if fitted.target not in local_targets():
+    if not is_here(fitted.target):
         raise UserError(f"kernels of target {name} can be measured on such a machine alone, and this one is "
                         f"{' and '.join(own.name for own in local_targets())}; predict without --measure-missing, or there")
     on_cpu, begins = flavour.device == "cpu", not header_path(workspace.dataset(name)).exists()
     config = (config or read_config(CONFIG, CollectorConfig)).model_copy(update={
-        "device": flavour.device,
+        "device": flavour.device, "runtime": flavour.runtime, "setting": setting_of(fitted.target),
         "labels": (*DEFAULT_LABELS, fitted.composition.label) if begins and fitted.composition.assumed and on_cpu else
                   (fitted.composition.label,)})
-    with start_crew(config, flavour.device, config.labels) as crew:  # it starts up while the model is analysed
+    setting = Setting.of(fitted.target, workspace.kernel_onnx)
+    with start_crew(config, flavour.device, config.labels, setting) as crew:  # it starts up while the model is analysed
         records = _records(source, sizes, fitted, workspace, force, static)
         missing = missing_kernels(fitted, records)
         if not missing:
@@ -141,6 +143,13 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
             measured, measuring_s = measured + alone, measuring_s + alone_s
     left = tuple(missing_kernels(fitted_for(workspace, name), records))
     return Filled(measured, measuring_s, time.monotonic() - began, left)
+
+
+def setting_of(target: Target) -> SettingConfig:
+    """The setting in a collector's config with which this machine is a target."""
+    if not runtime_named(target.flavour.runtime).takes_setting:
+        return SettingConfig()
+    return SettingConfig(level=target.flavour.optimization, threads=target.threads, cores=target.cores)
 
 
 def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:

@@ -98,15 +98,14 @@ def summary_row(folder: Path) -> dict[str, Any] | None:
     if not overall:
         return None
     reasons = Counter(row["status"] for row in layers if row["status"] != "ok")
-    strange = sum(bool(row["unexpected_kernels"]) for row in layers)
+    unexpected = sum(bool(row["unexpected_kernels"]) for row in layers)
     row = {"model": overall[0]["model"], "algorithm": overall[0]["algorithm"], "gpu": overall[0]["gpu"],
            "batch": int(overall[0]["batch"]), "layers": overall[0]["layers"],
            "not supported": overall[0]["layers_not_supported"], "why": ", ".join(reasons) or None,
-           "other kernels than expected": strange}
-    for one in overall:
-        row[f"{one['input_size']} (ms)"] = float(one["mean"]) if one["mean"] else None
-        row[f"{one['input_size']} (J)"] = float(one["energy_per_inference_j"]) if one["energy_per_inference_j"] else None
-        row[f"{one['input_size']} events/CUPTI"] = float(one["layers_to_cupti"]) if one["layers_to_cupti"] else None
+           "other kernels than expected": unexpected}
+    columns = {"(ms)": "mean", "(J)": "energy_per_inference_j", "events/CUPTI": "layers_to_cupti"}
+    for run in overall:
+        row |= {f"{run['input_size']} {shown}": float(run[name]) if run[name] else None for shown, name in columns.items()}
     return row
 
 

@@ -64,10 +64,10 @@ def refusals(runs: pd.DataFrame, layers: pd.DataFrame) -> str:
     if least == count:
         return "every layer"
     refused, which = layers[layers.status != "ok"], []
-    for (kernel, stride), found in refused.groupby(["kernel_size", "stride"]):
+    for (kernel, stride), layers_alike in refused.groupby(["kernel_size", "stride"]):
         smaller = layers[(layers.status == "ok") & (layers.kernel_size == kernel) & (layers.stride == stride)]
         which.append(str(kernel) + ("" if stride == "1x1" else f" stride {str(stride).partition('x')[0]}")
-                     + (f" from {found.height.min():.0f} pixels on" if len(smaller) else ""))
+                     + (f" from {layers_alike.height.min():.0f} pixels on" if len(smaller) else ""))
     return f"{least if least == most else f'{least} to {most}'} of {count}: {', '.join(which)}"
 
 

@@ -84,18 +84,18 @@ def test_what_ran_counts_and_a_fallback_does_not(results: Path) -> None:
     for case in cases:
         assert case.times_ms == {name: made_up_ms(case.shape, name) for name in case.times_ms}
         assert set(case.times_ms) == ({"gemm"} if case.shape.kernel == (1, 1) else {"gemm", "fft"})
-        assert (case.own, case.own_ms) == ("gemm", made_up_ms(case.shape, "gemm"))
+        assert (case.library_choice, case.library_ms) == ("gemm", made_up_ms(case.shape, "gemm"))
 
 
 def test_gains_over_the_librarys_own_choice(results: Path) -> None:
     cases = read_cases(results)
     for row in gain_rows(cases):
-        found = [case for case in cases if (case.model, case.input_size) == (row["model"], row["input_size"])]
-        own_ms = sum(made_up_ms(case.shape, "gemm") for case in found)
-        best_ms = sum(min(case.times_ms.values()) for case in found)
-        assert best_ms < own_ms
-        assert row["gain_percent"] == pytest.approx(100 * (own_ms - best_ms) / own_ms)
-        assert (row["layers"], row["without_own"], row["best_single"]) == (12, 0, "gemm")
+        run = [case for case in cases if (case.model, case.input_size) == (row["model"], row["input_size"])]
+        library_ms = sum(made_up_ms(case.shape, "gemm") for case in run)
+        best_ms = sum(min(case.times_ms.values()) for case in run)
+        assert best_ms < library_ms
+        assert row["gain_percent"] == pytest.approx(100 * (library_ms - best_ms) / library_ms)
+        assert (row["layers"], row["without_library"], row["best_single"]) == (12, 0, "gemm")
 
 
 def test_predicted_choices_of_families_left_out(results: Path) -> None:
@@ -106,7 +106,7 @@ def test_predicted_choices_of_families_left_out(results: Path) -> None:
     regret = mean_regret(rows)
     assert regret is not None
     assert 0 <= regret < 5.0
-    assert all(row["with_a_choice"] == 9 and row["regret_of_own_percent"] > 10 for row in rows)
+    assert all(row["with_a_choice"] == 9 and row["library_regret_percent"] > 10 for row in rows)
     worst = [{name: -time_ms for name, time_ms in case.times_ms.items()} for case in cases]  # chooses the slowest
     assert all(row["regret_percent"] > 10 for row in regret_rows(cases, worst))
 
@@ -125,15 +125,15 @@ def test_a_later_stage_replaces_an_earlier_one(tmp_path: Path) -> None:
         files.write_csv(tmp_path / stage / "vgg16_gemm_h200" / "vgg16_gemm_layers.csv", (*LAYERS, *LAYERS_MORE), [row])
     (case,) = read_cases(tmp_path)
     assert case.times_ms == {"gemm": 7.0}
-    assert (case.own, case.own_ms) == ("", None)
+    assert (case.library_choice, case.library_ms) == ("", None)
     assert left_out_times([case]) == [{}]
     assert mean_regret(regret_rows([case], [{}])) is None
 
 
 def test_the_script(results: Path, tmp_path: Path) -> None:
-    found = json.loads(printed(SCRIPT, "--results", results, "--output-dir", tmp_path, "--model", "vgg16", "--json"))
-    assert {row["model"] for row in found["gain"]} == {"vgg16"}
-    assert found["mean_regret_percent"] < 5
+    tables = json.loads(printed(SCRIPT, "--results", results, "--output-dir", tmp_path, "--model", "vgg16", "--json"))
+    assert {row["model"] for row in tables["gain"]} == {"vgg16"}
+    assert tables["mean_regret_percent"] < 5
     with (tmp_path / "best.csv").open() as table:
         rows = list(csv.DictReader(table))
     assert len(rows) == 24
@@ -148,9 +148,9 @@ def test_layers_of_a_model_without_a_run_are_those_of_a_run() -> None:
     for name, count in (("squeezenet1_1", 26), ("googlenet", 57)):
         forced = ForcedModel(build(name, "fp32", (64, 64)), TorchEngine())
         forced.plan(torch.zeros(2, 3, 64, 64))
-        found = layer_shapes(name, 64, 2, "fp32")
-        assert len(found) == count
-        assert found == [(call.layer, call.shape) for call in forced.calls]
+        shapes = layer_shapes(name, 64, 2, "fp32")
+        assert len(shapes) == count
+        assert shapes == [(call.layer, call.shape) for call in forced.calls]
     with pytest.raises(UserError, match="alexnet at 16x16: "):
         layer_shapes("alexnet", 16, 1, "fp32")
 

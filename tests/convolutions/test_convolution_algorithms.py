@@ -15,13 +15,13 @@ from utils.fingerprint import has_cuda
 @pytest.mark.parametrize("text", [
     "implicit precomp gemm", "implicit_precomp_gemm", "Implicit-Precomp GEMM", " implicit  precomp_gemm"])
 def test_blanks_underscores_and_dashes_are_the_same(text: str) -> None:
-    found = algorithm_named(text, "cuda")
-    assert (found.name, found.file_name, found.number) == ("implicit precomp gemm", "implicit_precomp_gemm", 1)
+    algorithm = algorithm_named(text, "cuda")
+    assert (algorithm.name, algorithm.file_name, algorithm.number) == ("implicit precomp gemm", "implicit_precomp_gemm", 1)
 
 
 def test_all_algorithms_of_the_study_are_there() -> None:
     """With cuDNN's numbers (cudnnConvolutionFwdAlgo_t)."""
-    assert {name: one.number for name, one in ON_GPU.items()} == {
+    assert {name: algorithm.number for name, algorithm in ON_GPU.items()} == {
         "implicit gemm": 0, "implicit precomp gemm": 1, "gemm": 2, "direct": 3, "fft": 4, "fft tiling": 5, "winograd": 6,
         "winograd nonfused": 7, "guess": None, "default": None}
     assert set(ON_CPU) == {"default", "direct", "smm"}
@@ -37,10 +37,10 @@ def test_an_unknown_algorithm_and_one_of_a_gpu_on_a_cpu() -> None:
 
 
 def test_which_can_never_run() -> None:
-    never = {name for name, one in ON_GPU.items() if never_runs(one, "cuda", HOPPER)}
+    never = {name for name, algorithm in ON_GPU.items() if never_runs(algorithm, "cuda", HOPPER)}
     assert never == {"direct", "winograd"}
-    assert {name for name, one in ON_GPU.items() if never_runs(one, "cuda", (8, 9))} == {"direct"}
-    assert not [one for one in ON_CPU.values() if never_runs(one, "cpu")]
+    assert {name for name, algorithm in ON_GPU.items() if never_runs(algorithm, "cuda", (8, 9))} == {"direct"}
+    assert not [algorithm for algorithm in ON_CPU.values() if never_runs(algorithm, "cpu")]
 
 
 @pytest.mark.parametrize(("count", "smallest", "largest", "sizes"), [

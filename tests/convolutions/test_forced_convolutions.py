@@ -60,10 +60,10 @@ class PretendedCudnn:
                 workspace: torch.Tensor | None) -> None:
         assert workspace is not None
         assert workspace.numel() == 64
-        found, groups = [c_int() for _ in range(8)], c_int()
-        check(library().cudnnGetConvolution2dDescriptor(made.convolution, *map(byref, found)))
+        sizes, groups = [c_int() for _ in range(8)], c_int()
+        check(library().cudnnGetConvolution2dDescriptor(made.convolution, *map(byref, sizes)))
         check(library().cudnnGetConvolutionGroupCount(made.convolution, byref(groups)))
-        values = [one.value for one in found]
+        values = [size.value for size in sizes]
         output.copy_(torch.nn.functional.conv2d(images, weights, None, values[2:4], values[0:2], values[4:6], groups.value))
 
 
@@ -200,10 +200,10 @@ def test_the_forced_function_is_what_runs_and_only_in_the_block() -> None:
     forced = ForcedModel(model, Refusing(0, factor=1 + 1e-5))
     forced.plan(images)
     with torch.inference_mode():
-        own = model(images)
+        by_torch = model(images)
         with forced.forced():
-            assert not torch.equal(model(images), own)
-        assert torch.equal(model(images), own)
+            assert not torch.equal(model(images), by_torch)
+        assert torch.equal(model(images), by_torch)
 
 
 @pytest.mark.skipif(bool(ai3_missing()), reason="aithree is optional")
@@ -230,7 +230,7 @@ def test_without_aithree_the_error_names_its_requirements() -> None:
 
 
 def test_a_layer_with_another_ones_plan_is_far_out_of_tolerance() -> None:
-    """Two layers of one shape whose plans are exchanged; noise as of TF32 stays within the tolerance of a model."""
+    """Two layers of one shape whose plans are exchanged; noise like that of TF32 stays within the tolerance of a model."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))).eval()
     images = torch.randn(1, 4, 9, 9)

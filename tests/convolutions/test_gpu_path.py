@@ -69,8 +69,8 @@ def profile(algorithm: str, fallback: bool = False) -> tuple[Any, list[Any]]:
     model = torchvision.models.squeezenet1_1().eval()
     settings = ProfileSettings(model="squeezenet1_1", algorithm=algorithm, gpu="h200", device="cuda", device_name="NVIDIA H200",
                                input_sizes=(64,), warmup=1, measure=3, fallback=fallback)
-    other = CudnnEngine(ON_GPU["guess"], True) if fallback else None
-    forced = ForcedModel(model, CudnnEngine(ON_GPU[algorithm], True), other)
+    instead = CudnnEngine(ON_GPU["guess"], True) if fallback else None
+    forced = ForcedModel(model, CudnnEngine(ON_GPU[algorithm], True), instead)
     whole, *layers = measure_profile(settings.units[0], forced, Instruments("cuda", energy_s=0.0, event_overhead_ms=0.001))
     return whole, layers
 
@@ -110,12 +110,12 @@ def test_runs_in_which_the_gpu_caught_up_do_not_count(pretended_gpu: list[int], 
 
     monkeypatch.setattr(Event, "query", query)
     with torch.inference_mode():
-        found = time_layers(lambda: model(images), model, 3, "cuda")
-        assert [(len(call.samples_ms), call.ahead_runs) for call in found] == [(3, 3), (2, 2)]
-        assert all(call.host_ms > 0 for call in found)
+        calls = time_layers(lambda: model(images), model, 3, "cuda")
+        assert [(len(call.samples_ms), call.ahead_runs) for call in calls] == [(3, 3), (2, 2)]
+        assert all(call.host_ms > 0 for call in calls)
         monkeypatch.setattr(Event, "query", lambda self: True)
-        found = time_layers(lambda: model(images), model, 3, "cuda")
-    assert [(len(call.samples_ms), call.ahead_runs) for call in found] == [(3, 0)] * 2  # no better times than these
+        calls = time_layers(lambda: model(images), model, 3, "cuda")
+    assert [(len(call.samples_ms), call.ahead_runs) for call in calls] == [(3, 0)] * 2  # no better times than these
     assert len(pretended_gpu) == 2 * 3 * 2
     assert min(pretended_gpu) > SHORTEST_HOLD_MS * 2e6
 

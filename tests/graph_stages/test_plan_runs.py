@@ -22,7 +22,7 @@ from graph_stages.profiling import record_of
 from graph_stages.records import DIRECTIONS, RawMeasurements, TransferRecord, TransferTable, raw_path
 from graph_stages.report import analyze
 from graph_stages.tables import StageTables, StageTimes, in_chains, read_tables
-from graph_stages.units import StageUnit
+from graph_stages.units import StageTask
 from graph_stages.worker import measure_stage
 from utils import files
 from utils.errors import UserError
@@ -31,27 +31,27 @@ from utils.paths import Workspace
 SIZES = [GraphSize(nodes=nodes, edges=edges, features=12, hidden=6) for nodes, edges in ((40, 50), (40, 200), (150, 200))]
 
 
-def unit_of(folder: Path, size: GraphSize, stage: int, runtime: str) -> StageUnit:
-    return StageUnit(size=size, graph="uniform", unit="CPU", stage=stage, runtime=runtime, threads=1, warmup=1, runs=5,
+def task_of(folder: Path, size: GraphSize, stage: int, runtime: str) -> StageTask:
+    return StageTask(size=size, graph="uniform", unit="CPU", stage=stage, runtime=runtime, threads=1, warmup=1, runs=5,
                      models=str(folder / "exported_models"))
 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folder of results of each runtime."""
-    found = {}
+    results = {}
     for runtime in ("ort", "torch"):
         workspace = Workspace(tmp_path_factory.mktemp(runtime))
         if runtime == "ort":
             export_stages(workspace.stage_models, list(model_files(SIZES, 0)))
-        work = [unit_of(workspace.stage_results.parent, size, stage.id, runtime) for size in SIZES for stage in STAGES]
-        records = tuple(record_of(unit, measure_stage(unit)) for unit in work)
-        assert {(one.runtime, one.status) for one in records} == {(runtime, "ok")}
+        work = [task_of(workspace.stage_results.parent, size, stage.id, runtime) for size in SIZES for stage in STAGES]
+        records = tuple(record_of(task, measure_stage(task)) for task in work)
+        assert {(record.runtime, record.status) for record in records} == {(runtime, "ok")}
         raw = RawMeasurements(machine={}, versions={}, warmup=1, runs=5, seed=0, units=(), records=records)
         files.write_json(raw_path(workspace), raw)
         analyze(workspace)
-        found[runtime] = workspace.stage_results
-    return found
+        results[runtime] = workspace.stage_results
+    return results
 
 
 @pytest.mark.slow
@@ -82,14 +82,15 @@ def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> No
     alone = read_tables(folders)
     done = run_script("graph_stages/plan_stages.py", *options, "--time-chains", "--runs", "2", "--rounds", "2")
     assert done.returncode == 0, done.stderr
-    assert "3 sizes timed in chains, 0 were there" in done.stderr
+    assert "3 sizes timed in chains, 0 timed before" in done.stderr
     records = read_chains(profiled["ort"]).stages
     assert len(records) == 3 * (2 * 7 + 2 * 6)  # the first stage has none before it
     tables = read_tables(folders)
     times = tables.times["CPU-ort", 4]
-    (own,) = [one for one in records if (one.unit, one.previous, one.stage, one.nodes) == ("CPU-ort", "CPU-ort", 5, 150)]
-    assert times.ms[150, 200] == np.median(own.samples_ms)
-    assert len(own.samples_ms) == 4
+    (after_ort,) = [record for record in records if (record.unit, record.previous) == ("CPU-ort", "CPU-ort")
+                    and (record.stage, record.nodes) == (5, 150)]
+    assert times.ms[150, 200] == np.median(after_ort.samples_ms)
+    assert len(after_ort.samples_ms) == 4
     assert list(times.after_ms) == ["CPU-torch"]
     assert tables.setting((100, 200), extrapolate=True).problem.costs["CPU-ort", 4].after_ms["CPU-torch"] > 0
     assert read_tables(folders, alone=True) == alone
@@ -136,10 +137,10 @@ class FarStage(OpenedStage):
 
 
 def test_a_tensor_is_copied_once(tmp_path: Path) -> None:
-    units = [unit_of(tmp_path, SIZES[2], stage.id, "torch") for stage in STAGES]
-    near = [open_stage(unit)[0] for unit in units]
-    far = [FarStage(unit, "CUDA", "ort", "f32", opened.run) for unit, opened in zip(units, near, strict=True)]
-    tensors = units[0].tensors
+    tasks = [task_of(tmp_path, SIZES[2], stage.id, "torch") for stage in STAGES]
+    near = [open_stage(task)[0] for task in tasks]
+    far = [FarStage(task, "CUDA", "ort", "f32", opened.run) for task, opened in zip(tasks, near, strict=True)]
+    tensors = tasks[0].tensors
 
     def copied(plan: str) -> list[tuple[str, str]]:
         FarStage.copies.clear()
@@ -152,28 +153,30 @@ def test_a_tensor_is_copied_once(tmp_path: Path) -> None:
     assert copied("fnnnnfn") == [("x", "to unit"), ("source", "to unit"), ("messages", "to host"), ("neighbours", "to unit"),
                                  ("combined", "to host")]  # x is there already
     assert len(copied("fffffff")) == 4
-    opened = {("far", stage): one for stage, one in enumerate(far)} | {("near", stage): one for stage, one in enumerate(near)}
+    opened = ({("far", stage): opened for stage, opened in enumerate(far)}
+              | {("near", stage): opened for stage, opened in enumerate(near)})
     plans = [("near",) * 7, ("far",) * 7]
     times_ms = time_chains(opened, plans, tensors, 1, 3, 2)
     assert [[len(samples) for samples in times_ms[plan]] for plan in plans] == [[3, 3], [3, 3]]
 
 
 def test_copies_are_timed_in_chains(tmp_path: Path) -> None:
-    units = [unit_of(tmp_path, SIZES[2], stage.id, "torch") for stage in STAGES]
-    near = [open_stage(unit)[0] for unit in units]
-    far = [FarStage(unit, "CUDA", "ort", "f32", opened.run) for unit, opened in zip(units, near, strict=True)]
-    opened = {("far", stage): one for stage, one in enumerate(far)} | {("near", stage): one for stage, one in enumerate(near)}
-    times = time_in_chains((150, 200), ("far", "near"), opened, units[0].tensors, 1, 2, 2)
+    tasks = [task_of(tmp_path, SIZES[2], stage.id, "torch") for stage in STAGES]
+    near = [open_stage(task)[0] for task in tasks]
+    far = [FarStage(task, "CUDA", "ort", "f32", opened.run) for task, opened in zip(tasks, near, strict=True)]
+    opened = ({("far", stage): opened for stage, opened in enumerate(far)}
+              | {("near", stage): opened for stage, opened in enumerate(near)})
+    times = time_in_chains((150, 200), ("far", "near"), opened, tasks[0].tensors, 1, 2, 2)
     append_chains(tmp_path, times)
     assert read_chains(tmp_path) == times
 
-    copied = {(one.direction, one.tensor): one.samples_ms for one in times.copies}
+    copied = {(copy.direction, copy.tensor): copy.samples_ms for copy in times.copies}
     passed = {"messages", "sums", "degrees", "means", "neighbours", "combined"}  # from one stage to a later one
     given = {"x", "source", "target", "node_count"}
     assert {tensor for direction, tensor in copied if direction == "to_device"} == passed | given
     assert {tensor for direction, tensor in copied if direction == "to_host"} == passed | {"output"}
     assert len(copied["to_device", "sums"]) == 4  # one chain has it
-    assert {one.memory for one in times.copies} == {"CUDA"}
+    assert {copy.memory for copy in times.copies} == {"CUDA"}
 
     alone = {(150, 200): 1.0}
     stages = {(unit, stage): StageTimes(alone, alone, memory, memory)

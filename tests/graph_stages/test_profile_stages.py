@@ -28,7 +28,7 @@ from graph_stages.layer import STAGES
 from graph_stages.models import export_stages, model_files
 from graph_stages.opening import OpenedStage, Refused, open_stage
 from graph_stages.records import RawMeasurements, read_raw
-from graph_stages.units import StageUnit, choose_units, find_units
+from graph_stages.units import StageTask, choose_units, find_units
 from graph_stages.worker import RESIDENT, measure_stage
 from measuring.worker_process import WorkerFailed
 from records.journal import read_blocks
@@ -81,7 +81,7 @@ def test_export_and_measure(runtime: str, cases: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)) == 14
     raw = raw_of(tmp_path)
-    assert [(one.nodes, one.edges, one.stage) for one in raw.records] == [
+    assert [(record.nodes, record.edges, record.stage) for record in raw.records] == [
         (*size, stage) for size in ((60, 200), (90, 100)) for stage in range(1, 8)]
     assert raw.versions[runtime]
     for record in raw.records:
@@ -122,16 +122,16 @@ def test_a_run_that_is_killed_goes_on(cases: Path, tmp_path: Path) -> None:
     assert raw_of(tmp_path).records[0].samples_ms == first.measurements[0].samples_ms
 
 
-def unit_of(folder: Path, stage: int = 2, **changes: Any) -> StageUnit:
+def task_of(folder: Path, stage: int = 2, **changes: Any) -> StageTask:
     size = GraphSize(nodes=300, edges=3000, features=16, hidden=8)
-    export_stages(folder, [one for one in model_files([size], 0) if one.stage.id == stage])
-    return StageUnit(**{"size": size, "source": GraphSource(), "graph": "uniform", "unit": "CPU", "stage": stage,
+    export_stages(folder, [file for file in model_files([size], 0) if file.stage.id == stage])
+    return StageTask(**{"size": size, "source": GraphSource(), "graph": "uniform", "unit": "CPU", "stage": stage,
                         "runtime": "ort", "warmup": 1, "runs": 4, "models": str(folder), **changes})
 
 
 def test_what_openvino_cant_run_is_run_by_pytorch(tmp_path: Path) -> None:
     """This machine has no NPU, so OpenVINO (or its absence) refuses it; the record says why and where the stage ran."""
-    measured = measure_stage(unit_of(tmp_path, unit="NPU", runtime="openvino"))
+    measured = measure_stage(task_of(tmp_path, unit="NPU", runtime="openvino"))
     assert (measured.status, len(measured.samples_ms)) == ("ok", 4)
     facts = measured.facts
     assert (facts["runtime"], facts["ran_on"], facts["unit"], facts["precision"]) == ("torch", "CPU", "NPU", "FP16")
@@ -140,17 +140,17 @@ def test_what_openvino_cant_run_is_run_by_pytorch(tmp_path: Path) -> None:
 
 
 def test_a_runtime_that_computes_something_else_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def zeros(unit: StageUnit) -> OpenedStage:
-        return OpenedStage(unit, "CPU", "ort", "f32", lambda feed: np.zeros_like(feed["sums"]))
+    def zeros(task: StageTask) -> OpenedStage:
+        return OpenedStage(task, "CPU", "ort", "f32", lambda feed: np.zeros_like(feed["sums"]))
 
-    unit = unit_of(tmp_path)
+    task = task_of(tmp_path)
     monkeypatch.setitem(opening.OPENERS, "ort", zeros)
-    opened, why = open_stage(unit)
+    opened, why = open_stage(task)
     assert (opened.runtime, why) == ("torch", "ort: its output is wrong by 1 of the largest value")
     monkeypatch.setitem(opening.OPENERS, "torch", zeros)
     with pytest.raises(Refused, match=r"ort: its output .*; torch: its output"):
-        open_stage(unit)
-    failed = measure_stage(unit)
+        open_stage(task)
+    failed = measure_stage(task)
     assert (failed.status, failed.samples_ms) == ("failed", ())
     assert "its output is wrong" in failed.error
 
@@ -159,29 +159,29 @@ def test_a_runtime_that_takes_the_process_down_is_replaced_by_pytorch(tmp_path: 
     """The worker is pretended: nothing here crashes by itself."""
     class Crashing:
         def ask(self, request: Any) -> Any:
-            if request.unit.runtime == "openvino":
+            if request.task.runtime == "openvino":
                 raise WorkerFailed("timeout", "no answer within 600 s")
-            return measure_stage(request.unit)
+            return measure_stage(request.task)
 
-    unit = unit_of(tmp_path, runtime="openvino")
-    measured = profiling.time_stage(unit, Crashing())  # type: ignore[arg-type]
-    assert (measured.id, measured.status, measured.facts["runtime"]) == (unit.id, "ok", "torch")
+    task = task_of(tmp_path, runtime="openvino")
+    measured = profiling.time_stage(task, Crashing())  # type: ignore[arg-type]
+    assert (measured.id, measured.status, measured.facts["runtime"]) == (task.id, "ok", "torch")
     assert measured.facts["fallback"] == "openvino: no answer within 600 s"
-    record = profiling.record_of(unit, measured)
+    record = profiling.record_of(task, measured)
     assert (record.runtime, record.model, len(record.samples_ms)) == ("torch", "", 4)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_thread_of_onnx_runtime_adds_up(stage: int, tmp_path: Path) -> None:
     """Several lose additions to one node, now and then (microsoft/onnxruntime#18048)."""
-    measured = measure_stage(unit_of(tmp_path, stage, threads=2))
+    measured = measure_stage(task_of(tmp_path, stage, threads=2))
     assert (measured.facts["runtime"], measured.facts["threads"], measured.facts["fallback"]) == ("ort", 1, "")
 
 
 @pytest.mark.parametrize("runtime", ["ort", "torch"])
 def test_values_stay_on_a_unit_from_stage_to_stage(runtime: str, tmp_path: Path) -> None:
-    opened = {stage.id: open_stage(unit_of(tmp_path, stage.id, runtime=runtime))[0] for stage in STAGES}
-    tensors = unit_of(tmp_path, 1).tensors
+    opened = {stage.id: open_stage(task_of(tmp_path, stage.id, runtime=runtime))[0] for stage in STAGES}
+    tensors = task_of(tmp_path, 1).tensors
     values = {name: opened[1].to_unit(name, tensors[name]) for name in ("x", "source", "target", "node_count")}
     for stage in STAGES:
         values |= opened[stage.id].run_resident(values)
@@ -193,11 +193,11 @@ def test_values_bound_by_onnx_runtime_stay_where_they_are(tmp_path: Path) -> Non
     class OnCpu(opening.OrtOnCuda):
         place = ("cpu", 0)
 
-    tensors = unit_of(tmp_path, 1).tensors
+    tensors = task_of(tmp_path, 1).tensors
     values: dict[str, Any] = {}
     for stage in STAGES:
-        unit = unit_of(tmp_path, stage.id)
-        opened = OnCpu(unit, open_session(unit.file.onnx(tmp_path), "cpu", threads=1), lambda feed: feed["x"])
+        task = task_of(tmp_path, stage.id)
+        opened = OnCpu(task, open_session(task.file.onnx(tmp_path), "cpu", threads=1), lambda feed: feed["x"])
         values |= {name: opened.to_unit(name, tensors[name]) for name in stage.inputs if name not in values}
         values |= opened.run_resident(values)
     assert isinstance(values["output"], onnxruntime.OrtValue)
@@ -224,7 +224,7 @@ def test_each_unit_is_compared_with_its_own_canary(cases: Path, tmp_path: Path, 
 @pytest.mark.skipif(not find_units("torch")[-1].present, reason="needs an NVIDIA GPU")
 def test_cuda_has_times_with_and_without_copies(tmp_path: Path) -> None:
     for stage in range(1, 8):
-        measured = measure_stage(unit_of(tmp_path, stage, unit="CUDA"))
+        measured = measure_stage(task_of(tmp_path, stage, unit="CUDA"))
         assert (measured.status, measured.facts["runtime"], measured.facts["ran_on"]) == ("ok", "ort", "CUDA"), measured.error
         assert len(measured.quantities[RESIDENT]) == 4
 
@@ -260,7 +260,7 @@ def test_a_graph_of_ones_own(cases: Path, tmp_path: Path) -> None:
                       "torch", "--export", "--measure", *QUICK)
     assert done.returncode == 0, done.stderr
     records = raw_of(tmp_path).records
-    assert {(one.nodes, one.edges, one.features, one.status) for one in records} == {(2708, 10556, 8, "ok")}
+    assert {(record.nodes, record.edges, record.features, record.status) for record in records} == {(2708, 10556, 8, "ok")}
     assert records[0].graph.startswith("cora-")
 
 

@@ -14,9 +14,9 @@ LINEAR = {(nodes, edges): 0.05 + 2e-4 * nodes + 7e-5 * edges for nodes, edges in
 
 @pytest.mark.parametrize("size", [(4000, 6000), (1500, 1500), (1000, 7000), (2500, 9999), (9000, 9500)])
 def test_a_linear_time_is_met_between_sizes(size: tuple[int, int]) -> None:
-    found = estimated(LINEAR, size)
-    assert found.basis == "interpolated"
-    assert found.ms == pytest.approx(0.05 + 2e-4 * size[0] + 7e-5 * size[1])
+    estimate = estimated(LINEAR, size)
+    assert estimate.basis == "interpolated"
+    assert estimate.ms == pytest.approx(0.05 + 2e-4 * size[0] + 7e-5 * size[1])
 
 
 def test_only_sizes_near_it_count() -> None:
@@ -28,8 +28,8 @@ def test_only_sizes_near_it_count() -> None:
 
 def test_a_measured_size_is_the_measurement() -> None:
     odd = LINEAR | {(2000, 3000): 7.0}
-    found = estimated(odd, (2000, 3000))
-    assert (found.ms, found.basis) == (7.0, "measured")
+    estimate = estimated(odd, (2000, 3000))
+    assert (estimate.ms, estimate.basis) == (7.0, "measured")
     assert estimated({(1000, 1000): 2.0}, (1000, 1000)).ms == 2.0
 
 
@@ -45,9 +45,9 @@ def test_outside_is_an_error_or_marked() -> None:
         estimated(LINEAR, (20000, 20000))
     with pytest.raises(UserError, match="lie outside"):
         estimated(LINEAR, (5000, 1000))  # within both ranges, and yet no measured sizes lie around it
-    found = estimated(LINEAR, (20000, 30000), extrapolate=True)
-    assert found.basis == "extrapolated"
-    assert found.ms == pytest.approx(0.05 + 2e-4 * 20000 + 7e-5 * 30000)
+    estimate = estimated(LINEAR, (20000, 30000), extrapolate=True)
+    assert estimate.basis == "extrapolated"
+    assert estimate.ms == pytest.approx(0.05 + 2e-4 * 20000 + 7e-5 * 30000)
     assert estimated({size: 1e-6 * size[1] for size in SIZES}, (500, 500), extrapolate=True).ms == pytest.approx(5e-4)
 
 

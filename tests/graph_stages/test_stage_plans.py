@@ -49,7 +49,7 @@ def drawn(seed: int, units: int, devices: int) -> PlanningProblem:
             ms, here = draw.uniform(0.1, 4), f"d{draw.randrange(devices)}"
             if number == 0 or draw.random() < 0.9:
                 memory = HOST if number == 0 or draw.random() < 0.2 else here
-                after_ms = {other: ms * draw.uniform(0.8, 3) for other in names if other != unit and draw.random() < 0.7}
+                after_ms = {name: ms * draw.uniform(0.8, 3) for name in names if name != unit and draw.random() < 0.7}
                 costs[unit, stage] = StageCost(ms, memory, "CPU" if number == 0 else here, after_ms=after_ms)
     return PlanningProblem(SEVEN, ("x", "edges"), ("y",), tuple(names), costs, copies["in"], copies["out"])
 
@@ -127,7 +127,7 @@ def test_twenty_eight_candidates_of_a_pair() -> None:
     plans = candidate_plans(7, "CPU", "CUDA")
     assert len(plans) == len(set(plans)) == 28
     blocks = {"".join("1" if unit == "CUDA" else "0" for unit in plan).strip("0") for plan in plans}
-    assert blocks == {"1" * length for length in range(1, 8)}  # without a gap; home alone is none of them
+    assert blocks == {"1" * length for length in range(1, 8)}  # without a gap; home alone is not among them
     listed = list(possible_plans(drawn(2, 1, 1), "u0"))
     assert [cost.assignment for cost in listed] == [("u0",) * 7]
     assert len(list(possible_plans(three_stages(), "CPU"))) == 1 + 6

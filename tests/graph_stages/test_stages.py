@@ -39,7 +39,7 @@ def reference(graph: Graph, weights: Weights) -> Array:
     with torch.inference_mode():
         layer.lin_l.weight.copy_(torch.from_numpy(weights.neighbours))
         layer.lin_l.bias.copy_(torch.from_numpy(weights.bias))
-        layer.lin_r.weight.copy_(torch.from_numpy(weights.own))
+        layer.lin_r.weight.copy_(torch.from_numpy(weights.root))
         edges = torch.from_numpy(np.stack([graph.source, graph.target]))
         return np.asarray(torch.relu(layer(torch.from_numpy(draw_features(graph.nodes, FEATURES)), edges)).numpy())
 
@@ -52,7 +52,7 @@ def by_hand(graph: Graph, weights: Weights) -> Array:
         ends = graph.source[graph.target == node]
         if len(ends):
             means[node] = x[ends].mean(axis=0)
-    return np.maximum(means @ weights.neighbours.T + weights.bias + x @ weights.own.T, 0.0)
+    return np.maximum(means @ weights.neighbours.T + weights.bias + x @ weights.root.T, 0.0)
 
 
 def chained(run: Run, unit: str, graph: Graph) -> Array:
@@ -92,7 +92,7 @@ def test_onnx_models_compute_the_layer(draw: Callable[[], Graph], unit: str, fol
     """ONNX Runtime runs those for GPU and NPU too: dynamic and static ones, weights in FP32 and FP16."""
     def run(file: ModelFile, given: dict[str, Array]) -> Array:
         session = open_session(file.onnx(folder), "cpu", threads=1)  # several lose additions to one node
-        return np.asarray(session.run(None, {one.name: given[one.name] for one in session.get_inputs()})[0])
+        return np.asarray(session.run(None, {port.name: given[port.name] for port in session.get_inputs()})[0])
 
     graph = draw()
     wanted = by_hand_or_reference(graph)
@@ -111,9 +111,9 @@ def test_the_ir_computes_the_layer(draw: Callable[[], Graph], unit: str, folder:
     def run(file: ModelFile, given: dict[str, Array]) -> Array:
         assert file.has_ir(folder)
         model = core.read_model(str(file.ir(folder)))
-        assert any(one.partial_shape.is_dynamic for one in model.inputs) == (unit != "NPU")
+        assert any(port.partial_shape.is_dynamic for port in model.inputs) == (unit != "NPU")
         compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-        return np.array(compiled({one.get_any_name(): given[one.get_any_name()] for one in compiled.inputs})[0])
+        return np.array(compiled({port.get_any_name(): given[port.get_any_name()] for port in compiled.inputs})[0])
 
     graph = draw()
     np.testing.assert_allclose(chained(run, unit, graph), by_hand_or_reference(graph), atol=1e-4 if unit == "CPU" else 2e-3)
@@ -139,9 +139,10 @@ def test_weights_are_stored_in_the_precision_of_the_unit(folder: Path) -> None:
     kinds = {}
     for unit in ("CPU", "GPU", "NPU"):
         model = onnx.load(model_file(unit, stage, size, 0).onnx(folder))
-        (weight,) = [one for one in model.graph.initializer if one.name.startswith("weight")]
+        (weight,) = [tensor for tensor in model.graph.initializer if tensor.name.startswith("weight")]
         kinds[unit] = onnx.TensorProto.DataType.Name(weight.data_type)
-        assert {one.type.tensor_type.elem_type for one in (*model.graph.input, *model.graph.output)} == {onnx.TensorProto.FLOAT}
+        ends = (*model.graph.input, *model.graph.output)
+        assert {end.type.tensor_type.elem_type for end in ends} == {onnx.TensorProto.FLOAT}
     assert kinds == {"CPU": "FLOAT", "GPU": "FLOAT16", "NPU": "FLOAT16"}
 
 

@@ -13,7 +13,7 @@ from graph_stages.graphs import GraphSize
 from graph_stages.opening import OpenedStage
 from graph_stages.profiling import Profile, measure_copies
 from graph_stages.records import TransferTable, read_transfers, write_transfers
-from graph_stages.units import StageUnit
+from graph_stages.units import StageTask
 from graph_stages.worker import copies_to_time, time_copy
 from records.measurement import Measurement
 from utils.errors import UserError
@@ -40,15 +40,15 @@ class InProcess:
         return worker.answer(worker.Request.model_validate_json(request.model_dump_json()))
 
 
-def unit_of(folder: Path) -> StageUnit:
-    return StageUnit(size=SIZE, graph="uniform", unit="CUDA", stage=5, runtime="ort", warmup=1, runs=3, models=str(folder))
+def task_of(folder: Path) -> StageTask:
+    return StageTask(size=SIZE, graph="uniform", unit="CUDA", stage=5, runtime="ort", warmup=1, runs=3, models=str(folder))
 
 
 def test_the_worker_times_copies_of_up_to_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unit = unit_of(tmp_path)
-    monkeypatch.setattr(worker, "open_stage", lambda _: (FarStage(unit, "CUDA", "ort", "f32", lambda feed: feed["means"]), ""))
+    task = task_of(tmp_path)
+    monkeypatch.setattr(worker, "open_stage", lambda _: (FarStage(task, "CUDA", "ort", "f32", lambda feed: feed["means"]), ""))
     worker._canary.cache_clear()
-    records = measure_copies("CUDA", Profile([unit], [], 1, 3, 0), InProcess())  # type: ignore[arg-type]
+    records = measure_copies("CUDA", Profile([task], [], 1, 3, 0), InProcess())  # type: ignore[arg-type]
     worker._canary.cache_clear()
     assert {(record.memory, record.direction) for record in records} == {("CUDA", "to_device"), ("CUDA", "to_host")}
     assert max(record.bytes for record in records) == 4 * 4000 * 8

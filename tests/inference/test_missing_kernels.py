@@ -220,7 +220,8 @@ def test_another_machine_s_target_is_refused(workspace: Workspace, monkeypatch: 
         told = rf"error: kernels of target nvidia-h200-\S+ can be measured on such a machine alone.* {TARGET}"
         assert re.match(told, done.stderr)
     other = local_target("cpu").model_copy(update={"threads": 96})
-    monkeypatch.setattr(missing_kernels, "local_targets", lambda: (other,))
+    for module in (missing_kernels, targets):
+        monkeypatch.setattr(module, "local_targets", lambda: (other,))
     with pytest.raises(UserError, match=f"kernels of target {TARGET} can be measured on such a machine alone"):
         measure_missing("anet_c16.onnx", target=TARGET, workspace=workspace, config=CONFIG)
 

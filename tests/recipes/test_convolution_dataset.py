@@ -57,9 +57,9 @@ def test_every_combination_at_batch_16(overall: Any) -> None:
 
 def test_times_by_events_and_by_cupti(overall: Any, layers: Any) -> None:
     """Layers of one CUDA kernel agree; with several the time between them counts by events alone."""
-    one = layers[(layers.launches == 1) & (layers.cupti_ms < 0.1)]
-    assert len(one) > 4000
-    assert abs(1e3 * (one.median_ms - one.cupti_ms)).median() < 0.3  # us
+    short = layers[(layers.launches == 1) & (layers.cupti_ms < 0.1)]
+    assert len(short) > 4000
+    assert abs(1e3 * (short.median_ms - short.cupti_ms)).median() < 0.3  # us
     table = overall[(overall.batch == 16) & overall.model.isin(MODELS)]
     gpu_bound = table[table.layers_ms > 0.5 * table["mean"]]  # the GPU is the slower track
     assert len(gpu_bound) >= 26
@@ -69,10 +69,10 @@ def test_times_by_events_and_by_cupti(overall: Any, layers: Any) -> None:
 
 
 def test_energy_agrees_with_the_counter(overall: Any) -> None:
-    found = overall[overall.energy_to_counter.notna()]
-    assert len(found) >= 140
-    assert found.energy_to_counter.between(0.92, 1.08).all()
-    assert (found.power_mean_w > found.idle_power_w).all()
+    sampled = overall[overall.energy_to_counter.notna()]
+    assert len(sampled) >= 140
+    assert sampled.energy_to_counter.between(0.92, 1.08).all()
+    assert (sampled.power_mean_w > sampled.idle_power_w).all()
 
 
 def test_outputs_are_torchs(layers: Any) -> None:

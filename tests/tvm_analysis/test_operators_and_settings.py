@@ -78,7 +78,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         collect(workspace, validate({
             "device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
             "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
-            "tvm": {"threads": threads, "cores": cores, "memory_limit_mib": 512}}, CollectorConfig, "test"))
+            "setting": {"threads": threads, "cores": cores, "memory_limit_mib": 512}}, CollectorConfig, "test"))
     return workspace
 
 

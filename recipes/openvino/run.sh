@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Networks under OpenVINO, ONNX Runtime and TVM on this CPU: what each takes, and predictions with each family held out, beside a
+# second measurement. The last table has the networks that all three ran.
+# Usage: recipes/openvino/run.sh [workspace] [options of the exporter, for instance --model resnet18 --image-size 64]
+# Needs OpenVINO and TVM: pip install -r requirements-openvino.txt -r requirements-tvm.txt. Takes about two hours on two quiet cores;
+# a second run goes on where it stopped.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+out=${1:-out/openvino}
+hase() { python "$1" --workspace "$out" "${@:2}"; }
+
+mkdir -p "$out"
+hase model_zoo/torchvision_exporter.py --config recipes/openvino/model_zoo.yaml "${@:2}" > "$out/exported.txt"
+hase ort_analysis/fusion_detector.py --device cpu --runtime openvino
+hase ort_analysis/fusion_detector.py --device cpu > "$out/analysed.txt"
+hase kernel_model/kernel_builder.py > "$out/kernels.txt"
+small=()
+for model in "$out"/model_zoo/models/*_64x64.onnx; do small+=(--model "$model"); done
+hase tvm_analysis/relax_parser.py "${small[@]}"
+hase benchmark/collector.py --config recipes/openvino/openvino.yaml
+hase benchmark/collector.py --config recipes/tvm/ort.yaml
+hase benchmark/collector.py --config recipes/tvm/two_threads.yaml
+hase training/train_kernel_model.py
+hase training/fit_composition.py
+hase benchmark/repeatability.py --config recipes/openvino/openvino.yaml
+hase inference/sum_and_path.py

@@ -1,0 +1,40 @@
+"""OpenVINO, as the rest of Hase knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from records.kernel_record import ModelOrigin, ModelRecord
+from runtimes.openvino.kernels import build_kernel
+from runtimes.openvino.package import FUSED, NAME, REMAKE, check_openvino, version
+from runtimes.openvino.recording import parse, write_parsed
+from runtimes.openvino.runs import check_kernel
+from runtimes.ort.building.kernel_models import built_kernel
+from runtimes.runtime import DeviceLabels, Runtime
+from utils.fingerprint import Flavour
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    import onnx
+
+LABELS = DeviceLabels(("kernel_time", "run"), ("kernel_time", "run"))
+
+
+def analyze_in(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
+    """OpenVINO fixes all sizes, whatever `static` says."""
+    return parse(model, dims).record
+
+
+def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[str, int], static: bool,
+                  origin: ModelOrigin) -> list[ModelRecord]:
+    """`static` changes nothing."""
+    return write_parsed(workspace, parse(model, dims), origin)
+
+
+RUNTIME = Runtime(
+    name=NAME, title="OpenVINO", package=NAME, version=version, check=check_openvino, levels=(FUSED,), devices={"cpu": LABELS},
+    model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=analyze_in, write_records=write_records, read_kernel=built_kernel,
+    build_kernel=build_kernel, check_kernel=check_kernel, worker="runtimes.openvino.worker",
+    analyze_with=REMAKE, build_with="python kernel_model/kernel_builder.py", takes_setting=True)

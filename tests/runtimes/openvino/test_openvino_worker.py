@@ -1,0 +1,141 @@
+"""Kernels and models timed under OpenVINO, and its times of layers, which are means of all runs in whole microseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from optional_packages import needs
+
+from measuring.bench import Effort
+from records.measurement import Measurement
+from runtimes.openvino.kernels import build_kernel
+from runtimes.openvino.package import compile_model
+from runtimes.openvino.recording import parse
+from runtimes.openvino.runs import MOST_READ, usual_us
+from runtimes.openvino.worker import WORK, built_carrier, layers_by_kernel
+from runtimes.protocol import Reply, Request, Setting, answer
+from utils import files
+
+QUICK = Effort(warmup=1, budget_s=0.01, least_runs=3, most_runs=5)
+ONE_THREAD = Setting(level="fused", threads=1)
+
+
+@pytest.fixture(autouse=True)
+def _openvino() -> None:
+    needs("openvino", "requirements-openvino.txt")
+
+
+def convolutions(path: Path, channels: int = 16, side: int = 32) -> Path:
+    """Two convolutions with the same sizes, each with a Relu."""
+    weights = np.random.default_rng(0).normal(0, 0.1, (channels, channels, 3, 3)).astype(np.float32)
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1]), helper.make_node("Relu", ["c"], ["r"]),
+             helper.make_node("Conv", ["r", "w"], ["d"], pads=[1, 1, 1, 1]), helper.make_node("Relu", ["d"], ["y"])]
+    described = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, channels, side, side]) for name in "xy"]
+    graph = helper.make_graph(nodes, "graph", described[:1], described[1:], [numpy_helper.from_array(weights, "w")])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+    return path
+
+
+def asked(do: str, *paths: Path, **more: object) -> Reply:
+    request = Request.model_validate({"do": do, "device": "cpu", "effort": QUICK, "paths": tuple(map(str, paths)),
+                                      "setting": ONE_THREAD, **more})
+    return answer(WORK, request)
+
+
+def by_label(reply: Reply) -> dict[str, list[Measurement]]:
+    assert reply.error == ""
+    labels: dict[str, list[Measurement]] = {}
+    for measured in reply.measurements:
+        labels.setdefault(measured.label, []).append(measured)
+        assert min(measured.samples_ms) > 0
+    return labels
+
+
+def readings(times_us: np.ndarray) -> np.ndarray:
+    """What `usual_us` is given: after each run, the mean so far of times cut to whole microseconds, cut too, times the runs."""
+    runs = 1 + np.arange(len(times_us))
+    means = np.floor(np.cumsum(np.floor(times_us)) / runs)
+    return np.where(means > 0, runs * (means + 0.5), 0.0)
+
+
+@pytest.mark.parametrize("usual", [0.3, 3.7, 12.2, 480.0])
+def test_the_time_of_a_layer_is_known_to_a_microsecond(usual: float) -> None:
+    times = np.random.default_rng(1).normal(usual, 0.1 * usual, MOST_READ + 4)
+    times[0] = 20 * usual + 3000.0  # code is generated
+    assert usual_us(readings(times)[3:], 4) == pytest.approx(times[4:].mean(), abs=1.0)
+
+
+def test_runs_that_other_work_disturbs_do_not_count() -> None:
+    times = np.full(MOST_READ + 4, 50.4)
+    times[[10, 30]] = 4000.0
+    assert usual_us(readings(times)[3:], 4) == pytest.approx(50.4, abs=3.0)
+
+
+def test_a_model_has_a_latency_and_the_times_of_its_kernels(tmp_path: Path) -> None:
+    model = convolutions(tmp_path / "two.onnx")
+    record = parse(model).record
+    files.write_json(tmp_path / "two.json", record)
+    found = by_label(asked("model", model, record=str(tmp_path / "two.json"), labels=("kernel_time",)))
+    [latency] = found["latency"]
+    assert (latency.subject, latency.id, latency.place) == ("model", "two", "alone")
+    assert {measured.id for measured in found["kernel_time"]} == {
+        node.kernel_id for node in record.nodes if record.kernel_of(node).moves_data}
+    assert {measured.place for measured in found["kernel_time"]} == {"in_model"}
+    assert by_label(asked("model_labels", model, record=str(tmp_path / "two.json"))).keys() == {"kernel_time"}
+    session = asked("session", model)
+    assert by_label(session).keys() == {"latency"}
+    assert session.memory_mib is not None
+
+
+def test_a_record_of_another_graph_is_refused(tmp_path: Path) -> None:
+    model = convolutions(tmp_path / "two.onnx")
+    files.write_json(tmp_path / "other.json", parse(convolutions(tmp_path / "other.onnx", side=16)).record)
+    reply = asked("model", model, record=str(tmp_path / "other.json"))
+    assert "OpenVINO's graph is not the one in its record" in reply.error
+    assert "--runtime openvino" in reply.error
+
+
+def test_kernels_alone_and_side_by_side(tmp_path: Path) -> None:
+    kernels = list(parse(convolutions(tmp_path / "two.onnx")).record.kernels.values())
+    paths = [build_kernel(kernel, tmp_path) for kernel in kernels]
+    [alone] = by_label(asked("alone", paths[0]))["run"]
+    assert (alone.id, alone.place) == (kernels[0].id, "alone")
+    carried = by_label(asked("carrier", *paths))["kernel_time"]
+    assert [measured.id for measured in carried] == [kernel.id for kernel in kernels]
+    assert {measured.place for measured in carried} == {"carrier"}
+
+
+def test_each_layer_of_a_carrier_belongs_to_its_kernel(tmp_path: Path) -> None:
+    from runtimes.openvino.layers import layers_of
+    from runtimes.openvino.prepared import read
+
+    conv = next(kernel for kernel in parse(convolutions(tmp_path / "two.onnx")).record.kernels.values()
+                if kernel.op_type == "Conv")
+    proto, values = built_carrier([build_kernel(conv, tmp_path)] * 3)
+    assert {name.partition("/")[0] for name in values} == {"k0", "k1", "k2"}
+    layers = layers_of(compile_model(read(proto, "carrier"), "carrier", 1), "carrier", {})
+    found = layers_by_kernel(layers)
+    assert sorted(found) == [0, 1, 2]
+    assert all([layers[name].kind for name in names] == ["Convolution"] for names in found.values())
+
+
+def test_it_computes_in_float32(tmp_path: Path) -> None:
+    """With bfloat16, which OpenVINO takes by itself where the CPU has it, a hundredth is lost."""
+    model = convolutions(tmp_path / "two.onnx", channels=64)
+    image = np.random.default_rng(2).normal(0, 1, (1, 64, 32, 32)).astype(np.float32)
+    compiled = compile_model(parse(model).model, "two")
+    [found] = compiled({"x": image}).values()
+    [expected] = onnxruntime.InferenceSession(model).run(None, {"x": image})
+    assert np.abs(found - expected).max() < 1e-4
+
+
+def test_settings_that_can_not_be_had_are_refused(tmp_path: Path) -> None:
+    model = convolutions(tmp_path / "two.onnx")
+    assert "memory_limit_mib" in asked("session", model, setting=Setting(level="fused", memory_limit_mib=10)).error
+    assert "cores: 4096" in asked("session", model, setting=Setting(level="fused", cores=4096)).error
+    assert by_label(asked("canary"))["run"][0].id == "canary"
