@@ -32,8 +32,8 @@ log = get_logger("evaluator")
 TOLD_WARNINGS = 5  # on the console; the most frequent ones first
 EXAMPLES = """
 python evaluator.py model_zoo/models/
-python evaluator.py resnet18.onnx --dim batch=1,4,16 --io host
-python evaluator.py --recorded
+python evaluator.py resnet18.onnx --dim batch=1,4,16
+python evaluator.py --recorded  # needs measured models in the target's dataset
 python evaluator.py resnet18.onnx --dim batch=16 --under-load recipes/h200/live.yaml --probe  # needs a GPU
 """
 

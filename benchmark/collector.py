@@ -34,7 +34,7 @@ from utils.paths import ROOT
 log = get_logger("collector")
 EXAMPLES = """
 python benchmark/collector.py
-python benchmark/collector.py --minutes 15 --set 'levels=[0.0, 0.5]' --set model.budget_s=1
+python benchmark/collector.py --minutes 15
 python benchmark/collector.py --config recipes/demo/collector.yaml --workspace out/demo  # needs make demo
 """
 
