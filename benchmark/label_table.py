@@ -20,14 +20,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from records.blocks import Block
-from records.dataset_files import collected_targets, model_table_path, read_header, read_journal
-from records.dataset_reading import read_kernel_table, read_model_table, run_ms
+from records.dataset_files import (
+    collected_targets,
+    model_table_path,
+    read_header,
+    read_journal,
+    read_kernel_table,
+    read_model_table,
+    run_ms,
+)
 from records.dataset_tables import UNFINISHED
 from records.host_pace import idle_models
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord, Node
 from records.kernel_record_files import read_model_record, record_path
-from records.labels import COLLECT, DISTURBANCE_ADMITTED, GPU_LABEL, LABELS
+from records.measurement import COLLECT, DISTURBANCE_ADMITTED, GPU_LABEL, LABELS
 from utils import cli
 from utils.errors import UserError
 from utils.frozen import Frozen

@@ -16,7 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from records.dataset_files import collected_targets
-from records.dataset_joining import merge_dataset
+from records.dataset_writer import merge_dataset
 from records.kernel_record import ModelOrigin
 from utils import cli, files
 from utils.errors import UserError

@@ -24,11 +24,9 @@ from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import Item, find_work
 from measuring.loads import measure_loads
 from measuring.pending import Planned, chunks
-from records.blocks import Block
+from records.blocks import Block, Journal
 from records.dataset_files import read_header, read_journal
-from records.journal import Journal
-from records.labels import COLLECT
-from records.measurement import Measurement
+from records.measurement import COLLECT, Measurement
 from runtimes.protocol import Setting
 from utils import cli
 from utils.config import read_config

@@ -11,7 +11,7 @@ from convolutions.algorithms import DEFAULT, algorithms_of, never_runs
 from convolutions.engines import AI3_REQUIREMENTS, ai3_missing
 from convolutions.measure import PROFILE, ProfileSettings
 from convolutions.results import JOURNAL, SETTINGS, read_settings
-from records.journal import read_blocks
+from records.blocks import read_blocks
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts, has_cuda, package_version, slug

@@ -27,8 +27,7 @@ from measuring.gpu_trace import KERNEL, GpuRun, in_range, read, record_ranges
 from measuring.metrics.power_sensors import PowerSensor
 from measuring.power import PowerMonitor, energy_of_runs
 from measuring.run_times import time_runs_ms, wait_for
-from records.labels import SLOWDOWN_ADMITTED
-from records.measurement import Measurement, now
+from records.measurement import SLOWDOWN_ADMITTED, Measurement, now
 from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.lazy import torch

@@ -13,8 +13,7 @@ import numpy as np
 
 from convolutions.algorithms import counted, unexpected
 from convolutions.measure import CONVOLUTION, PROFILE, REMAKE, VERSION, ProfileSettings
-from records.blocks import Block
-from records.journal import JournalFile, read_blocks
+from records.blocks import Block, JournalFile, read_blocks
 from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError

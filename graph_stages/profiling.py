@@ -16,8 +16,7 @@ from measuring.bench import Bench, Steadiness
 from measuring.loads import measure_loads
 from measuring.pending import Planned, pending
 from measuring.worker_process import WorkerFailed, WorkerProcess
-from records.blocks import Block
-from records.journal import Journal, JournalFile
+from records.blocks import Block, Journal, JournalFile
 from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError

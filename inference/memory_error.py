@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from inference.core.memory import peak_memory
-from records.elements import numpy_dtype, session_dtype
+from records.kernel_record import numpy_dtype, session_dtype
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.source import own_sizes
 from runtimes.ort.runner import bind, random_feed

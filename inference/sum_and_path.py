@@ -22,8 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from graph_model.dag.dag import build_dag, longest_path
-from records.dataset_files import collected_targets, read_header, read_journal
-from records.dataset_reading import read_model_table
+from records.dataset_files import collected_targets, read_header, read_journal, read_model_table
 from records.host_pace import idle_models
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record, record_path

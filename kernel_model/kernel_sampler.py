@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernel_model.sampling.draws import draw_kernel
-from kernel_model.sampling.float_types import FLOAT_TYPES, on_cuda
+from kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, on_cuda
 from kernel_model.sampling.free_shapes.table import draw_free_kernel
 from kernel_model.sampling.kernel_errors import KernelErrors, draw_weights, read_errors
 from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds

@@ -17,10 +17,8 @@ from measuring.bench import Bench, Canary, close_window, open_window, read_windo
 from measuring.pending import Planned, Unit
 from measuring.stress import Stress, stress
 from records.backgrounds import COMPUTE, Background
-from records.blocks import Block
-from records.journal import Journal
-from records.labels import BELOW_BEST
-from records.measurement import Measurement
+from records.blocks import Block, Journal
+from records.measurement import BELOW_BEST, Measurement
 from utils import cli
 from utils.logger import get_logger
 from utils.paths import Workspace

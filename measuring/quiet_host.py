@@ -31,7 +31,7 @@ from statistics import median
 from typing import NamedTuple
 
 from measuring.bench import Effort
-from records.labels import DISTURBANCE_ADMITTED
+from records.measurement import DISTURBANCE_ADMITTED
 
 THREADS = Path("/proc/self/task")
 

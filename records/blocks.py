@@ -1,14 +1,19 @@
-"""One line of the journal: a block of measurements between two runs of the canary."""
+"""Blocks of measurements, the journal that keeps them, and the table of units of any kind."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
-from records.labels import BELOW_BEST, DATASET_VERSION
-from records.measurement import Measurement
+from records.measurement import BELOW_BEST, DATASET_VERSION, Measurement
 from records.probe_reading import ProbeReading
+from utils import files
+from utils.errors import UserError
 from utils.frozen import Frozen
 
 
@@ -71,3 +76,88 @@ def halves_drift(samples: Sequence[float]) -> float:
     """The difference between the medians of the second and the first half of `samples`, as a ratio; 0 for fewer than four."""
     half = len(samples) // 2
     return abs(float(np.median(samples[half:]) / np.median(samples[:half])) - 1.0) if half >= 2 else 0.0
+
+
+class Journal:
+    """Blocks in the order measured; this one keeps them in memory alone."""
+
+    def __init__(self, blocks: Iterable[Block] = ()) -> None:
+        self.blocks = list(blocks)
+
+    def append(self, block: Block) -> None:
+        """Adds a block."""
+        self.blocks.append(block)
+
+
+class JournalFile(Journal):
+    """A journal in a file. It begins with the blocks that are there; a block is added to the file at once.
+
+    Raises:
+        UserError: see `read_blocks`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(read_blocks(path))
+        self.path = path
+
+    def append(self, block: Block) -> None:
+        append_block(self.path, block)
+        super().append(block)
+
+
+def append_block(path: Path, block: Block) -> None:
+    """Adds a block to a journal's file and forces it to disk."""
+    files.append_line(path, block.model_dump_json())
+
+
+def read_blocks(path: Path) -> list[Block]:
+    """The blocks of a journal's file, in the order measured; none where there is no file. A torn last line is left out.
+
+    Raises:
+        UserError: a line that is no block of this version.
+    """
+    blocks = []
+    for number, line in enumerate(files.read_lines(path), 1):
+        try:
+            blocks.append(Block.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UserError(f"{path}, line {number}: not a block of version {DATASET_VERSION} "
+                            f"({first['loc']}: {first['msg']}); remove the line or start a new dataset") from None
+    return blocks
+
+
+def unit_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
+    """One row per unit, load and machine.
+
+    `<label>_ms` is the median of a label's samples, `<quantity>` the mean of a quantity's, and a metric's column its mean in
+    the window before the block. A unit that failed has a row with its status and error, and no times.
+    """
+    found: dict[tuple[str, str, float, str, str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    for block in blocks:
+        for m in block.measurements:
+            found[m.subject, m.id, *block.load, block.machine].append((block, m))
+    return [_row(key, parts) for key, parts in found.items()]
+
+
+def _row(key: tuple[str, str, float, str, str], parts: list[tuple[Block, Measurement]]) -> dict[str, Any]:
+    row: dict[str, Any] = dict(zip(("Subject", "Unit", "Level", "Background", "Machine"), key, strict=True))
+    samples: dict[str, list[float]] = defaultdict(list)
+    quantities: dict[str, list[float]] = defaultdict(list)
+    for _, m in parts:
+        samples[f"{m.label}_ms"] += m.samples_ms
+        for name, values in m.quantities.items():
+            quantities[name] += values
+    row |= {name: round(float(np.median(values)), 6) for name, values in samples.items() if values}
+    row |= {name: round(float(np.mean(values)), 6) for name, values in quantities.items() if values}
+    block, failures = parts[-1][0], [m for _, m in parts if m.status != "ok"]
+    return row | block.background | {
+        "Runs": max(map(len, samples.values())), "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
+        "Drift": round(block.drift, 4), "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
+        "Status": failures[0].status if failures else "ok", "Error": "; ".join(sorted({m.error for m in failures}))}
+
+
+def write_units(path: Path, blocks: Iterable[Block]) -> None:
+    """Writes the table as CSV; what a row lacks is an empty cell."""
+    rows = unit_rows(blocks)
+    files.write_csv(path, list(dict.fromkeys(name for row in rows for name in row)), rows)

@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from records.blocks import Block
-from records.dataset_files import DatasetKernel
-from records.dataset_reading import means_add_up
+from records.dataset_files import DatasetKernel, means_add_up
 from records.host_pace import is_undisturbed
 from records.kernel_record import Kernel
-from records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, LABELS, SLOWDOWN_ADMITTED, VARIANTS
-from records.measurement import Measurement
+from records.measurement import DEFAULT_LABELS, ENERGY, GPU_LABEL, LABELS, SLOWDOWN_ADMITTED, VARIANTS, Measurement
 from utils.errors import UserError
 from utils.timing import summarize
 

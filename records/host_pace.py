@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from pydantic import AwareDatetime, Field, FiniteFloat
 
-from records.dataset_reading import idle_rows
-from records.labels import DISTURBANCE_ADMITTED, VARIANTS
+from records.dataset_files import idle_rows
+from records.measurement import DISTURBANCE_ADMITTED, VARIANTS
 from utils import files
 from utils.fingerprint import Machine, boot_id
 from utils.frozen import Frozen

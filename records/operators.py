@@ -62,6 +62,7 @@ class Operator:
         keeps_shape: it has one output, of the first input's shape, as is known without a session.
         in_place: inputs whose buffer the output may take over (`MayInplace` of ONNX Runtime's kernels).
         typed_by_attribute: an attribute gives the type of its floating-point output, not an input.
+        random: its output differs from run to run (that of a Dropout only while a network is trained).
 
         linearity: "linear" (additions, comparisons, and what only moves data), "multiplicative" (products, activations of
             single elements), "nonlinear" (all others), or "convolutional": nonlinear, but usual in networks of convolutions.
@@ -99,6 +100,7 @@ class Operator:
     keeps_shape: bool = False
     in_place: Places = ()
     typed_by_attribute: bool = False
+    random: bool = False
     linearity: Linearity = "nonlinear"
     changed_in: Places = ()
     ceiling_changed_in: Places = ()
@@ -238,7 +240,7 @@ TABLE = (
     Operator("Cos", "elementwise"),
     Operator("Cosh", "elementwise", slow_on_cpu=True),
     Operator("Div", "elementwise", positive_inputs=True, in_place=(0, 1), linearity="multiplicative"),
-    Operator("Dropout", "elementwise"),
+    Operator("Dropout", "elementwise", random=True),
     Operator("Elu", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),
     Operator("Equal", "elementwise", linearity="linear"),
     Operator("Erf", "elementwise", element_flops=10, keeps_shape=True, linearity="multiplicative"),
@@ -335,7 +337,7 @@ TABLE = (
     # other
     Operator("AffineGrid", "other", sized_by_values=True),
     Operator("ArrayFeatureExtractor", "other", table_inputs=(0,)),
-    Operator("Bernoulli", "other", sized_by_values=True, typed_by_attribute=True),
+    Operator("Bernoulli", "other", sized_by_values=True, typed_by_attribute=True, random=True),
     Operator("BlackmanWindow", "other", sized_by_values=True),
     Operator("CenterCropPad", "other", size_inputs=(1,)),
     Operator("Col2Im", "other", sized_by_values=True, slow_on_cpu=False),
@@ -351,14 +353,14 @@ TABLE = (
     Operator("If", "other", cost="move", bodies=("then_branch", "else_branch")),
     Operator("MaxUnpool", "other", sized_by_values=True),
     Operator("MelWeightMatrix", "other", sized_by_values=True),
-    Operator("Multinomial", "other", typed_by_attribute=True),
+    Operator("Multinomial", "other", typed_by_attribute=True, random=True),
     Operator("NonMaxSuppression", "other", sized_by_values=True, waits_for_size=True),
     Operator("NonZero", "other", sized_by_values=True, waits_for_size=True),
     Operator("OneHot", "other", size_inputs=(1,)),
-    Operator("RandomNormal", "other", typed_by_attribute=True),
-    Operator("RandomNormalLike", "other", typed_by_attribute=True),
-    Operator("RandomUniform", "other", typed_by_attribute=True),
-    Operator("RandomUniformLike", "other", typed_by_attribute=True),
+    Operator("RandomNormal", "other", typed_by_attribute=True, random=True),
+    Operator("RandomNormalLike", "other", typed_by_attribute=True, random=True),
+    Operator("RandomUniform", "other", typed_by_attribute=True, random=True),
+    Operator("RandomUniformLike", "other", typed_by_attribute=True, random=True),
     Operator("Reshape", "other", cost="view", shape_input=1, linearity="linear"),
     Operator("Rsqrt", "other", linearity="multiplicative"),
     Operator("STFT", "other", sized_by_values=True),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from records.kernel_record import Kernel, ModelOrigin, ModelRecord
-from records.labels import Label, Variant
+from records.measurement import Label, Variant
 from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.paths import Workspace

@@ -22,8 +22,7 @@ from records.dataset_files import (
 )
 from records.dataset_tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
 from records.kernel_record import Kernel, ModelRecord
-from records.labels import DEFAULT_LABELS
-from records.measurement import Measurement
+from records.measurement import DEFAULT_LABELS, Measurement
 from runtimes.ort.graph.analysis import analyze
 from runtimes.targets import local_target
 from utils import files

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.admission.admitted import admit, read_entries, remove
 from training.admission.checking import (
     BEFORE,

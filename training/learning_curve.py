@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any
 
 from records.dataset_files import collected_targets, read_kernels
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.kernels.replay import ORDERS, Order, Replay, errors_of, half_from_single, read_replay
 from training.kernels.settings import TrainingConfig
 from training.kernels.starting import StartFrom

@@ -27,7 +27,7 @@ import numpy as np
 
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 from records.dataset_files import collected_targets, read_kernels
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.kernels.estimators import pose
 from training.kernels.label_training import Trained, train_label
 from training.kernels.saving import save_predictors

@@ -13,7 +13,7 @@ from measuring.metrics.source import MetricSource
 from measuring.metrics.sources import SourceName, open_source
 from records.backgrounds import COMPUTE, Background
 from records.environment import Environment, environment_of
-from records.labels import ENERGY, Label, Variant
+from records.measurement import ENERGY, Label, Variant
 from runtimes import MODULES, runtime_named
 from runtimes.targets import local_target
 from utils.config import Config

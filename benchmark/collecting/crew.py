@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from benchmark.collecting.config import CollectorConfig
 from measuring.bench import Effort
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from runtimes.protocol import Request, Setting, Worker
 from utils.locks import measuring
 from utils.temporary import temporary_folder

@@ -14,8 +14,7 @@ from kernel_model.sampling.usefulness import useful_kernels
 from measuring.pending import Planned, choose_ties, chunks, first_names, in_blocks, pending, shuffled
 from records.blocks import Block
 from records.dataset_tables import model_sessions
-from records.labels import IN_MODEL_LABELS
-from records.measurement import Measurement
+from records.measurement import IN_MODEL_LABELS, Measurement
 
 
 def sessions_missing(models: Sequence[ModelItem], blocks: Iterable[Block], wanted: int, variants: Sequence[str]) -> list[int]:

@@ -12,8 +12,7 @@ from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers, ene
 from measuring.bench import Bench, Effort, Steadiness
 from measuring.metrics.source import MetricSource
 from measuring.pending import chunks
-from records.labels import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS
-from records.measurement import Measurement, Place, Status, now
+from records.measurement import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS, Measurement, Place, Status, now
 from records.probe_reading import ProbeReading
 from runtimes import runtime_named
 from runtimes.protocol import Reply, Request, Worker, WorkerFailed

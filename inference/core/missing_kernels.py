@@ -21,7 +21,7 @@ from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted
 from records.dataset_files import DatasetKernel, header_path
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
-from records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
+from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
 from runtimes import runtime_named
 from runtimes.protocol import Setting
 from training.composition.default_composition import default_composition, save_default, untrained

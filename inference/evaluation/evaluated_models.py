@@ -19,8 +19,7 @@ from records.dataset_files import read_journal
 from records.dataset_tables import energy_doubts, model_rows, model_sessions
 from records.host_pace import paced_rows
 from records.kernel_record import ModelRecord
-from records.labels import ENERGY
-from records.measurement import Measurement
+from records.measurement import ENERGY, Measurement
 from runtimes.analysis import crashed
 from runtimes.ort.graph.source import own_sizes
 from training.sharing.learned import busy_share

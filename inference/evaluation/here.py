@@ -23,8 +23,7 @@ from measuring.loads import describe_load
 from measuring.metrics.source import MetricSource, values
 from measuring.stress import Stress, stress
 from records.backgrounds import COMPUTE, Background
-from records.dataset_files import model_table_path
-from records.dataset_reading import read_model_table
+from records.dataset_files import model_table_path, read_model_table
 from runtimes.protocol import Reply, Request, Setting, Worker, WorkerFailed
 from utils import cli
 from utils.errors import UserError

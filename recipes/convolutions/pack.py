@@ -14,7 +14,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from convolutions.results import JOURNAL, SETTINGS, read_settings, write_tables
-from records.journal import read_blocks
+from records.blocks import read_blocks
 from utils import archives, cli
 from utils.errors import UserError
 from utils.logger import get_logger

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.cuda_kernels.probes import probes_of, schemas
-from records.elements import session_dtype
+from records.kernel_record import session_dtype
 from utils import files
 
 

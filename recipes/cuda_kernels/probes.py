@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from records.elements import session_dtype, type_code
+from records.kernel_record import session_dtype, type_code
 from utils.lazy import onnx, onnxruntime
 
 ONNX_OPSET = 21  # of a graph with an operator of another domain: its Identity takes all element types

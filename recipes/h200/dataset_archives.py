@@ -29,7 +29,7 @@ from records.dataset_files import (
     read_header,
     read_journal,
 )
-from records.dataset_joining import merge_dataset
+from records.dataset_writer import merge_dataset
 from records.kernel_record_files import index_path, record_path
 from utils import cli, files
 from utils.archives import pack, unpack

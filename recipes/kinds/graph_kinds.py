@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from records.elements import type_code
+from records.kernel_record import type_code
 from utils.lazy import onnx
 
 IR_VERSION = 10

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from recipes.kinds.manifest import MadeModel
-from records.elements import numpy_dtype, session_dtype
+from records.kernel_record import numpy_dtype, session_dtype
 from records.operators import COPIES
 from runtimes.ort.building.dummy_data import random_floats
 from runtimes.ort.graph.analysis import analyze, kernel_of

@@ -29,7 +29,7 @@ from kernel_model.sampling.seeds import read_seeds
 from recipes.this_device.budget import TRAINING_SHARE, Budget
 from recipes.this_device.commands import run_json
 from recipes.this_device.expected import expected_errors
-from records.dataset_reading import read_model_table
+from records.dataset_files import read_model_table
 from records.kernel_record_files import index_path, read_index
 from runtimes.targets import local_target
 from training.kernels.sidecar import sidecar_path

@@ -28,27 +28,28 @@ def groups_of(nodes: Sequence[onnx.NodeProto], layers: Mapping[str, Layer]) -> l
     normalisation within a LayerNormalization) and a node that no layer names (a MatMul whose bias has given the layer its name)
     belong to the kernel that reads them, if it is one, and else to the one that they read.
     """
-    own = {name: layer for name, layer in layers.items() if layer.works and not layer.inserted}
-    together: Any = networkx.utils.UnionFind([*own, *range(len(nodes))])
-    for layer in own.values():
+    computing = {name: layer for name, layer in layers.items() if layer.computes and not layer.inserted}
+    together: Any = networkx.utils.UnionFind([*computing, *range(len(nodes))])
+    for layer in computing.values():
         together.union(layer.name, *layer.nodes)
-    readers = readers_of(layers)
-    for layer in reversed(own.values()):
+    readers, sources = readers_of(layers), {name: layer.sources for name, layer in layers.items()}
+    for layer in reversed(computing.values()):
         if not layer.nodes:
             reading = beyond_inserted(readers[layer.name], layers, readers)
-            read = beyond_inserted(layer.sources, layers, {name: each.sources for name, each in layers.items()})
-            join(together, layer.name, [name for name in reading if name in own], [name for name in read if name in own])
+            read = beyond_inserted(layer.sources, layers, sources)
+            join(together, layer.name, [name for name in reading if name in computing],
+                 [name for name in read if name in computing])
     made_by = {name: place for place, node in enumerate(nodes) for name in node.output if name}
     before_of = [[made_by[name] for name in node.input if name in made_by] for node in nodes]
     after_of: list[list[int]] = [[] for _ in nodes]
     for place, before in enumerate(before_of):
         for source in before:
             after_of[source].append(place)
-    named = {place for layer in own.values() for place in layer.nodes}
+    named = {place for layer in computing.values() for place in layer.nodes}
     for place in reversed(range(len(nodes))):
         if place not in named:
             join(together, place, after_of[place], before_of[place])
-    return in_order(len(nodes), own, together, after_of)
+    return in_order(len(nodes), computing, together, after_of)
 
 
 def join(together: Any, key: Key, readers: Iterable[Key], sources: Sequence[Key]) -> None:
@@ -66,12 +67,12 @@ def beyond_inserted(names: Iterable[str], layers: Mapping[str, Layer], neighbour
         beyond_inserted(neighbours.get(name, ()), layers, neighbours) if layers[name].inserted else [name])]
 
 
-def in_order(count: int, own: Mapping[str, Layer], together: Any, after_of: Sequence[Sequence[int]]) -> list[Group]:
+def in_order(count: int, computing: Mapping[str, Layer], together: Any, after_of: Sequence[Sequence[int]]) -> list[Group]:
     """The groups in the order of their layers. Groups that wait for each other become one."""
-    when = {name: order for order, name in enumerate(own)}
+    when = {name: order for order, name in enumerate(computing)}
     while True:
         graph: Any = networkx.DiGraph()
-        graph.add_nodes_from({together[key] for key in (*range(count), *own)})
+        graph.add_nodes_from({together[key] for key in (*range(count), *computing)})
         graph.add_edges_from((together[place], together[reader]) for place in range(count) for reader in after_of[place]
                              if together[place] != together[reader])
         circles = [circle for circle in networkx.strongly_connected_components(graph) if len(circle) > 1]
@@ -80,9 +81,9 @@ def in_order(count: int, own: Mapping[str, Layer], together: Any, after_of: Sequ
         for circle in circles:
             together.union(*circle)
     members: dict[Key, list[Key]] = {root: [] for root in graph}
-    for key in (*range(count), *own):
+    for key in (*range(count), *computing):
         members[together[key]].append(key)
     first = {root: min((when[key] for key in keys if isinstance(key, str)), default=0) for root, keys in members.items()}
     return [Group(tuple(key for key in members[root] if isinstance(key, int)),
-                  tuple(own[key] for key in members[root] if isinstance(key, str)))
+                  tuple(computing[key] for key in members[root] if isinstance(key, str)))
             for root in networkx.lexicographical_topological_sort(graph, key=lambda root: first[root])]

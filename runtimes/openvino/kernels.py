@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from records.elements import type_code
 from records.kernel_costs import bytes_read, bytes_written, flops
-from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_record import Kernel, KernelInput, Tensor, type_code
 from records.kernel_types import describe_kernel, kernel_id, normalize
-from records.operators import VIEWS
+from records.operators import VIEWS, operator_row
 from runtimes.openvino.layers import Layer
 from runtimes.openvino.prepared import Prepared, node_name
 from runtimes.ort.building.dummy_data import input_name, output_name, weight_value
@@ -36,7 +35,7 @@ NOTHING = KernelInput(dtype="")
 
 def operator_attributes(node: NodeProto) -> dict[str, Any]:
     """The attributes of a node as plain data."""
-    return {one.name: attribute_value(one) for one in sorted(node.attribute, key=lambda one: one.name)}
+    return {attribute.name: attribute_value(attribute) for attribute in sorted(node.attribute, key=lambda each: each.name)}
 
 
 def operator_flops(prepared: Prepared, node: NodeProto) -> int:
@@ -85,48 +84,54 @@ def describe(prepared: Prepared, nodes: Sequence[NodeProto], ends: Ends, in_plac
         ends: of the kernel.
         in_place: whether its outputs lie where its inputs do.
     """
-    inputs = [prepared.tensors.get(name, NOTHING) if name else NOTHING for name in ends.inputs]
+    inputs = [tensor_named(prepared, name) for name in ends.inputs]
     while inputs and not inputs[-1].present:
         inputs.pop()
-    outputs = [tensor_of(prepared, name) for name in (nodes[0].output if len(nodes) == 1 else ends.outputs)]
+    written = [tensor_named(prepared, name) for name in (nodes[0].output if len(nodes) == 1 else ends.outputs)]
+    outputs = [Tensor(dtype=tensor.dtype, shape=tensor.shape) for tensor in written]
     main, [*others] = nodes[ends.main], (node.op_type for place, node in enumerate(nodes) if place != ends.main)
     if len(nodes) == 1 and (not in_place or main.op_type in VIEWS):
         opset = prepared.opset if main.domain in ("", "ai.onnx") else 1
         return describe_kernel(main.op_type, main.domain, opset, operator_attributes(main), inputs, outputs)
     attributes = operator_attributes(main)
-    shown = prepared.tensors.get(main.input[0] if main.input else "", NOTHING)
-    if not inputs or len(shown.shape) != len(inputs[0].shape):  # the main node reads what another one has reshaped
+    data = prepared.tensors.get(main.input[0] if main.input else "", NOTHING)
+    if not inputs or len(data.shape) != len(inputs[0].shape):  # the main node reads what another one has reshaped
         attributes = {name: value for name, value in attributes.items() if name not in AXES}
         attributes |= {"perm": list(range(len(inputs[0].shape)))} if main.op_type == "Transpose" and inputs else {}
     if main.op_type == "Conv" and len(inputs) > 1:
         attributes["kernel_shape"] = list(inputs[1].shape[2:])
     others = [name for name in others if name not in VIEWS]
-    if others:
-        attributes["activation"] = others[-1]
+    if activations := [name for name in others if is_activation(name)]:
+        attributes["activation"] = activations[-1]
     kind = "_".join([main.op_type, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
-    operator = VIEW if in_place else main.op_type
+    op_type = VIEW if in_place else main.op_type
     kept = normalize(attributes) | {NODES: plain_nodes(nodes, ends)}
     return Kernel(
-        id=kernel_id(kind, operator, DOMAIN, prepared.opset, kept, inputs, outputs), type=kind, op_type=operator, domain=DOMAIN,
+        id=kernel_id(kind, op_type, DOMAIN, prepared.opset, kept, inputs, outputs), type=kind, op_type=op_type, domain=DOMAIN,
         opset=prepared.opset, attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs),
-        flops=flops(operator, kept, inputs, outputs), bytes_read=bytes_read(operator, kept, inputs, outputs),
-        bytes_written=bytes_written(operator, outputs),
+        flops=flops(op_type, kept, inputs, outputs), bytes_read=bytes_read(op_type, kept, inputs, outputs),
+        bytes_written=bytes_written(op_type, outputs),
         weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant))
 
 
-def tensor_of(prepared: Prepared, name: str) -> Tensor:
-    """A tensor that a node writes.
+def tensor_named(prepared: Prepared, name: str) -> KernelInput:
+    """A tensor of the model; "" names one that is omitted.
 
     Raises:
         UserError: its size is known only when the model runs.
     """
     if not name:
-        return Tensor(dtype="")
+        return NOTHING
     if name not in prepared.tensors:
         raise UserError(f"{prepared.source.name}: the size of {name} is known only when the model runs; such models can't be "
                         "taken apart under OpenVINO")
-    tensor = prepared.tensors[name]
-    return Tensor(dtype=tensor.dtype, shape=tensor.shape)
+    return prepared.tensors[name]
+
+
+def is_activation(name: str) -> bool:
+    """Whether an operator computes each element of its output from the same element of its only activation."""
+    row = operator_row(name)
+    return row.operator_class == "elementwise" and row.keeps_shape and row.linearity == "multiplicative"
 
 
 def plain_nodes(nodes: Sequence[NodeProto], ends: Ends) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ class Layer(NamedTuple):
     in_place: bool
 
     @property
-    def works(self) -> bool:
+    def computes(self) -> bool:
         return self.kind not in (INPUT, OUTPUT)
 
 
@@ -78,23 +78,24 @@ def layers_of(compiled: Any, name: str, made_by: Mapping[str, int]) -> dict[str,
     except RuntimeError as error:
         raise refused(name, error) from error
     first_us = times_us(request)
-    found: dict[str, Layer] = {}
+    layers: dict[str, Layer] = {}
     for operation in compiled.get_runtime_model().get_ordered_ops():
         facts = {key: value.value if hasattr(value, "value") else value for key, value in operation.get_rt_info().items()}
         layer, kind = operation.get_friendly_name(), str(facts["layerType"])
         before = [port.get_node().get_friendly_name() for port in operation.input_values()]
-        sources = tuple(one for one in before if one in found)
+        sources = tuple(source for source in before if source in layers)
         if kind == CONSTANT or (before and not sources):
             continue
         names = str(facts["originalLayersNames"])
         places = {int(place) for place in PLACE.findall(names)}
-        places |= {made_by[one] for one in (layer, *names.split(",")) if one in made_by and kind not in (INPUT, OUTPUT)}
+        if kind not in (INPUT, OUTPUT):  # the layer that writes an output of the model has the output's name
+            places |= {made_by[tensor] for tensor in (layer, *names.split(",")) if tensor in made_by}
         port = operation.outputs()[0] if operation.outputs() else operation.input_values()[0]
         output = Tensor(dtype=str(np.dtype(port.get_element_type().to_dtype())), shape=tuple(port.get_shape()))
-        found[layer] = Layer(layer, kind, str(facts["outputLayouts"]).split(",")[0], output, frozenset(places), sources,
-                             inserted=kind in INSERTED and not names,
-                             in_place=not first_us.get(layer, 0.0) and output.bytes >= COPIED_BYTES)
-    return found
+        layers[layer] = Layer(layer, kind, str(facts["outputLayouts"]).split(",")[0], output, frozenset(places), sources,
+                              inserted=kind in INSERTED and not names,
+                              in_place=not first_us.get(layer, 0.0) and output.bytes >= COPIED_BYTES)
+    return layers
 
 
 def readers_of(layers: Mapping[str, Layer]) -> dict[str, list[str]]:

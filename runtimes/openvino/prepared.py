@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from records.kernel_record import KernelInput, Tensor
+from records.operators import operator_row
 from runtimes.openvino.package import check_openvino, refused
 from runtimes.ort.graph.source import Source
 from runtimes.ort.graph.tensor_shapes import constant_inputs
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 PLACE = re.compile(r"(?:^|[,/ ])(\d+)#")  # of a node, in the names that OpenVINO makes of its own
 SHAPE = "Shape"
-RANDOM_OPS = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def prepare(source: Source) -> Prepared:
     return Prepared(
         source, tuple(proto.graph.node), names,
         {**tensors, **constants},
-        next((one.version for one in proto.opset_import if one.domain in ("", "ai.onnx")), 1),
+        next((opset.version for opset in proto.opset_import if opset.domain in ("", "ai.onnx")), 1),
         tuple(value.name for value in proto.graph.input if value.name not in constants),
         tuple(value.name for value in proto.graph.output), model)
 
@@ -138,7 +138,7 @@ def folded(node: onnx.NodeProto, constants: Mapping[str, np.ndarray], shapes: Ma
     if node.op_type == SHAPE and node.input[0] in shapes and not node.attribute:
         yield node.output[0], np.array(shapes[node.input[0]].shape, np.int64)
         return
-    if (node.op_type in RANDOM_OPS or not all(name in constants for name in node.input if name)
+    if (operator_row(node.op_type).random or not all(name in constants for name in node.input if name)
             or any(attribute.HasField("g") for attribute in node.attribute)):
         return
     given = [name for name in node.input if name]

@@ -15,6 +15,7 @@ from runtimes.openvino.package import compile_model, openvino_flavour
 from runtimes.openvino.prepared import Prepared, prepare
 from runtimes.ort.graph.source import read_source
 from utils import files
+from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.paths import Workspace
 from utils.safe_names import as_file_name
@@ -69,7 +70,7 @@ def steps_of(prepared: Prepared, layers: Mapping[str, Layer]) -> list[Step]:
              for group in groups]
     readers = readers_of(layers)
     inserted: dict[str, str] = {}  # by the name of an inserted layer, the tensor that it writes
-    for layer in (one for one in layers.values() if one.inserted):
+    for layer in filter(lambda layer: layer.inserted, layers.values()):
         source = layers[layer.sources[0]]
         kernel = inserted_kernel(layer, source)
         reading = [group_of[name] for name in beyond_inserted(readers[layer.name], layers, readers) if name in group_of]
@@ -110,14 +111,21 @@ def in_running_order(steps: Sequence[tuple[int, Step]]) -> list[Step]:
 
 
 def between(prepared: Prepared, written: Sequence[str], reading: Sequence[Step]) -> str:
-    """The tensor among those written that all of some steps read, or else any of them; "" where there is none."""
-    there = [name for name in written if name in prepared.tensors and not prepared.tensors[name].constant]
-    shared = [name for name in there if reading and all(name in step.inputs for step in reading)]
-    return next(iter([*shared, *(name for name in there if any(name in step.inputs for step in reading)), *there]), "")
+    """The tensor among those written that most of some steps read; "" where there is none."""
+    activations = [name for name in written if name in prepared.tensors and not prepared.tensors[name].constant]
+    by_readers = sorted(activations, key=lambda name: -sum(name in step.inputs for step in reading))
+    return next(iter(by_readers), "")
 
 
 def step_of(prepared: Prepared, group: Group) -> Step:
-    """The kernel of a group of nodes."""
+    """The kernel of a group of nodes.
+
+    Raises:
+        UserError: the group has none.
+    """
+    if not group.nodes:
+        raise UserError(f"{prepared.source.name}: OpenVINO does not say which ONNX nodes are in its layer "
+                        f"{group.layers[0].name}, and no other layer is next to it; such models can't be taken apart")
     nodes = [prepared.nodes[place] for place in group.nodes]
     inside = set(group.nodes)
     read_elsewhere = {name for place, node in enumerate(prepared.nodes) if place not in inside for name in node.input}

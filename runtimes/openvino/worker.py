@@ -120,12 +120,12 @@ def layers_by_kernel(layers: Mapping[str, Layer]) -> dict[int, list[str]]:
     graph: Any = networkx.Graph()
     graph.add_nodes_from(layers)
     graph.add_edges_from((source, layer.name) for layer in layers.values() for source in layer.sources)
-    found: dict[int, list[str]] = {}
+    by_kernel: dict[int, list[str]] = {}
     for part in networkx.connected_components(graph):
         numbers = {int(number) for name in part for number in KERNEL.findall(name)}
         for number in numbers:
-            found[number] = [name for name in part if layers[name].works and not layers[name].inserted]
-    return found
+            by_kernel[number] = [name for name in part if layers[name].computes and not layers[name].inserted]
+    return by_kernel
 
 
 def time_carrier(request: Request) -> Reply:

@@ -11,8 +11,7 @@ from typing import Any
 from measuring.metrics.power_sensors import open_power_sensor
 from measuring.power import PowerMonitor, energy_of_runs
 from measuring.quiet_host import off_the_workers_cores
-from records.labels import ENERGY, KERNELS
-from records.measurement import Measurement
+from records.measurement import ENERGY, KERNELS, Measurement
 from runtimes.ort.runner import Runner, open_runner
 from runtimes.protocol import Reply, Request
 from utils.errors import UserError

@@ -12,8 +12,7 @@ import numpy as np
 
 from measuring.bench import Effort
 from measuring.quiet_host import off_the_workers_cores
-from records.elements import numpy_dtype, session_dtype
-from records.kernel_record import zeros
+from records.kernel_record import numpy_dtype, session_dtype, zeros
 from records.measurement import now
 from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
 from runtimes.ort.building.kernel_models import kernel_in

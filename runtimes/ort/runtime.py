@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from records.kernel_record import ModelOrigin, ModelRecord
 from records.kernel_record_files import record_path
-from records.labels import DEFAULT_LABELS, GPU_LABEL, UNPROFILED, VARIANTS
+from records.measurement import DEFAULT_LABELS, GPU_LABEL, UNPROFILED, VARIANTS
 from runtimes.ort.building.kernel_models import built_kernel, check_kernel, kernel_build
 from runtimes.ort.graph.analysis import analyze
 from runtimes.runtime import DeviceLabels, Runtime

@@ -24,11 +24,10 @@ from measuring import quiet_host
 from measuring.bench import Effort
 from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
 from measuring.quiet_host import off_the_workers_cores, quiet_samples_ms
-from records.elements import numpy_dtype, session_dtype
 from records.kernel_costs import is_control_flow
+from records.kernel_record import numpy_dtype, session_dtype
 from records.kernel_record_files import read_model_record
-from records.labels import GPU_LABEL, UNPROFILED
-from records.measurement import Measurement, Place
+from records.measurement import GPU_LABEL, UNPROFILED, Measurement, Place
 from records.operators import CONTROL_FLOW
 from runtimes import protocol
 from runtimes.ort.building.dummy_data import random_floats

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from measuring.bench import Effort
-from records.elements import numpy_dtype
-from records.kernel_record import ModelRecord, Tensor
+from records.kernel_record import ModelRecord, Tensor, numpy_dtype
 from records.kernel_record_files import read_model_record
 from records.measurement import Measurement
 from runtimes.ort.building.dummy_data import random_floats

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from measuring.metrics.source import MetricSource, Window
-from records.journal import read_blocks
+from records.blocks import read_blocks
 from records.measurement import Measurement
 from utils.paths import ROOT
 

@@ -41,8 +41,8 @@ from records.dataset_files import (
     read_header,
     read_journal,
     read_kernels,
+    read_table,
 )
-from records.dataset_reading import read_table
 from records.dataset_tables import input_shape, kernel_rows, model_rows, model_sessions
 from records.dataset_writer import DatasetWriter
 from records.host_pace import idle_models, is_undisturbed, usual_probe_us
@@ -267,7 +267,7 @@ def test_numpy_in_and_out_is_a_variant(tmp_path: Path) -> None:
     assert table["host_io_ms"].isna().to_list() == [True, False]  # of the first session, and of the second
     assert table["host_io_ms"].iloc[1] == pytest.approx(np.median(host_io.samples_ms), abs=1e-6)
     assert table["cuda_graph_ms"].isna().all()
-    with pytest.raises(UserError, match="variants: cuda_graph: only a GPU"):
+    with pytest.raises(UserError, match="variants: cuda_graph: ONNX Runtime has no such variants on cpu"):
         collect(workspace, CollectorConfig.model_validate(wanted | {"variants": ["cuda_graph"]}))
 
 

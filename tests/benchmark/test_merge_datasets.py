@@ -13,10 +13,10 @@ from records.dataset_files import (
     kernel_table_path,
     read_header,
     read_journal,
+    read_kernel_table,
     read_kernels,
 )
-from records.dataset_joining import merge_dataset
-from records.dataset_reading import read_kernel_table
+from records.dataset_writer import merge_dataset
 from records.kernel_record_files import index_path, read_index, read_model_record, record_path
 from utils import files
 from utils.errors import UserError

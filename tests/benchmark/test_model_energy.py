@@ -21,12 +21,10 @@ from measuring.bench import Effort
 from measuring.metrics import power_sensors
 from measuring.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
 from records.blocks import Block
-from records.dataset_files import DatasetHeader, header_path, model_table_path, read_header
-from records.dataset_reading import read_table
+from records.dataset_files import DatasetHeader, header_path, model_table_path, read_header, read_table
 from records.dataset_tables import energy_doubts
 from records.dataset_writer import DatasetWriter, joined_header
-from records.labels import ENERGY
-from records.measurement import Measurement
+from records.measurement import ENERGY, Measurement
 from runtimes.ort import energy
 from runtimes.ort.worker import answer
 from runtimes.protocol import Request

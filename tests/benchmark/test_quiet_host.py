@@ -12,7 +12,7 @@ import pytest
 from measuring import quiet_host
 from measuring.bench import Effort
 from measuring.quiet_host import HostProbe, quiet_samples_ms
-from records.labels import DISTURBANCE_ADMITTED
+from records.measurement import DISTURBANCE_ADMITTED
 from runtimes.ort.probes import host_probe
 
 pytestmark = pytest.mark.measuring

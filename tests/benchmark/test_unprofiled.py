@@ -14,7 +14,7 @@ from benchmark.collecting.config import CollectorConfig
 from inference import measure_missing
 from measuring.bench import Effort
 from records.dataset_files import read_header, read_journal
-from records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
+from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
 from runtimes.ort.profile import LEAST_SHARE, NodeEvent, ProfiledRun, profile_model, profiler_ms, unprofiled_ms
 from tests.inference.test_missing_kernels import TARGET
 from tests.inference.test_no_training import CONFIG
@@ -79,5 +79,5 @@ def test_a_collector_goes_on_with_its_labels(workspace: Workspace) -> None:
 def test_it_is_for_a_cpu() -> None:
     config = CollectorConfig(labels=("unprofiled",))
     assert config.labels_on("cpu") == ("unprofiled",)
-    with pytest.raises(UserError, match="labels: unprofiled: on a GPU"):
+    with pytest.raises(UserError, match="labels: unprofiled: ONNX Runtime has no such labels on cuda"):
         config.labels_on("cuda")

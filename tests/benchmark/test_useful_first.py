@@ -22,9 +22,8 @@ from measuring.bench import Bench
 from measuring.loads import measure_loads
 from measuring.pending import Planned
 from measuring.stress import Stress
-from records.blocks import Block
+from records.blocks import Block, Journal
 from records.dataset_files import read_journal
-from records.journal import Journal
 from records.kernel_record import Kernel
 from records.kernel_record_files import index_path, read_index
 from records.measurement import Measurement, now

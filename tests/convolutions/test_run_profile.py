@@ -27,7 +27,7 @@ from measuring.bench import Steadiness
 from measuring.gpu_trace import GpuRun, GpuWork
 from measuring.metrics.power_sensors import PowerSample, PowerSensor
 from measuring.run_times import time_runs_ms
-from records.journal import read_blocks
+from records.blocks import read_blocks
 from utils.paths import ROOT
 
 pytestmark = pytest.mark.slow

@@ -31,7 +31,7 @@ from graph_stages.records import RawMeasurements, read_raw
 from graph_stages.units import StageTask, choose_units, find_units
 from graph_stages.worker import RESIDENT, measure_stage
 from measuring.worker_process import WorkerFailed
-from records.journal import read_blocks
+from records.blocks import read_blocks
 from utils.errors import UserError
 from utils.ort_sessions import open_session
 from utils.paths import ROOT, Workspace

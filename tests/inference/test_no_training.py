@@ -11,7 +11,7 @@ from benchmark.collecting.config import CollectorConfig
 from inference import measure_missing, predict
 from inference.core.targets import fitted_for
 from records.dataset_files import read_header, read_journal
-from records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
+from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
 from runtimes.ort.graph.analysis import analyze
 from tests.inference.test_missing_kernels import TARGET, command
 from tests.inference.test_uncertainty import recurrent

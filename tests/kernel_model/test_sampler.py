@@ -14,8 +14,7 @@ from command import run_script
 from conftest import TORCH_MODELS, build_workspace, free_kernel, small_model
 
 from kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample, sample_free
-from kernel_model.sampling.draws import draw_kernel
-from kernel_model.sampling.float_types import FLOAT_TYPES, in_float_type, on_cuda
+from kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, in_float_type, on_cuda
 from kernel_model.sampling.free_shapes.table import DRAWS
 from kernel_model.sampling.seeds import SEED_FILE, read_seeds
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor

@@ -12,8 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from records.kernel_record import KernelInput
-from runtimes.ort.cuda.kernels import cuda_kernel
-from runtimes.ort.cuda.placement import place, refuses
+from runtimes.ort.cuda.placement import cuda_kernel, place, refuses
 from runtimes.ort.graph.parsing import ParsedGraph, parse_graph
 from utils.fingerprint import has_cuda
 from utils.ort_sessions import open_session

@@ -11,8 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_types import describe_kernel
-from records.operator_versions import canonical
+from records.kernel_types import canonical, describe_kernel
 from runtimes.ort.building.kernel_models import build_model
 from runtimes.ort.graph.analysis import analyze
 from training.kernels.features import KERNEL_FEATURES, kernel_features

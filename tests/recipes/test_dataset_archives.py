@@ -11,7 +11,7 @@ from made_up_dataset import TARGET, chain, collect, conv, gemm, relu
 
 from recipes.h200.dataset_archives import archives_in, pack_more, unpack_all
 from records.dataset_files import journal_path, kernel_table_path, kernels_path, read_header, read_journal, read_kernels
-from records.dataset_joining import merge_dataset
+from records.dataset_writer import merge_dataset
 from records.kernel_record_files import index_path, read_index, records_in
 from utils.errors import UserError
 from utils.paths import Workspace

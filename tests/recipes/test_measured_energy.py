@@ -18,7 +18,7 @@ from command import run_script
 from inference import Predictor
 from records.dataset_files import model_table_path, read_journal
 from records.kernel_record_files import read_model_record
-from records.labels import ENERGY
+from records.measurement import ENERGY
 from training.energy.learned import EnergyModel, energy_path, read_energy
 from utils.paths import ROOT, SHIPPED, Workspace
 

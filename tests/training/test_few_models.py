@@ -9,7 +9,7 @@ import pytest
 from made_up_dataset import chain, draw_kernels
 
 from graph_model.simulation.tracks import Tracks
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.composition.default_composition import shipped_costs
 from training.composition.fitting import fit_pace, try_few_models
 from training.composition.formulas import latencies_ms

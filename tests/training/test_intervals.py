@@ -14,7 +14,7 @@ from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
 from graph_model.simulation.tracks import OffGpu
 from inference import predict
 from inference.core.targets import fitted_for
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.composition.held_out import Fold, HeldOut, folds_of, novelties_of
 from training.composition.host_side import NodesOffGpu
 from training.composition.intervals import (

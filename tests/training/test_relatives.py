@@ -10,7 +10,7 @@ from made_up_dataset import TARGET, gemm, tensor, write_dataset
 
 from records.kernel_record import Kernel, Tensor
 from records.kernel_types import describe_kernel
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.kernels.estimators import fit_kernel_model, predict_kernels
 from training.kernels.relatives import WEIGHT, relatives, row_weights
 from training.kernels.settings import TrainingConfig, XgboostSettings

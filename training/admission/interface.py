@@ -55,7 +55,7 @@ class Measured:
         features: rows × the estimator's features.
         times_ms: of each row, measured on an idle device.
         target: device, runtime, threads.
-        label: which time of a kernel it is (records/labels.py).
+        label: which time of a kernel it is (records/measurement.py).
         config: of the training.
         all_rows: everything that may be learned from: kernels of other types, and rows under load, too.
     """

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from records.dataset_files import kernel_table_path
-from records.dataset_reading import read_kernel_table
+from records.dataset_files import kernel_table_path, read_kernel_table
 from training.composition.fitted import latency_ms
 from training.composition.formulas import fit_line
 from training.kernels.estimators import KernelModel, fit_kernel_model, parallel_map, predict_kernels

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.composition.held_out import Fold, HeldOutKind, by_model, folds_of
 from training.kernels.estimators import parallel_map
 from training.kernels.predictors import leaves_gpu_idle

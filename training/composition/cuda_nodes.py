@@ -32,7 +32,6 @@ HOST_BYTES_PER_MS = 10e6
 SLOW_MS = 8e-6
 HOST_RANGE = (0.2, 6.0)  # plausible range of a CPU kernel's time, as multiples of the guess; a choice
 SERIAL_RANGE = (0.2, 30.0)  # the same for kernels of serial steps (recurrent ones) and of unknown operators
-WAITING = ("NonZero", "NonMaxSuppression", "Compress")  # of ONNX Runtime 1.31: their kernels copy a size to the host
 # NonMaxSuppression
 BASE_MS = 0.07
 BOX_MS = 1.108e-4

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from graph_model.simulation.pipeline import PipelineCosts
-from records.labels import GPU_LABEL, UNPROFILED
+from records.measurement import GPU_LABEL, UNPROFILED
 from training.composition.fitted import Composition, composition_path
 from training.kernels.estimators import LEAST_LAUNCHES
 from training.kernels.features import KERNEL_FEATURES

@@ -22,10 +22,10 @@ import numpy.typing as npt
 
 from graph_model.dag.dag import build_dag, calculate_latency
 from graph_model.simulation.pipeline import PipelineCosts
-from records.dataset_reading import read_model_table
+from records.dataset_files import read_model_table
 from records.host_pace import usual_probe_us
 from records.kernel_record import ModelRecord
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.composition.default_composition import shipped_costs
 from training.composition.fitted import (
     KINDS,

@@ -219,7 +219,7 @@ def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: S
     fitted = fit(np.ones(len(models), dtype=bool))
     if len(set(groups)) < 2:
         return fitted
-    return judged(fitted, each_left_out(groups, fit_and_predict), measured, groups)
+    return with_errors(fitted, each_left_out(groups, fit_and_predict), measured, groups)
 
 
 def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredTracks],
@@ -245,10 +245,10 @@ def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredT
     if len(set(groups)) < 2:
         return fitted
     measured = np.array([model.latency_ms for model in captured])
-    return judged(fitted, each_left_out(groups, fit_and_predict), measured, groups)
+    return with_errors(fitted, each_left_out(groups, fit_and_predict), measured, groups)
 
 
-def judged(fitted: ModeCosts, left_out_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> ModeCosts:
+def with_errors(fitted: ModeCosts, left_out_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> ModeCosts:
     """`fitted` with the errors of held-out latencies, and the prediction interval that follows from them."""
     return fitted.model_copy(update={"left_out": error_statistics(left_out_ms.tolist(), measured_ms.tolist()),
                                      "interval": error_range_of(left_out_ms, measured_ms, groups)})

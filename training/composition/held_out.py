@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.composition.formulas import LeftOut, can_fit, left_out_ms
 from training.composition.intervals import KNOWN, CalibratedInterval, Case, Novelty, Sources, calibrate, sources
 from training.composition.measured_models import (

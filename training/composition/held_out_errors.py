@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.baselines import nn_meter
 from training.composition.formulas import fit_graph_replay, fit_host_io, leave_out
 from training.composition.held_out import PLURAL, HeldOut, HeldOutKind, gpu_targets, hold_out, kernel_errors

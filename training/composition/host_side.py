@@ -29,7 +29,7 @@ from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
 from records.copies import CopyTimes, MeasuredCopies, WaitTimes
 from records.kernel_record import Kernel, ModelRecord
-from records.labels import UNPROFILED
+from records.measurement import UNPROFILED
 from training.composition.cuda_nodes import guessed_ms, is_copy, is_off_gpu, takes_no_time, to_host, waits_inside
 from training.kernels.predictors import Predictors, read_predictors
 from training.kernels.sidecar import TRAIN, read_sidecar, sidecar_path

@@ -10,13 +10,12 @@ from typing import Literal
 import numpy as np
 
 from graph_model.simulation.tracks import OffGpu, Tracks, node_kind
-from records.dataset_files import model_table_path
-from records.dataset_reading import read_model_table
+from records.dataset_files import model_table_path, read_model_table
 from records.host_pace import idle_models
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord
 from records.kernel_record_files import read_model_record, record_path
-from records.labels import COLLECT, Label
+from records.measurement import COLLECT, Label
 from training.composition.cuda_nodes import selection_launches, selection_ms, selects_boxes
 from training.composition.host_side import NodesOffGpu, read_host_side
 from training.kernels.predictors import ON_GPU

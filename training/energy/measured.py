@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from records.dataset_files import read_journal, read_kernels
-from records.dataset_reading import idle_rows, read_model_table
+from records.dataset_files import idle_rows, read_journal, read_kernels, read_model_table
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, Kernel, ModelRecord
 from records.kernel_record_files import read_model_record, record_path
-from records.labels import ENERGY, KERNELS
+from records.measurement import ENERGY, KERNELS
 from training.composition.cuda_nodes import is_off_gpu
 from training.composition.fitted import Composition
 from training.energy.fitting import MeasuredEnergy

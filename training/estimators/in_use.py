@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.admission.interface import Estimator, Floats, Measured
 from training.estimators.boosted_trees import SavedBooster
 from training.estimators.on_roofline import WORK, WORK_AND_FEATURES

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.kernels.class_boosters import ClassBoosters, WithClasses, class_names, class_rows, kind_code
 from training.kernels.relatives import row_weights
 from training.kernels.roofline import Roofline, fit_roofline

@@ -7,9 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from records.elements import DTYPE_BYTES
 from records.kernel_costs import copied_tables, einsum_product
-from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor
 from records.operators import operator_row
 from training.kernels.schema import FeatureSchema
 
@@ -237,7 +236,7 @@ def _axis(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> tuple[int
     op, rank, elements, out_elements = kernel.op_type, len(shape), math.prod(shape), math.prod(out)
     axis = kernel.attributes.get("axis")
     if "Norm" in op or "Softmax" in op:
-        if op in ("GroupNormalization", "GroupNorm", "InstanceNormalization", "SkipGroupNorm"):
+        if operator_row(op).kind == "channel norm" and op != "BatchNormalization":
             return elements // max(shape[0], 1) if rank else 0, 1
         first = (int(axis) if axis is not None else -1) % rank if rank else 0
         inner = math.prod(shape[first + 1:]) if "Softmax" in op and kernel.opset >= 13 else 1

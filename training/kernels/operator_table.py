@@ -12,9 +12,9 @@ from kernel_model.sampling.kernel_errors import REMAKE, KernelError, read_errors
 from records.dataset_files import read_kernels
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from records.operators import VIEWS, operator_row
-from runtimes.ort.cuda.kernels import cuda_operators
+from runtimes.ort.cuda.placement import cuda_operators
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out
 from training.kernels.settings import LAUNCHES, TrainingConfig
 from training.kernels.targets import Show

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from records.kernel_record import Kernel
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.kernels.beyond import times_beyond
 from training.kernels.boosters import SavedBoosters
 from training.kernels.estimators import SHARED, KernelModel, predict_kernels
@@ -168,7 +168,7 @@ class Predictors:
         Args:
             kernels: any number of them; the same one may come several times.
             load: metrics of the background by DCGM field name; empty: idle.
-            label: which time (records/labels.py); by default the first label that was trained.
+            label: which time (records/measurement.py); by default the first label that was trained.
             strict: don't look up measured times.
 
         Raises:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from utils.config import Config
 
 LAUNCHES = "launches"  # learned like a label: how many CUDA kernels and copies one of our kernels launches

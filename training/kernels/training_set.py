@@ -8,12 +8,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from records.dataset_files import DatasetHeader, kernel_table_path, kernels_path, read_header, read_kernels
-from records.dataset_reading import read_kernel_table, run_ms
+from records.dataset_files import (
+    DatasetHeader,
+    kernel_table_path,
+    kernels_path,
+    read_header,
+    read_kernel_table,
+    read_kernels,
+    run_ms,
+)
 from records.dataset_tables import UNFINISHED
 from records.kernel_record import Kernel
 from records.kernel_types import form_of
-from records.labels import COLLECT, LABELS
+from records.measurement import COLLECT, LABELS
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES

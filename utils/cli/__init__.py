@@ -1,7 +1,7 @@
 """What every command line of Hase shares; used as `from utils import cli`."""
 
-from utils.cli.option_types import address, count, counts, out_file, pace, percentile, port, positive, whole
 from utils.cli.options import (
+    EXIT_USAGE,
     add_config,
     add_dim,
     add_estimators,
@@ -11,14 +11,23 @@ from utils.cli.options import (
     add_static,
     add_target,
     add_trust,
+    address,
     branch_as_size,
     combinations,
+    count,
+    counts,
     one_size_dims,
+    out_file,
+    pace,
     parse_dims,
+    parser,
+    percentile,
+    port,
+    positive,
+    start,
+    whole,
 )
-from utils.cli.parsing import EXIT_USAGE, parser, start
-from utils.cli.printing import cell, column_widths, first_of, print_json, print_line, print_rows, print_table
-from utils.cli.progress_bar import progress
+from utils.cli.printing import cell, column_widths, first_of, print_json, print_line, print_rows, print_table, progress
 from utils.cli.running import EXIT_ROUGH, EXIT_SLO_MISSED, LEFT_OUT, OS_ERROR_ADVICE, explain, is_command, run
 
 __all__ = [

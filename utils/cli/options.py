@@ -1,15 +1,104 @@
-"""Options that several scripts share, and functions that read their values."""
+"""Options that commands share: their types, and how they are parsed."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal, NoReturn
 
-from utils.cli.option_types import existing
+from utils import logger
 from utils.errors import UserError
-from utils.paths import ROOT
+from utils.paths import ROOT, Workspace
+
+LAST_PORT = 65535
+
+
+def positive(text: str) -> float:
+    """An option that is a positive number."""
+    value = _number(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def pace(text: str) -> float | Literal["measure"]:
+    """An option that is the pace of a host: a ratio, or `measure`."""
+    try:
+        return "measure" if text == "measure" else positive(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a ratio, such as 1.15, nor the word measure") from None
+
+
+def percentile(text: str) -> float:
+    """An option that is a percentile, in per cent."""
+    value = _number(text)
+    if not 0.0 < value <= 100.0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 100")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def whole(text: str) -> int:
+    """An option that is a whole number, 0 or more."""
+    if not re.fullmatch(r"\+?[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """An option that is a whole number, 1 or more."""
+    if not re.fullmatch(r"\+?0*[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """An option that is a list of whole numbers, 1 or more, separated by commas."""
+    return [count(part) for part in text.split(",")]
+
+
+def port(text: str) -> int:
+    """An option that is a port to listen on; 0 is any free port."""
+    if not text.isdecimal() or int(text) > LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to {LAST_PORT}")
+    return int(text)
+
+
+def existing(text: str) -> Path:
+    """An option that names a file or folder to read."""
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text}: no such file or folder")
+    return path
+
+
+def out_file(text: str) -> Path:
+    """An option that names a file to write; checked before the work starts."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: no folder {path.parent}; make it first, or check its name")
+    return path
+
+
+def address(text: str) -> tuple[str, int]:
+    """An option that says where to listen: `[ADDRESS:]PORT`."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text}: write PORT or ADDRESS:PORT")
+    return host, int(port)
 
 
 def add_model(made: argparse.ArgumentParser) -> None:
@@ -124,3 +213,71 @@ def one_size_dims(texts: Sequence[str]) -> dict[str, int]:
         if len(sizes) > 1:
             raise UserError(f"--dim {name}: this command takes one size, not {len(sizes)}")
     return {name: sizes[0] for name, sizes in dims.items()}
+
+
+EXIT_USAGE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors take one line and suggest a known option for an unknown one.
+
+    Options can't be abbreviated: a typo could be taken for another option, and a new option could break old commands.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            if re.fullmatch(r"--?[a-zA-Z][\w-]*", name) and name not in self._option_string_actions:
+                self.error(f"unknown option {name}{self._suggestion(name)}")
+        return super().parse_known_args(words, namespace)
+
+    def _suggestion(self, name: str) -> str:
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        asked = "--" + name.lstrip("-").lower().replace("_", "-")
+        near = [option for option in known if option.startswith(asked)] or difflib.get_close_matches(asked, known, 1, 0.7)
+        return f"; did you mean {' or '.join(near)}?" if near else ""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"error: {message} (see {self.prog} --help)\n")
+
+
+def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
+    """An argument parser with the shared options. Its help begins with the script's docstring and ends with `examples`.
+
+    Args:
+        doc: the script's `__doc__`.
+        examples: shell commands, one per line.
+    """
+    made = Parser(
+        description=doc, epilog="examples:\n" + examples.strip("\n"), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shared = made.add_argument_group("shared options")
+    shared.add_argument("--workspace", type=Path, default=ROOT, metavar="DIR",
+                        help="folder that holds what the phases write (default: the repository)")
+    shared.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+    shared.add_argument("--verbose", action="store_true", help="debug lines on stderr too")
+    shared.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
+    return made
+
+
+def start(args: argparse.Namespace, begins: bool = False) -> Workspace:
+    """Configures logging by the shared options, and returns the workspace.
+
+    Args:
+        begins: the workspace need not exist: the script makes it.
+
+    Raises:
+        UserError: the workspace is a file, or does not exist.
+    """
+    folder = Path(args.workspace)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--workspace {folder}: a file; a workspace is a folder")
+    if not folder.exists() and not begins:
+        raise UserError(f"--workspace {folder}: no such folder; check its name, or make it first: mkdir -p {folder}")
+    workspace = Workspace(folder.resolve())
+    logger.configure(workspace.log_file, verbose=args.verbose, quiet=args.quiet)
+    return workspace

@@ -1,13 +1,15 @@
-"""Prints results on stdout: as JSON, or as tables that fit the terminal (tab-separated in a pipe)."""
+"""Prints results: tables, JSON and progress."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+from utils import logger
 from utils.lazy import rich
 
 FRAME = 1  # characters: the frame of a table
@@ -119,3 +121,26 @@ def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = ""
         print_json(rows)
     else:
         print_table(rows, title)
+
+
+T = TypeVar("T")
+_QUIET_SECONDS = 15.0  # between two progress lines if stderr is not a terminal
+
+
+def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    """Yields `items` and shows a progress bar with the time left on stderr (a line every 15 s if that is not a terminal)."""
+    if total is None:
+        total = len(items) if hasattr(items, "__len__") else None  # type: ignore[arg-type]
+    if sys.stderr.isatty():
+        console = rich.console.Console(stderr=True)
+        yield from rich.progress.track(items, description, total=total, console=console, transient=True)
+        return
+    log = logger.get_logger("progress")
+    began = said = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - said > _QUIET_SECONDS and done:
+            said = now
+            eta = f", {(now - began) / done * (total - done):.0f} s left" if total else ""
+            log.info("%s: %d%s%s", description, done, f" of {total}" if total else "", eta)
+        yield item

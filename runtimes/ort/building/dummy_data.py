@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from records.elements import numpy_dtype
-from records.kernel_record import Kernel, KernelInput
+from records.kernel_record import Kernel, KernelInput, numpy_dtype
 from records.operators import operator_row
 from runtimes.ort.building.chosen_data import chosen
 from runtimes.ort.graph.nodes import first_taught

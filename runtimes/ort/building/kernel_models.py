@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from records.elements import type_code
-from records.kernel_record import Kernel, KernelInput
+from records.kernel_record import Kernel, KernelInput, type_code
 from runtimes.ort.building.chosen_data import chosen
 from runtimes.ort.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name, random_floats, weight_value
 from utils import files

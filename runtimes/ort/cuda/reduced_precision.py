@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from records.elements import type_code, type_name
-from records.kernel_record import KernelInput
+from records.kernel_record import KernelInput, type_code, type_name
 from records.operators import operator_row
 from runtimes.ort.graph.nodes import bodies_of
 from utils.errors import UserError

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from records.elements import type_code
 from records.kernel_costs import bytes_read, bytes_written, flops
-from records.kernel_record import BRANCHES, GuessedRuns, KernelInput
+from records.kernel_record import BRANCHES, GuessedRuns, KernelInput, type_code
 from records.operators import VIEWS
 from runtimes.ort.graph.nodes import ParsedNode, attention_lengths, bodies_of, control_flow_name, known_words, parsed_node
 from runtimes.ort.graph.open_shapes import Body, Held, InferredTensors, SizeNotKnown, Trips, Values

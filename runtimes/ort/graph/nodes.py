@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from records.operators import operator_row
+from records.operators import VIEWS, operator_row
 from utils.lazy import onnx
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
 
 
 CACHE, LAST_PLACES, TOTAL = 3, 5, 6  # inputs of GroupQueryAttention: the cache of keys, the last place of each row, the length
-COUNTED = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "ReduceSum", "ReduceMax", "Sub", "Gather")
+COUNTED = VIEWS | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
 
 
 def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:

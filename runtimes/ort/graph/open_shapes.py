@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from records.elements import type_code
-from records.kernel_record import KernelInput, zeros
+from records.kernel_record import KernelInput, type_code, zeros
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_session

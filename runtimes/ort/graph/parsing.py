@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from records.kernel_record import GuessedRuns, KernelInput, Tensor
-from runtimes.ort.cuda.optimizers import cover_pools, cuda_optimizers, runs_on_whole_numbers, uncover_pools
 from runtimes.ort.cuda.placement import assign_providers
 from runtimes.ort.cuda.reduced_precision import as_single, holds_reduced, restore_types
-from runtimes.ort.cuda.rewrites import rewrite_for_cuda
+from runtimes.ort.cuda.rewrites import cover_pools, cuda_optimizers, rewrite_for_cuda, runs_on_whole_numbers, uncover_pools
 from runtimes.ort.graph.bodies import all_tensors, flat_bodies, made_within, unused_trips
 from runtimes.ort.graph.nodes import ParsedNode, name_nodes
 from runtimes.ort.graph.open_shapes import Body, InferredTensors, Shape, Values

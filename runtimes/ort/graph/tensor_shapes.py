@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from records.elements import type_code, type_name
-from records.kernel_record import KernelInput
+from records.kernel_record import KernelInput, type_code, type_name
 from records.operators import operator_row
 from runtimes.ort.graph.bodies import captured, hold
 from runtimes.ort.graph.nodes import ONNX_DOMAINS, bodies_of

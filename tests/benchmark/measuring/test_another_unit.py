@@ -20,10 +20,8 @@ from measuring.bench import Bench, Steadiness, close_window, open_window
 from measuring.loads import Totals, measure_loads
 from measuring.metrics.source import MetricSource, Window
 from measuring.pending import Planned, plan_blocks
-from records.blocks import Block
-from records.journal import JournalFile, read_blocks
+from records.blocks import Block, JournalFile, read_blocks, write_units
 from records.measurement import Measurement, now
-from records.unit_table import write_units
 
 POWER = "DCGM_FI_DEV_POWER_USAGE"
 PRETENDED_W = 50.0

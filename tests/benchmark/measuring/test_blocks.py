@@ -14,8 +14,7 @@ from measuring.metrics.sources import open_source
 from measuring.pending import Planned, in_blocks, pending, plan_blocks
 from measuring.stress import Stress
 from records.backgrounds import COMPUTE, Background
-from records.blocks import Block
-from records.journal import Journal
+from records.blocks import Block, Journal
 from records.measurement import Measurement
 from utils.errors import UserError
 

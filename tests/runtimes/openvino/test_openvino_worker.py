@@ -21,6 +21,7 @@ from runtimes.openvino.worker import WORK, built_carrier, layers_by_kernel
 from runtimes.protocol import Reply, Request, Setting, answer
 from utils import files
 
+pytestmark = pytest.mark.measuring
 QUICK = Effort(warmup=1, budget_s=0.01, least_runs=3, most_runs=5)
 ONE_THREAD = Setting(level="fused", threads=1)
 
@@ -76,6 +77,7 @@ def test_runs_that_other_work_disturbs_do_not_count() -> None:
     assert usual_us(readings(times)[3:], 4) == pytest.approx(50.4, abs=3.0)
 
 
+@pytest.mark.slow
 def test_a_model_has_a_latency_and_the_times_of_its_kernels(tmp_path: Path) -> None:
     model = convolutions(tmp_path / "two.onnx")
     record = parse(model).record
@@ -100,6 +102,7 @@ def test_a_record_of_another_graph_is_refused(tmp_path: Path) -> None:
     assert "--runtime openvino" in reply.error
 
 
+@pytest.mark.slow
 def test_kernels_alone_and_side_by_side(tmp_path: Path) -> None:
     kernels = list(parse(convolutions(tmp_path / "two.onnx")).record.kernels.values())
     paths = [build_kernel(kernel, tmp_path) for kernel in kernels]
