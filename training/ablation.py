@@ -1,8 +1,9 @@
-"""Phase 5.6: which parts of the kernel predictors help: each is removed or replaced in turn.
+"""Which parts of the kernel predictors help: each is removed or replaced in turn.
 
 Reads the dataset and the predictors of each target (default: of all). Holds out each family of models in turn, as
-training/leave_families_out.py does, and predicts its kernels with a variant of the training on the rest. Predicts the GPU's own
-times (label `gpu`) where they were measured, else those of the first label. Writes nothing; prints one row per variant.
+`training/held_out.py --by family` does, and predicts its kernels with a variant of the training on the rest. Predicts the
+GPU's own times (label `gpu`) where they were measured, else those of the first label. Writes nothing; prints one row per
+variant.
 """
 
 from __future__ import annotations

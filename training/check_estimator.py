@@ -1,4 +1,4 @@
-"""Phase 5.12: measures an estimator of kernel times on held-out kernels, and admits it if it is better (docs/estimators.md).
+"""Measures an estimator of kernel times on held-out kernels, and admits it if it is better (docs/estimators.md).
 
 Reads the dataset and predictors of a target. Holds out families of models in turn (or kernels), fits the estimator, a roofline
 and what is in use to the rest, and prints their errors on the same kernels. If the estimator's is clearly smaller than that of

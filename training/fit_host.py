@@ -1,4 +1,4 @@
-"""Phase 5.8: learns the host's side of CUDA sessions: copies, waiting for the GPU, and kernels that the CPU provider runs.
+"""Learns the host's side of CUDA sessions: copies, waiting for the GPU, and kernels that the CPU provider runs.
 
 Reads, of each GPU target with predictors, the copies measured next to its dataset (recipes/cuda_kernels/measure_copies.py).
 With --host, reads the predictors of the CPU of a machine with that GPU in another workspace, where `train_kernel_model.py`

@@ -1,4 +1,4 @@
-"""Phase 5.1: learns the time of a kernel from its shape and from what else runs on the device.
+"""Learns the time of a kernel from its shape and from what else runs on the device.
 
 Reads training/config.yaml and the datasets in benchmark/dataset (default: of every target). Writes to
 training/predictors/<target>/ the boosters of each label, a sidecar that describes them, and the measured times for look-up.
@@ -47,8 +47,8 @@ log = get_logger("training")
 HEAD_COLUMNS = ("batch", "channels", "height", "width", "out_channels", "kernel_height", "stride", "log_flops", "log_bytes")
 EXAMPLES = """
 python training/train_kernel_model.py
-python training/train_kernel_model.py --target h200-cuda-ort1.31-all --json
-python training/train_kernel_model.py --workspace out/a100 --start-from nvidia-h200-cuda-ort1.31-all
+python training/train_kernel_model.py --force --json
+python training/train_kernel_model.py --start-from nvidia-h200-cuda-ort1.31-all  # needs a GPU's dataset
 """
 
 

@@ -22,7 +22,7 @@ from records.operators import operator_row
 from training.kernels.boosters import as_arrays, from_arrays
 from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
 from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
-from training.kernels.operator_table import ADDING, markdown, operator_rows, summary_rows
+from training.kernels.operator_table import ADDING, markdown, operator_report, operator_rows, summary_rows
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.predictors import read_predictors
 from training.kernels.schema import KernelRows
@@ -30,7 +30,6 @@ from training.kernels.settings import TrainingConfig, XgboostSettings
 from training.kernels.sidecar import save_predictors
 from training.kernels.training_set import TrainingSet, read_training_set
 from training.kernels.uncertainty import ranges_of
-from training.leave_operators_out import report
 from utils.paths import ROOT, Workspace
 
 CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_rate=0.3), folds=2,
@@ -165,11 +164,11 @@ def test_the_report_of_a_target(made: tuple[Workspace, dict[str, Kernel]], rows:
     write_errors(made[0].kernel_errors(TARGET.name), KernelErrors(
         target=TARGET, label="run", held_out=(), dataset_sha256=rows.sha256,
         kernels=(KernelError(kernel=known, families=(), measured_ms=1.0, predicted_ms=1.25),)))
-    report(made[0], TARGET.name, CONFIG, page, lambda rows, title: None)
+    operator_report(made[0], TARGET.name, CONFIG, page, lambda rows, title: None)
     assert not caplog.messages
     assert "| elementwise | Exp | float32 | 30 | 25.0 |" in page.read_text()
     made[0].kernel_errors(TARGET.name).unlink()
-    found = report(made[0], TARGET.name, CONFIG, page, lambda rows, title: titles.append(title))
+    found = operator_report(made[0], TARGET.name, CONFIG, page, lambda rows, title: titles.append(title))
     assert "no such file, so the table has no cross-validated errors" in caplog.text
     assert [row["class"] for row in found["classes"]] == ["elementwise", "reduction", "all"]
     assert len(titles) == 2  # no launches were measured

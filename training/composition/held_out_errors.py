@@ -153,12 +153,6 @@ def _interval_parts(cases: Sequence[Case]) -> dict[str, npt.NDArray[np.bool_]]:
         name: np.array([holds(case.sources) for case in cases]) for name, holds in CONDITIONS.items()}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that the commands which hold out groups share."""
-    targets.add_options(parser, "name of a target in training/predictors (default: all with label gpu)")
-    parser.add_argument("--without-forests", action="store_true", help="omit nn-Meter's random forests, which take minutes")
-
-
 def judge_targets(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig, left_out: HeldOutKind) -> None:
     """Holds out each group of each target, and prints the errors: as tables, or as JSON if `args` says so.
 
