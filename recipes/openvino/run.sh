@@ -17,10 +17,10 @@ hase kernel_model/kernel_builder.py > "$out/kernels.txt"
 small=()
 for model in "$out"/model_zoo/models/*_64x64.onnx; do small+=(--model "$model"); done
 hase tvm_analysis/relax_parser.py "${small[@]}"
-hase benchmark/collector.py --config recipes/openvino/openvino.yaml
-hase benchmark/collector.py --config recipes/tvm/ort.yaml
-hase benchmark/collector.py --config recipes/tvm/two_threads.yaml
+hase benchmark/collector.py --config recipes/openvino/cpu.yaml
+hase benchmark/collector.py --config recipes/openvino/cpu.yaml --set runtime=ort
+hase benchmark/collector.py --config recipes/tvm/cpu.yaml
 hase training/train_kernel_model.py
 hase training/fit_composition.py
-hase benchmark/repeatability.py --config recipes/openvino/openvino.yaml
+hase benchmark/repeatability.py --config recipes/openvino/cpu.yaml
 hase inference/sum_and_path.py
