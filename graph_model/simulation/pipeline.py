@@ -73,18 +73,18 @@ def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = No
     Where the host waits, the GPU's work on a node begins no earlier than the node's dispatch. `lead_ms` alone may say
     otherwise: it is fitted to whole runs, and also makes up for what the GPU's times have too much.
     """
-    own = _own_ms(tracks, costs)
+    dispatch_ms = _own_ms(tracks, costs)
     if off_gpu is None:
-        at = costs.start_ms + np.cumsum(own)
+        at = costs.start_ms + np.cumsum(dispatch_ms)
         return HostTimes(at, at)
     launched = np.maximum(tracks.launches, 1.0)
-    firsts = np.maximum(costs.lead_ms - _launch_ms(tracks, costs) * (launched - 1.0), -own)
-    leads = np.maximum(costs.lead_ms, -own)
+    firsts = np.maximum(costs.lead_ms - _launch_ms(tracks, costs) * (launched - 1.0), -dispatch_ms)
+    leads = np.maximum(costs.lead_ms, -dispatch_ms)
     work = tracks.gpu_ms + costs.gap_ms * tracks.launches
-    dispatched, goes_on, host, gpu = np.empty(len(own)), np.empty(len(own)), costs.start_ms, -np.inf
+    dispatched, goes_on, host, gpu = np.empty(len(dispatch_ms)), np.empty(len(dispatch_ms)), costs.start_ms, -np.inf
     for place, (takes, busy, first, lead, gives, count, waits) in enumerate(zip(
-            own.tolist(), off_gpu.host_ms.tolist(), firsts.tolist(), leads.tolist(), work.tolist(), tracks.launches.tolist(),
-            off_gpu.waits.tolist(), strict=True)):
+            dispatch_ms.tolist(), off_gpu.host_ms.tolist(), firsts.tolist(), leads.tolist(), work.tolist(),
+            tracks.launches.tolist(), off_gpu.waits.tolist(), strict=True)):
         host += takes if waits else takes + busy
         if count > 0:
             last = gives / max(count, 1.0)
@@ -161,10 +161,10 @@ def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None
     Arguments are those of `pipeline_ms`.
     """
     spans, host, gpu = [], costs.start_ms, -np.inf
-    found = host_times(tracks, costs, off_gpu)
-    ready, parts = (column.reshape(-1, 2).tolist() for column in gpu_work(tracks, costs, found.dispatched))
+    times = host_times(tracks, costs, off_gpu)
+    ready, parts = (column.reshape(-1, 2).tolist() for column in gpu_work(tracks, costs, times.dispatched))
     of_launches = zip(ready, parts, strict=True)
-    for goes_on, count in zip(found.goes_on.tolist(), tracks.launches, strict=True):
+    for goes_on, count in zip(times.goes_on.tolist(), tracks.launches, strict=True):
         work = None
         if count > 0:
             (first, last), (before_last, of_last) = next(of_launches)
