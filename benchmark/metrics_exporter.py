@@ -228,8 +228,8 @@ def device_labels(device: str, replay: Path | None) -> dict[str, str]:
     elif device == "cpu":  # a machine's identifier must not be published
         index, uuid, name, model = "", platform.node(), "cpu", machine(device).device_name
     else:
-        here = machine(device)
-        index, uuid, name, model = "0", here.uuid, "nvidia0", here.device_name
+        this_machine = machine(device)
+        index, uuid, name, model = "0", this_machine.uuid, "nvidia0", this_machine.device_name
     return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: name, MODEL_LABEL: model, HOST_LABEL: platform.node()}
 
 

@@ -122,7 +122,7 @@ class CpuBurner(Burner):
     def busy_s(self) -> float:
         with contextlib.suppress(psutil.NoSuchProcess):  # `turn` reports a worker that has ended
             times = [psutil.Process(worker.pid).cpu_times() for worker in self._workers]
-            self._busy_s = sum(one.user + one.system for one in times) / self._cores
+            self._busy_s = sum(process_times.user + process_times.system for process_times in times) / self._cores
         return self._busy_s
 
     def close(self) -> None:

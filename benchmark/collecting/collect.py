@@ -122,8 +122,8 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
             raise UserError(f"{folder}: this dataset was collected without label {', '.join(absent)} (it has "
                             f"{', '.join(header.labels)}); move it away, or use another --workspace")
         config = config.model_copy(update={"labels": header.labels, "metrics": header.metrics, "held_out": header.held_out})
-    there = {entry.kernel.id: entry for entry in read_kernels(folder, {entry.kernel.id for entry in kernels})}
-    described = tuple(entry.with_owners_of(there.get(entry.kernel.id)) for entry in kernels)
+    existing = {entry.kernel.id: entry for entry in read_kernels(folder, {entry.kernel.id for entry in kernels})}
+    described = tuple(entry.with_owners_of(existing.get(entry.kernel.id)) for entry in kernels)
     suffix = runtime_named(target.flavour.runtime).kernel_suffix
     items = tuple(KernelItem(built / f"{entry.kernel.id}{suffix}", entry.kernel) for entry in kernels)
     return config, target, Work(items, (), described)
@@ -138,16 +138,16 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
     """
     device = target.flavour.device
     config = config.with_energy_on(device)
-    here, source = machine(device), config.open_source(device)
-    bench = open_bench(config, device, here.uuid, source, crew)
-    writer = open_dataset(workspace, config, target, here, source.fields, work)
+    this_machine, source = machine(device), config.open_source(device)
+    bench = open_bench(config, device, this_machine.uuid, source, crew)
+    writer = open_dataset(workspace, config, target, this_machine, source.fields, work)
 
-    def blocks_of(load: tuple[float, str], there: Sequence[Block]) -> Sequence[Planned[Item]]:
+    def blocks_of(load: tuple[float, str], measured: Sequence[Block]) -> Sequence[Planned[Item]]:
         if planned is not None:
             return planned
         if math.isinf(stop_at_s):
-            return plan_load(config, work, device, here.uuid, load[0], there)
-        return plan_by_usefulness(config, work, device, here.uuid, load[0], there, known_errors(workspace, target))
+            return plan_load(config, work, device, this_machine.uuid, load[0], measured)
+        return plan_by_usefulness(config, work, device, this_machine.uuid, load[0], measured, known_errors(workspace, target))
 
     def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
         return KernelUnits(config, target, crew, level).time(items)
@@ -170,7 +170,7 @@ def known_errors(workspace: Workspace, target: Target) -> tuple[KernelError, ...
     return read_errors(path).kernels if path.is_file() else ()
 
 
-def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, here: Machine, metrics: Sequence[str],
+def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, this_machine: Machine, metrics: Sequence[str],
                  work: Work) -> DatasetWriter:
     """Opens the dataset of a target, or begins one.
 
@@ -183,7 +183,7 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
         if described.model:
             workspace.find_model(described.model)
     header = DatasetHeader(target=target, metrics=tuple(metrics), held_out=config.held_out, labels=config.labels_on(device),
-                           machines={here.uuid: here}, backgrounds=backgrounds,
+                           machines={this_machine.uuid: this_machine}, backgrounds=backgrounds,
                            held_out_backgrounds=config.held_out_backgrounds if backgrounds else (),
                            groups=dict(work.groups), collections=dict(work.collections), energy=bool(config.energy_s),
                            environment=config.environment(target))

@@ -52,19 +52,19 @@ class KernelUnits:
         """Every label of some kernels and models."""
         models = [item for item in items if isinstance(item, ModelItem)]
         kernels = [item for item in items if isinstance(item, KernelItem)]
-        found = [m for item in models for m in (self.time_kernels_in(item) if item.only else self.time_model(item))]
+        measurements = [m for item in models for m in (self.time_kernels_in(item) if item.only else self.time_model(item))]
         if "run" in self.labels:
-            found += [m for item in kernels for m in self.time_alone(item)]
-        at_fault = {m.id for m in found if m.status != "ok"}
+            measurements += [m for item in kernels for m in self.time_alone(item)]
+        at_fault = {m.id for m in measurements if m.status != "ok"}
         sound = [item for item in kernels if item.id not in at_fault]
         if self.config.energy_s and self.config.energy_of_kernels and not self.level:
-            found += [m for batch in energy_batches(sound, self.device) for m in self.measure_energy(batch)]
+            measurements += [m for batch in energy_batches(sound, self.device) for m in self.measure_energy(batch)]
         if self.in_model_labels:
-            found += [m for group in carriers(sound, self.device)
-                      for m in self.time_carrier(group, self.in_model_labels, self.crew.worker)]
+            measurements += [m for group in carriers(sound, self.device)
+                             for m in self.time_carrier(group, self.in_model_labels, self.crew.worker)]
         if GPU_LABEL in self.labels:
-            found += self.trace_kernels(sound)
-        return found
+            measurements += self.trace_kernels(sound)
+        return measurements
 
     def time_alone(self, item: KernelItem) -> list[Measurement]:
         """Label `run`: a kernel in a session of its own."""
@@ -111,14 +111,14 @@ class KernelUnits:
         def of_model(label: str, reply: Reply, status: Status) -> list[Measurement]:
             return measurements_of(reply, status, "model", item.id, label, item.id, "alone")
 
-        found = of_model("latency", *ask(self.crew.worker, request))
-        if request.host and self.config.model_labels and found[0].status == "ok":
+        measurements = of_model("latency", *ask(self.crew.worker, request))
+        if request.host and self.config.model_labels and measurements[0].status == "ok":
             on_gpu = request.model_copy(update={"do": "model_gpu"})
             [traced] = self.crew.tracers.each([lambda tracer: ask(tracer, on_gpu)])
-            found += of_model(GPU_LABEL, *traced)
-        if "cuda_graph" in self.variants and found[0].status == "ok":
-            found += of_model("cuda_graph", *ask(self.crew.worker, request.model_copy(update={"do": "model_graph"})))
-        return found
+            measurements += of_model(GPU_LABEL, *traced)
+        if "cuda_graph" in self.variants and measurements[0].status == "ok":
+            measurements += of_model("cuda_graph", *ask(self.crew.worker, request.model_copy(update={"do": "model_graph"})))
+        return measurements
 
     def time_kernels_in(self, item: ModelItem) -> list[Measurement]:
         """The in-model labels of the requested kernels of a model; none if it can't be profiled."""
