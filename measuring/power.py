@@ -109,18 +109,18 @@ def energy_between(samples: Sequence[PowerSample], sensor: str, began_s: float, 
     energy_j = integral_j(times, powers, began_s, ended_s) if len(powers) == len(near) else counter_j
     if energy_j is None:
         raise UserError(f"power: {sensor} gave neither power nor energy")
-    found = Energy(seconds, energy_j, counter_j if powers else None, sum(began_s <= at <= ended_s for at in times), sensor)
-    return replace(found, doubts=_doubts(found, float(np.max(np.diff(times)))))
+    energy = Energy(seconds, energy_j, counter_j if powers else None, sum(began_s <= at <= ended_s for at in times), sensor)
+    return replace(energy, doubts=_doubts(energy, float(np.max(np.diff(times)))))
 
 
-def _doubts(found: Energy, longest_gap_s: float) -> tuple[str, ...]:
+def _doubts(energy: Energy, longest_gap_s: float) -> tuple[str, ...]:
     doubts = []
-    if found.seconds < WINDOW_S * 0.99:
-        doubts.append(f"a window of {found.seconds:.2f} s is too short for the sensor, it needs {WINDOW_S:.0f} s")
+    if energy.seconds < WINDOW_S * 0.99:
+        doubts.append(f"a window of {energy.seconds:.2f} s is too short for the sensor, it needs {WINDOW_S:.0f} s")
     if longest_gap_s > GAP_S:
         doubts.append(f"no sample for {longest_gap_s:.2f} s")
-    if found.agreement is not None and abs(found.agreement - 1.0) > AGREES:
-        doubts.append(f"the integral of power is {found.agreement:.2f} times what the device's energy counter says")
+    if energy.agreement is not None and abs(energy.agreement - 1.0) > AGREES:
+        doubts.append(f"the integral of power is {energy.agreement:.2f} times what the device's energy counter says")
     return tuple(doubts)
 
 

@@ -95,10 +95,10 @@ class HostProbe:
 
     def reading_s(self) -> float:
         """What the probe takes now, in seconds."""
-        found = shortest_s(self.dispatch_s)
-        bisect.insort(self.sorted_s, found)
+        shortest = shortest_s(self.dispatch_s)
+        bisect.insort(self.sorted_s, shortest)
         self.good_s = min(self.good_s, self._tenth_s())
-        return found
+        return shortest
 
     def _tenth_s(self) -> float:
         return self.sorted_s[len(self.sorted_s) // FASTEST]
@@ -182,22 +182,22 @@ def readings_s(probe: HostProbe, seconds: float) -> list[float]:
     Each value is taken as during a model's runs: the slower one of the readings before and after a slot, in which the probe
     itself keeps the host at work.
     """
-    found = [shortest_s(probe.dispatch_s)]
+    readings = [shortest_s(probe.dispatch_s)]
     with off_the_workers_cores():
         until = time.monotonic() + seconds
-        while time.monotonic() < until or len(found) <= LEAST_READINGS:
+        while time.monotonic() < until or len(readings) <= LEAST_READINGS:
             slot_ends = time.monotonic() + SLOT_S
             while time.monotonic() < slot_ends:
                 probe.dispatch_s()
-            found.append(shortest_s(probe.dispatch_s))
-    return [max(both) for both in itertools.pairwise(found)]
+            readings.append(shortest_s(probe.dispatch_s))
+    return [max(neighbours) for neighbours in itertools.pairwise(readings)]
 
 
 def _least_disturbed(slots: list[TimeSlot], probe: HostProbe, effort: Effort) -> Timed:
     """The samples of all undisturbed slots, in order, and of as few others as are needed for the least number of runs."""
     counted = [slot for slot in slots if _is_quiet(slot, probe)]
     for slot in sorted((w for w in slots if not _is_quiet(w, probe)), key=lambda slot: slot.probe_s):
-        if sum(len(one.samples_ms) for one in counted) >= effort.least_runs:
+        if sum(len(taken.samples_ms) for taken in counted) >= effort.least_runs:
             break
         counted.append(slot)
     return _joined(counted, probe, effort)

@@ -206,14 +206,14 @@ class NvmlSource(MetricSource):
             return super().stop(window)
 
     def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
+        samples: dict[str, list[float]] = {}
         if self._gpm:
             means = self._gpm_values(before.reading.gpm.value(), after.reading.gpm.value(), self._gpm)
-            found |= {field: [mean] for field, mean in means.items()}
+            samples |= {field: [mean] for field, mean in means.items()}
         if after.reading.energy_j is not None:
             spent_j = after.reading.energy_j - before.reading.energy_j
-            found[POWER] = [spent_j / (after.began_s - before.began_s)]
-        return found | (before.reading.polls.readings() if before.reading.polls else {})
+            samples[POWER] = [spent_j / (after.began_s - before.began_s)]
+        return samples | (before.reading.polls.readings() if before.reading.polls else {})
 
 
 class _Late:

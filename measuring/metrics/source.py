@@ -181,12 +181,12 @@ class MetricSource(ABC):
         if lasted_s < self.minimum_window_s:
             raise UserError(f"a metric window of {lasted_s * 1e3:.0f} ms is too short to be valid: "
                             f"{self.name} needs {self.minimum_window_s * 1e3:.0f} ms")
-        found = self._sound(self._readings(window, Window(now, self._read())))
+        samples = self._sound(self._readings(window, Window(now, self._read())))
         for field in self.fields:
-            if not found.get(field):
+            if not samples.get(field):
                 raise UserError(f"metric {field}: {self.name} has no reading of it in a window of {lasted_s:.1f} s")
-        check_together(found, lasted_s)
-        return {field: Mean(sum(found[field]) / len(found[field]), len(found[field])) for field in self.fields}
+        check_together(samples, lasted_s)
+        return {field: Mean(sum(samples[field]) / len(samples[field]), len(samples[field])) for field in self.fields}
 
     def _sound(self, readings: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         """The samples after a check of their values; other fields with bad samples are left out.
@@ -194,14 +194,14 @@ class MetricSource(ABC):
         Raises:
             Unsound: one of `fields` has bad samples.
         """
-        found = {}
+        sound = {}
         for field, seen in readings.items():
             try:
-                found[field] = [checked(field, value) for value in seen]
+                sound[field] = [checked(field, value) for value in seen]
             except Unsound:
                 if field in self.fields:
                     raise
-        return found
+        return sound
 
     def window(self, seconds: float) -> dict[str, Mean]:
         """The mean of each field over the next `seconds`."""

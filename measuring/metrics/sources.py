@@ -49,9 +49,9 @@ class CpuSource(MetricSource):
     minimum_window_s = 0.2  # the counters tick every 10 ms
 
     def __init__(self, fields: Sequence[str] | None = None) -> None:
-        there = psutil.cpu_times()._fields
+        counted = psutil.cpu_times()._fields
         super().__init__(["DCGM_FI_DEV_CPU_UTIL_TOTAL"] + [
-            field for field, counters in COUNTERS.items() if any(counter in there for counter in counters)], fields)
+            field for field, counters in COUNTERS.items() if any(counter in counted for counter in counters)], fields)
 
     def _read(self) -> Any:
         return psutil.cpu_times()
@@ -101,11 +101,11 @@ class ReplaySource(MetricSource):
         begin_s, end_s = before.began_s - self._began_s, after.began_s - self._began_s
         if begin_s >= self.times_s[-1]:
             raise UserError(f"{self._path}: the replay is over: its last reading came after {self.times_s[-1]:g} s")
-        found: dict[str, list[float]] = {}
+        samples: dict[str, list[float]] = {}
         for reading in self._values[bisect_right(self.times_s, begin_s):bisect_right(self.times_s, end_s)]:
             for field, value in reading.items():
-                found.setdefault(field, []).append(value)
-        return found
+                samples.setdefault(field, []).append(value)
+        return samples
 
 
 def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
@@ -113,7 +113,7 @@ def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
     if not path.exists():
         raise UserError(f"{path}: no such file to replay")
     stamps_s: list[float] = []
-    found: list[dict[str, float]] = []
+    readings: list[dict[str, float]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         where = f"{path}, line {number}"
         try:
@@ -125,16 +125,16 @@ def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
         stamps_s.append(reading.pop(TIME))
         if len(stamps_s) > 1 and stamps_s[-1] <= stamps_s[-2]:
             raise UserError(f"{where}: {TIME} {stamps_s[-1]:g} is not later than that of the reading before")
-        found.append({})
+        readings.append({})
         for name, value in reading.items():
             if name not in NAMES:
                 raise UserError(f"{where}: {name}: no metric that Hase knows; it knows {', '.join(NAMES)}")
             if not isinstance(value, int | float | None):
                 raise UserError(f"{where}: {name}: {value!r} is not a number")
-            found[-1][NAMES[name].field] = math.nan if value is None else in_unit(name, value)
-    if not found:
+            readings[-1][NAMES[name].field] = math.nan if value is None else in_unit(name, value)
+    if not readings:
         raise UserError(f"{path}: no reading to replay")
-    return stamps_s, found
+    return stamps_s, readings
 
 
 SourceName = Literal["auto", "dcgm", "nvml-gpm", "nvml", "psutil", "replay"]
