@@ -51,7 +51,7 @@ def draw(evaluation: Evaluation, path: Path) -> None:
 def write(evaluation: Evaluation, folder: Path) -> None:
     """Writes the CSV, the JSON and the plot of an evaluation. Warnings, which are sentences, are only in the JSON."""
     columns = [name for name in Comparison.model_fields if name != "warnings"]
-    rows = [one.model_dump(include=set(columns)) for one in evaluation.comparisons]
+    rows = [comparison.model_dump(include=set(columns)) for comparison in evaluation.comparisons]
     files.write_csv(folder / "evaluation.csv", columns, rows)
     files.write_json(folder / "evaluation.json", evaluation.model_dump(mode="json"))  # for people: without a digest
     draw(evaluation, folder / "evaluation.png")

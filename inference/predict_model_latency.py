@@ -159,9 +159,9 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--export goes with --watch")
 
 
-def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
+def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
     """Logs the command that measures uncertain kernels, if this machine is the target and it would help."""
-    uncertain = [one for one in found if one.estimated_operators or one.doubtful_operators]
+    uncertain = [prediction for prediction in predictions if prediction.estimated_operators or prediction.doubtful_operators]
     if (not uncertain or args.strict or args.measure_missing or uncertain[0].load != "idle"
             or uncertain[0].target not in {target.name for target in local_targets()}):
         return
@@ -172,7 +172,6 @@ def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> N
         for value in values:
             command += [option, value]
     log.warning("this machine is the target; have them measured with: %s", shlex.join(command))
-
 
 
 def watch(args: argparse.Namespace, sources: LoadSources, dims: dict[str, int]) -> int:
@@ -214,22 +213,24 @@ def predict_once(args: argparse.Namespace, sources: LoadSources,
                   if args.slo_ms else None for run in runs]
 
 
-def report(args: argparse.Namespace, found: Sequence[Prediction], slos: Sequence[SloUnderLoad | None],
+def report(args: argparse.Namespace, predictions: Sequence[Prediction], slos: Sequence[SloUnderLoad | None],
            energies: Sequence[EnergyPrediction]) -> int:
     """Prints predictions, with their energies if there are any; returns the exit status."""
-    for warning in dict.fromkeys(warning for some in (found, energies) for one in some for warning in one.warnings):
+    answers: tuple[Prediction | EnergyPrediction, ...] = (*predictions, *energies)
+    for warning in dict.fromkeys(warning for answer in answers for warning in answer.warnings):
         log.warning("%s", warning)
-    advise_measuring(args, found)
+    advise_measuring(args, predictions)
     if args.json:
-        more = [{name: one.model_dump(mode="json") for name, one in (("slo", slo), ("energy", energy)) if one}
+        more = [{name: record.model_dump(mode="json") for name, record in (("slo", slo), ("energy", energy)) if record}
                 for slo, energy in itertools.zip_longest(slos, energies)]
-        cli.print_json([one.model_dump(mode="json") | also for one, also in zip(found, more, strict=True)])
+        cli.print_json([prediction.model_dump(mode="json") | further
+                        for prediction, further in zip(predictions, more, strict=True)])
     else:
-        print_predictions(found, args.top, energies, args.show_sum)
-        for one, slo in zip(found, slos, strict=True):
+        print_predictions(predictions, args.top, energies, args.show_sum)
+        for prediction, slo in zip(predictions, slos, strict=True):
             if slo:
-                print(verdict(one, slo))
-    if args.fail_on_rough and any(one.rough_estimate for some in (found, energies) for one in some):
+                print(verdict(prediction, slo))
+    if args.fail_on_rough and any(answer.rough_estimate for answer in answers):
         return cli.EXIT_ROUGH
     return cli.EXIT_SLO_MISSED if any(slo and not slo.met for slo in slos) else 0
 

@@ -115,11 +115,11 @@ def shared_gpu_of(fitted: Fitted, used: Composition, run_mode: RunMode, load: Ma
         if co_runner is not None:
             raise NotShared(fitted.target.name)
         return None
-    found = co_runner or co_runner_of(fitted, load)
-    if found is None:
+    known_co_runner = co_runner or co_runner_of(fitted, load)
+    if known_co_runner is None:
         return None
     check_mode_while_shared(run_mode)
-    return SharedGpu(sharing, found, "metrics" if co_runner is None else "probe")
+    return SharedGpu(sharing, known_co_runner, "metrics" if co_runner is None else "probe")
 
 
 def check_mode_while_shared(run_mode: RunMode) -> None:

@@ -118,7 +118,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     name, flavour = fitted.target.name, fitted.target.flavour
     if not is_here(fitted.target):
         raise UserError(f"kernels of target {name} can be measured on such a machine alone, and this one is "
-                        f"{' and '.join(own.name for own in local_targets())}; predict without --measure-missing, or there")
+                        f"{' and '.join(local.name for local in local_targets())}; predict without --measure-missing, or there")
     on_cpu, begins = flavour.device == "cpu", not header_path(workspace.dataset(name)).exists()
     config = (config or read_config(CONFIG, CollectorConfig)).model_copy(update={
         "device": flavour.device, "runtime": flavour.runtime, "setting": setting_of(fitted.target),
@@ -160,12 +160,13 @@ def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
     Raises:
         UserError: this machine is a GPU, and no composition of one comes with Hase.
     """
-    there, own = predictor_folders(workspace), local_targets()
+    trained, candidates = predictor_folders(workspace), local_targets()
     if target is not None:
-        own = tuple(local for local in own if target in local.name and not any(target in name for name in there))
-    if not own or any(local.name in there for local in own):
+        candidates = tuple(local for local in candidates
+                           if target in local.name and not any(target in name for name in trained))
+    if not candidates or any(local.name in trained for local in candidates):
         return None
-    begun = own[0]
+    begun = candidates[0]
     log.warning("nothing was learned of this machine (%s): the model's kernels are measured and put together with default "
                 "constants; a training replaces them (%s)", begun.name, "; ".join(MAKE_PREDICTORS))
     return Fitted(begun, untrained(workspace.predictors(begun.name), begun),

@@ -77,10 +77,10 @@ class ModelRun:
     def composed(self) -> Composed:
         """The model's latency from its kernels' times. On a GPU it is at least the GPU's own time for them."""
         kernel_sum_ms, critical_path_ms = sum(
-            node.runs * found.latency_ms for node, found in zip(self.record.nodes, self.nodes, strict=True)), None
+            node.runs * kernel.latency_ms for node, kernel in zip(self.record.nodes, self.nodes, strict=True)), None
         if self.used.kind == "pipeline" and self.costs is not None:
             latency = max(self.pipeline_ms(self.costs),
-                          sum(node.runs * found.gpu_ms for node, found in zip(self.record.nodes, self.nodes, strict=True)))
+                          sum(node.runs * kernel.gpu_ms for node, kernel in zip(self.record.nodes, self.nodes, strict=True)))
         else:
             if self.used.kind == "critical_path":
                 critical_path_ms = self._longest_path_ms()
@@ -96,11 +96,12 @@ class ModelRun:
         latency = pipeline_ms(self.tracks, costs, self.off_gpu)
         if self._cut == 1:
             return latency
-        every, some, fewer = (runs_in_order(self.record, times) for times in (1, self._cut, 2 * self._cut))
-        if some == fewer:
-            return latency * every / some
+        all_runs, runs_kept, fewer_runs = (runs_in_order(self.record, times) for times in (1, self._cut, 2 * self._cut))
+        if runs_kept == fewer_runs:
+            return latency * all_runs / runs_kept
         shorter = [self.nodes[place] for place in run_order(self.record, 2 * self._cut)]
-        return latency + (latency - pipeline_ms(_tracks(shorter), costs, _off_gpu(shorter))) * (every - some) / (some - fewer)
+        shorter_ms = pipeline_ms(_tracks(shorter), costs, _off_gpu(shorter))
+        return latency + (latency - shorter_ms) * (all_runs - runs_kept) / (runs_kept - fewer_runs)
 
     def off_gpu_ms(self, costs: PipelineCosts) -> float:
         """How much longer the run takes than its tracks alone, ms: the time of nodes off the GPU, and of trips that `order`
@@ -140,7 +141,7 @@ class ModelRun:
     def _longest_path_ms(self) -> float:
         from graph_model.dag.dag import build_dag, calculate_latency
 
-        by_node = {node.name: node.runs * found.latency_ms for node, found in zip(self.record.nodes, self.nodes, strict=True)}
+        by_node = {node.name: node.runs * kernel.latency_ms for node, kernel in zip(self.record.nodes, self.nodes, strict=True)}
         return calculate_latency(build_dag(self.record), by_node, "critical_path")
 
 
@@ -154,8 +155,8 @@ def kernels_span(run: ModelRun, latency: float, marking_only: bool) -> Span:
 
 def sources_of(run: ModelRun, latency: float) -> Sources:
     """What the error of a latency (ms) on a GPU may come from."""
-    return sources(((node.runs * found.gpu_ms, _novelty(found))
-                    for node, found in zip(run.record.nodes, run.nodes, strict=True)), latency)
+    return sources(((node.runs * kernel.gpu_ms, _novelty(kernel))
+                    for node, kernel in zip(run.record.nodes, run.nodes, strict=True)), latency)
 
 
 def _novelty(kernel: KernelInModel) -> Novelty | None:
@@ -186,8 +187,8 @@ def hosts_span(run: ModelRun, latency: float, usual_costs: PipelineCosts | None,
     """
     if usual_costs is None or not latency or run.used.assumed:
         return CERTAIN
-    found = [replace(run, costs=usual_costs.at_pace(end)).composed().latency_ms for end in hosts_between(pace)]
-    return Span(min(found) / latency, max(found) / latency)
+    latencies_ms = [replace(run, costs=usual_costs.at_pace(end)).composed().latency_ms for end in hosts_between(pace)]
+    return Span(min(latencies_ms) / latency, max(latencies_ms) / latency)
 
 
 def trips_span(run: ModelRun, latency: float) -> Span:
@@ -339,7 +340,7 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
                                          uncertainty in uncertainties if uncertainty.reason in reasons}))
                            for reasons in (("estimated", "on the CPU"), ("other form",)))
     memory = peak_memory(record, layouts={key[0]: run.known[key].layout for key in times.counts})
-    there_mib = device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
+    device_mib = device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
     return Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
@@ -354,9 +355,9 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
         estimators=used_estimators(record, run.known, conditions),
         dims=record.dims, static=record.static, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
-        memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=there_mib,
-        fits_memory=None if there_mib is None else memory.least_mib <= there_mib,
-        warnings=(*warnings, *unsure.warnings, *memory_warnings(memory.least_mib, there_mib)),
+        memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=device_mib,
+        fits_memory=None if device_mib is None else memory.least_mib <= device_mib,
+        warnings=(*warnings, *unsure.warnings, *memory_warnings(memory.least_mib, device_mib)),
     )
 
 

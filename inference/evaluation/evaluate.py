@@ -182,16 +182,16 @@ def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMo
 def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted, run_mode: RunMode, loads: LoadsHere,
                  plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
     target, device = fitted.target.name, fitted.target.flavour.device
-    found = MeasuredHere(load="by level" if loads.under_load else "idle")
+    results = MeasuredHere(load="by level" if loads.under_load else "idle")
     source = loads.source(device)
     for level, background in loads.each():
         name = background.name if background else ""
         try:
             with loads.running(level, background, device, workspace) as stressor:
-                now, other = loads.now(fitted, level, source)
+                now, co_runner = loads.now(fitted, level, source)
                 for notice in now.notices:
                     log.warning("%s", notice)
-                models = [model.next_to(level, name, now.metrics, other) for model in ready]
+                models = [model.next_to(level, name, now.metrics, co_runner) for model in ready]
                 for model in models:
                     predict_model(model, target, run_mode, workspace, force, failures)
                 idle = all(model.idle for model in models)
@@ -206,11 +206,11 @@ def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted
                 raise
             failures.add(describe_load(level, name), error)
             continue
-        found.models += models
-        found.notices += [notice for notice in now.notices if notice not in found.notices]
+        results.models += models
+        results.notices += [notice for notice in now.notices if notice not in results.notices]
         if not loads.under_load:
-            found.load = now.metrics or ("idle" if other is None else "as the probe met it")
-    return found
+            results.load = now.metrics or ("idle" if co_runner is None else "as the probe met it")
+    return results
 
 
 def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, run_mode: RunMode, plan: MeasuringPlan,
@@ -236,18 +236,18 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
                 before_ms = canary.steady_ms(STEADY, plan.patience_s)
                 if best_canary_ms:
                     model.canaries.append(before_ms / best_canary_ms)
-                found = time_session(model, worker, device, run_mode, plan.budget_s,
+                reply = time_session(model, worker, device, run_mode, plan.budget_s,
                                      watch_host=device == "cuda" and model.idle)
             except WorkerFailed as error:
                 loaded = False
                 raise UserError(f"{model.name}: while it was measured: {error}" + (
                     "; --timeout-s gives it longer" if error.status == "timeout" else
                     " (for want of memory?)" if error.signal == signal.SIGKILL else "")) from None
-            model.samples_ms += found.measurements[0].samples_ms
-            if found.measurements[0].probe_us is not None:
-                model.probes_us.append(found.measurements[0].probe_us)
+            model.samples_ms += reply.measurements[0].samples_ms
+            if reply.measurements[0].probe_us is not None:
+                model.probes_us.append(reply.measurements[0].probe_us)
             if model.memory_mib is None:
-                model.memory_mib = found.memory_mib
+                model.memory_mib = reply.memory_mib
 
 
 def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -> bool:
@@ -284,13 +284,13 @@ def recorded_canary_ms(workspace: Workspace, target: str, device: str) -> float:
     if not model_table_path(workspace.dataset(target)).exists():
         return 0.0
     rows = read_model_table(workspace, target)
-    here = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(device).uuid)]
-    return float(here["Canary_ms"].min()) if len(here) else 0.0
+    idle_rows = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(device).uuid)]
+    return float(idle_rows["Canary_ms"].min()) if len(idle_rows) else 0.0
 
 
-def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Path, failures: Failures) -> None:
+def name_missing(records: Mapping[str, ModelRecord], measured: set[str], folder: Path, failures: Failures) -> None:
     """Adds a failure for each model that has a record but no measurement in the dataset in `folder`."""
-    for name in sorted(set(records) - found):
+    for name in sorted(set(records) - measured):
         failures.add(name, UserError(f"{name}: {folder} holds no good measurement of it; measure it with: "
                                      "python benchmark/collector.py"))
 
@@ -325,31 +325,32 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     name, flavour = fitted.target.name, fitted.target.flavour
     failures = Failures()
     if recorded:
-        found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
+        results = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
         with_energy = energy_path(predictor_folders(workspace)[name]).is_file()
-        for model in found.models:  # recorded samples are of a host at about its usual pace
+        for model in results.models:  # recorded samples are of a host at about its usual pace
             model.host_pace = USUAL if counts(fitted.composition, run_mode) else None
             predict_model(model, name, run_mode, workspace, force, failures, with_energy)
     else:
         if not is_here(fitted.target):
-            here = [local.name for local in local_targets()]
-            raise UserError(f"target {name} is not this machine ({', '.join(here)}), where models are to be measured; compare "
-                            "with the measurements in its dataset (--recorded), or have predictors of this machine made: "
-                            f"{'; '.join(MAKE_PREDICTORS)}")
+            local_names = [local.name for local in local_targets()]
+            raise UserError(f"target {name} is not this machine ({', '.join(local_names)}), where models are to be measured; "
+                            "compare with the measurements in its dataset (--recorded), or have predictors of this machine "
+                            f"made: {'; '.join(MAKE_PREDICTORS)}")
         loads.check(fitted, run_mode, workspace)
         ready = models_of(paths, dims or {}, flavour, failures, static)
-        found = measure_all(ready, fitted, run_mode, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
-            MeasuredHere())
+        results = MeasuredHere()
+        if ready:
+            results = measure_all(ready, fitted, run_mode, loads, plan or MeasuringPlan(), workspace, force, failures)
     held_out = held_out_of_fits(workspace, name)
-    comparisons = tuple(compared for model in found.models if (compared := compare(model, *held_out)))
+    comparisons = tuple(compared for model in results.models if (compared := compare(model, *held_out)))
     if not comparisons:
         raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
                         f": the dataset of {name} holds no measurement of them" if recorded else ""))
     return Evaluation(
         target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured",
         way=run_mode.description,
-        load=found.load, comparisons=comparisons, summaries=summarise(comparisons), failures=dict(failures),
-        warnings=tuple(found.notices))
+        load=results.load, comparisons=comparisons, summaries=summarise(comparisons), failures=dict(failures),
+        warnings=tuple(results.notices))
 
 
 def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,

@@ -41,11 +41,11 @@ def read_metrics(path: Path) -> dict[str, float]:
     Raises:
         UserError: no such file, no JSON object, or a value that is no number or that the metric can't have.
     """
-    found = files.read_json(path)
-    if not isinstance(found, dict) or not found:
+    document = files.read_json(path)
+    if not isinstance(document, dict) or not document:
         raise UserError(f'{path}: a JSON object of metrics by DCGM field name is expected, {{"DCGM_FI_DEV_GPU_UTIL": 60}}')
     metrics: dict[str, float] = {}
-    for name, value in found.items():
+    for name, value in document.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise UserError(f"{path}: {name} is {value!r}; a finite number is expected")
         metric = NAMES[name].field if name in NAMES else name
@@ -142,9 +142,9 @@ def _recent(latest: Callable[[Server, Collection[str]], tuple[T, float] | None],
         last, instead: parts of the notice: what happened last, and what is done without the reading.
     """
     max_age_s: float | None = getattr(server.config, setting)
-    if max_age_s is None or (found := latest(server, fields)) is None:
+    if max_age_s is None or (last_reading := latest(server, fields)) is None:
         return None, ()
-    reading, age_s = found
+    reading, age_s = last_reading
     if age_s <= max_age_s:
         return reading, ()
     return None, (f"{last} {age_s:.0f} s ago, prometheus.{setting} is {max_age_s:g}: {instead}",)

@@ -68,19 +68,20 @@ class UnderLoad(Frozen):
         if not more_ms:
             return self
         return self.model_copy(update={"mean_ms": self.mean_ms + more_ms,
-                                       "percentiles_ms": tuple(one + more_ms for one in self.percentiles_ms)})
+                                       "percentiles_ms": tuple(latency_ms + more_ms for latency_ms in self.percentiles_ms)})
 
     def columns(self) -> dict[str, float]:
         """The columns of a table that show it, ms."""
         return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}
 
 
-def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, co_runner: CoRunner, told_by: LoadSource) -> UnderLoad:
-    """The distribution of a model's latency next to a co-runner; `tracks` and `costs` as of `pipeline_ms`."""
+def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, co_runner: CoRunner,
+               load_source: LoadSource) -> UnderLoad:
+    """The distribution of the latency of a run with these tracks and costs, next to a co-runner."""
     runs = shared_runs_ms(tracks, costs, sharing.slice_ms, co_runner, np.random.default_rng(SEED))
     return UnderLoad(
         mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
-        busy_share=co_runner.busy_share, told_by=told_by)
+        busy_share=co_runner.busy_share, told_by=load_source)
 
 
 def check_mode_here(fitted: Fitted) -> None:
@@ -129,7 +130,7 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
 
         if not is_here(fitted.target):
             raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "
-                            f"{' and '.join(own.name for own in local_targets())}; run there: python "
+                            f"{' and '.join(local.name for local in local_targets())}; run there: python "
                             "benchmark/sharing_probe.py --out reading.json, and give that file")
         reading = probe(fitted.target.flavour.device)
     return co_runner_probed(reading, fitted.sharing.alone_ms)
