@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmark.collecting.config import CollectorConfig
 from inference.core.run_modes import RunMode
 from inference.evaluation.comparison import Comparison, Evaluation, summary_table, table, warned_of
-from inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, LoadsHere, MeasuringPlan, evaluate
+from inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, EvaluationLoads, MeasuringPlan, evaluate
 from inference.evaluation.plot import Point
 from inference.evaluation.plot import draw as draw_points
 from inference.live.load import CONFIG_FILE, InferenceConfig
@@ -119,7 +119,7 @@ def main() -> int:
     args = parser.parse_args()
     check_arguments(parser, args)
     workspace = cli.start(args)
-    loads = LoadsHere(config=read_config(args.config, InferenceConfig, args.changes), metrics_file=args.metrics,
+    loads = EvaluationLoads(config=read_config(args.config, InferenceConfig, args.changes), metrics_file=args.metrics,
                       under_load=read_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,

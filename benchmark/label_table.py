@@ -184,8 +184,8 @@ def chosen(models: Sequence[str], wanted: Sequence[str] | None, folder: Path) ->
     """
     for name in wanted or ():
         if not any(model.startswith(name) for model in models):
-            raise UserError(f"--model {name}: no model of {model_table_path(folder)} that was measured idle begins so; "
-                            f"there: {', '.join(models[:5])}{' …' if len(models) > 5 else ''}")
+            raise UserError(f"--model {name}: no model measured idle in {model_table_path(folder)} has such a name; "
+                            f"it holds: {', '.join(models[:5])}{' …' if len(models) > 5 else ''}")
     return [model for model in models if wanted is None or model in wanted or model.startswith(tuple(wanted))]
 
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from benchmark.collecting.collect import start_loads
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.crew import start_crew
 from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import Item, find_work
+from benchmark.collecting.workers import start_workers
 from measuring.loads import measure_loads
 from measuring.pending import Planned, chunks
 from records.blocks import Block, Journal
@@ -72,17 +72,17 @@ def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int)
     planned = [Planned(f"repeat {number}", items) for number, items in enumerate(parts)]
     backgrounds, rows = read_header(folder).backgrounds, []
     setting = Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)
-    with start_crew(config, device, config.labels_on(device), setting) as crew:
-        bench = open_bench(config, device, this_machine.uuid, config.open_source(device), crew)
+    with start_workers(config, device, config.labels_on(device), setting) as workers:
+        bench = open_bench(config, device, this_machine.uuid, config.open_source(device), workers)
 
         def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
-            return KernelUnits(config, target, crew, level).time(items)
+            return KernelUnits(config, target, workers, level).time(items)
 
         for level, name in sorted({block.load for block in blocks}):
             of_load = [block for block in blocks if block.load == (level, name)]
             background = backgrounds.get(name, config.stress.backgrounds[0]) if level else None
             again = measure_loads(bench, lambda load, measured: planned, time_units, Journal(of_load), [(level, background)],
-                                  start_loads(config, device, workspace, crew))
+                                  start_loads(config, device, workspace, workers))
             rows += [{"level": level, "background": name, **row} for row in compared(of_load, again.blocks)]
     return rows
 

@@ -161,9 +161,10 @@ def main() -> int:
     cli.add_static(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    if args.device == "cpu" or not has_cuda():
-        raise UserError("where a GPU's time goes needs a GPU: "
-                        + ("give --device cuda" if has_cuda() else "no NVIDIA GPU that the driver can talk to is here"))
+    if not has_cuda():
+        raise UserError("this command needs a GPU: this machine has no NVIDIA GPU that the driver can talk to")
+    if args.device == "cpu":
+        raise UserError("this command needs a GPU: give --device cuda")
     models = runs_of(workspace.find_models(args.model), cli.parse_dims(args.dim), args.static)
     if args.trace and len(models) > 1:
         raise UserError(f"--trace draws one run, not {len(models)}: give one model and each --dim one size")

@@ -42,15 +42,15 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from inference.core.answers import never_falling
+from inference.core.answers import make_monotonic
 from inference.core.host_pace import PaceAsked
 from inference.core.model_run import trace_of
 from inference.core.predictor import Predictor
 from inference.core.report import log_measured, print_predictions, verdict
 from inference.core.run_modes import RunMode
 from inference.core.targets import local_targets
-from inference.live.load import CONFIG_FILE, InferenceConfig, Load
-from inference.live.load_sources import LoadSources
+from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading
+from inference.live.load_sources import LiveSources
 from inference.sharing.shared_models import PERCENTILE, SloUnderLoad
 from records.host_pace import read_pace
 from runtimes.ort.graph.parsing import optimized_once
@@ -174,7 +174,7 @@ def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]
     log.warning("this machine is the target; have them measured with: %s", shlex.join(command))
 
 
-def watch(args: argparse.Namespace, sources: LoadSources, dims: dict[str, int]) -> int:
+def watch(args: argparse.Namespace, sources: LiveSources, dims: dict[str, int]) -> int:
     """Follows the load until Ctrl-C.
 
     Raises:
@@ -188,7 +188,7 @@ def watch(args: argparse.Namespace, sources: LoadSources, dims: dict[str, int]) 
     if sources.asks_prometheus and not sources.fields():
         raise UserError("--watch: the predictors were trained without metrics, so they predict the same under any load")
     predictor, run_mode = sources.predictor, sources.run_mode
-    first = predictor.predict(args.model, dims=dims, static=args.static, run_mode=run_mode, **sources.with_load(Load()))
+    first = predictor.predict(args.model, dims=dims, static=args.static, run_mode=run_mode, **sources.with_load(LoadReading()))
     for warning in first.warnings:  # whatever can't be used has ended the command by now
         log.warning("%s", warning)
     follow(predictor.watch(args.model, sources.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
@@ -196,7 +196,7 @@ def watch(args: argparse.Namespace, sources: LoadSources, dims: dict[str, int]) 
     return 0
 
 
-def predict_once(args: argparse.Namespace, sources: LoadSources,
+def predict_once(args: argparse.Namespace, sources: LiveSources,
                  sizes: Sequence[dict[str, int]]) -> tuple[list[PredictedRun], list[SloUnderLoad | None]]:
     """The predictions at each size, and how they compare with the objective, if there is one."""
     predictor = sources.predictor
@@ -207,7 +207,7 @@ def predict_once(args: argparse.Namespace, sources: LoadSources,
         now = sources.with_load(load)
         runs = [predictor.run(args.model, dims=dims, static=args.static, run_mode=sources.run_mode, **now)
                 for dims in cli.progress(sizes, "predicting")]
-    in_order = never_falling([run.prediction for run in runs])
+    in_order = make_monotonic([run.prediction for run in runs])
     runs = [run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)]
     return runs, [predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["co_runner"])
                   if args.slo_ms else None for run in runs]
@@ -252,7 +252,7 @@ def main() -> int:
     if args.measure_missing and config.prometheus.url is not None:
         raise UserError("--measure-missing: idle times are not looked up under a load; leave prometheus.url out, or give "
                         "--set prometheus.url=null")
-    sources = LoadSources(
+    sources = LiveSources(
         Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators),
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))

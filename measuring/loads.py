@@ -27,8 +27,8 @@ log = get_logger("collector")
 
 
 @dataclass
-class Conditions:
-    """What blocks are measured under.
+class RunningLoad:
+    """The load under which blocks are measured.
 
     Attributes:
         canary: under this load.
@@ -43,12 +43,12 @@ class Conditions:
     background: str = ""
 
 
-def idle(bench: Bench, best_canary_ms: float = 0.0) -> Conditions:
+def idle(bench: Bench, best_canary_ms: float = 0.0) -> RunningLoad:
     """An idle device; `best_canary_ms` is the shortest time that the canary ever took on it, 0 where that is not known."""
-    return Conditions(Canary(bench.canary_ms, best_ms=best_canary_ms), Stress(0.0, None))
+    return RunningLoad(Canary(bench.canary_ms, best_ms=best_canary_ms), Stress(0.0, None))
 
 
-def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: Conditions) -> Block:
+def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: RunningLoad) -> Block:
     """One block, measured until it is steady or the attempts are used up; the steadiest attempt is kept.
 
     Args:
@@ -73,7 +73,7 @@ def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Meas
     return min(unsteady, key=lambda block: block.drift).model_copy(update={"attempts": attempts})
 
 
-def _attempt(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: Conditions, number: int) -> Block:
+def _attempt(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: RunningLoad, number: int) -> Block:
     """One attempt at a block: window, probe, canary, units with a second window around them, canary."""
     background = read_window(bench.source, bench.window_s)
     probe = bench.probe()
@@ -159,7 +159,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
             continue
         best_ms = best_canary_ms(block for block in measured if block.machine == bench.machine_uuid)
         with start(level, background) as stressor:
-            under = Conditions(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
+            under = RunningLoad(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
             for planned in cli.progress(_until(stop_at_s, todo, totals), _described(load, stop_at_s), len(todo)):
                 began_s = time.monotonic()
                 block = measure_block(bench, planned.key, partial(time_units, planned.units, level), under)

@@ -93,7 +93,7 @@ class JournalFile(Journal):
     """A journal in a file. It begins with the blocks that are there; a block is added to the file at once.
 
     Raises:
-        UserError: see `read_blocks`.
+        UserError: a line of the file is no block of this version.
     """
 
     def __init__(self, path: Path) -> None:

@@ -119,12 +119,12 @@ def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
     for what, old, new in (("target", existing.target, header.target), ("metrics", existing.metrics, header.metrics),
                            ("held_out", existing.held_out, header.held_out), ("labels", existing.labels, header.labels)):
         if old != new:
-            raise UserError(f"{folder}: this dataset was collected with another {what} ({old}, not {new}); "
+            raise UserError(f"{folder}: this dataset was collected with {what} {old}, not {new}; "
                             "move it away, or use another --workspace")
     for name in existing.backgrounds.keys() & header.backgrounds.keys():
         if existing.backgrounds[name] != header.backgrounds[name]:
-            raise UserError(f"{folder}: background {name} was another one when this dataset was collected "
-                            f"({existing.backgrounds[name]}, not {header.backgrounds[name]}); give the new one another name")
+            raise UserError(f"{folder}: background {name} has changed since this dataset was collected "
+                            f"(was {existing.backgrounds[name]}, is {header.backgrounds[name]}); give the new one another name")
         if (name in existing.held_out_backgrounds) != (name in header.held_out_backgrounds):
             was = "held out" if name in existing.held_out_backgrounds else "not held out"
             raise UserError(f"{folder}: background {name} was {was} when this dataset was collected; keep held_out_backgrounds "

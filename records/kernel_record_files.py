@@ -209,8 +209,8 @@ def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins:
         if old is None:
             continue
         if not same_kernels(record, old):
-            raise UserError(f"{record_path(source, flavour, record.model)}: another graph than that of the same name in "
-                            f"{into.root}; rename one of the two models")
+            raise UserError(f"{record_path(source, flavour, record.model)}: its graph differs from that of the same name "
+                            f"in {into.root}; rename one of the two models")
         joined_by_name({record.model: old.group}, {record.model: record.group}, "group")
         if old.collection and record.collection:
             joined_by_name({record.model: old.collection}, {record.model: record.collection}, "collection")

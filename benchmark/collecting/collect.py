@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.crew import Crew, start_crew
 from benchmark.collecting.planning import plan_by_usefulness, plan_load
 from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import Item, KernelItem, ModelItem, Work, find_work
+from benchmark.collecting.workers import Workers, start_workers
 from kernel_model.sampling.kernel_errors import KernelError, read_errors
 from measuring.loads import Start, measure_loads, started
 from measuring.pending import Planned
@@ -56,13 +56,13 @@ def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None
         config = config.model_copy(update={"labels": read_header(workspace.dataset(target.name)).labels})
     work = find_work(workspace, target, config.held_out)
     with (sole_writer(workspace.dataset(target.name)),
-          start_crew(config, device, config.labels_on(device),
-                     Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)) as crew):
-        return collect_work(workspace, config, target, work, crew, stop_at_s=stop_at_s)
+          start_workers(config, device, config.labels_on(device),
+                     Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)) as workers):
+        return collect_work(workspace, config, target, work, workers, stop_at_s=stop_at_s)
 
 
 def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequence[DatasetKernel],
-                    crew: Crew) -> dict[str, Any]:
+                    workers: Workers) -> dict[str, Any]:
     """Measures kernels that no machine of this target has measured on an idle device, and returns the totals.
 
     A user waits for them: windows and patience are at most, and blocks at least, as QUICK_… says.
@@ -74,18 +74,18 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
         workspace: holds the dataset and the built kernels.
         config: its labels are the ones that are needed.
         kernels: with the models that hold them. Models that the dataset names already are kept.
-        crew: for the device and the labels of `config`.
+        workers: for the device and the labels of `config`.
 
     Raises:
         UserError: a metric is missing; the dataset lacks a label that is needed; another process writes the dataset.
     """
     target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
-        return collect_work(workspace, *_quick(workspace, config, target, kernels), crew)
+        return collect_work(workspace, *_quick(workspace, config, target, kernels), workers)
 
 
 def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Sequence[ModelItem],
-                      kernels: Sequence[DatasetKernel], crew: Crew) -> dict[str, Any]:
+                      kernels: Sequence[DatasetKernel], workers: Workers) -> dict[str, Any]:
     """Measures kernels inside models that hold them, on an idle device, and returns the totals.
 
     ONNX Runtime's profile gives the time of each kernel, in the order and with the caches that it really has. The models
@@ -100,7 +100,7 @@ def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Seq
     target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
         config, target, work = _quick(workspace, config, target, kernels)
-        return collect_work(workspace, config, target, Work((), (), work.described), crew,
+        return collect_work(workspace, config, target, Work((), (), work.described), workers,
                             [Planned(item.id, [item]) for item in models])
 
 
@@ -129,7 +129,7 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
     return config, target, Work(items, (), described)
 
 
-def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, crew: Crew,
+def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, workers: Workers,
                  planned: Sequence[Planned[Item]] | None = None, stop_at_s: float = math.inf) -> dict[str, Any]:
     """Measures the part of `work` that the dataset of `target`, which this machine is, still lacks; returns the totals.
 
@@ -139,7 +139,7 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
     device = target.flavour.device
     config = config.with_energy_on(device)
     this_machine, source = machine(device), config.open_source(device)
-    bench = open_bench(config, device, this_machine.uuid, source, crew)
+    bench = open_bench(config, device, this_machine.uuid, source, workers)
     writer = open_dataset(workspace, config, target, this_machine, source.fields, work)
 
     def blocks_of(load: tuple[float, str], measured: Sequence[Block]) -> Sequence[Planned[Item]]:
@@ -150,10 +150,10 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
         return plan_by_usefulness(config, work, device, this_machine.uuid, load[0], measured, known_errors(workspace, target))
 
     def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
-        return KernelUnits(config, target, crew, level).time(items)
+        return KernelUnits(config, target, workers, level).time(items)
 
-    totals = measure_loads(bench, blocks_of, time_units, writer, config.loads(), start_loads(config, device, workspace, crew),
-                           stop_at_s)
+    totals = measure_loads(bench, blocks_of, time_units, writer, config.loads(),
+                           start_loads(config, device, workspace, workers), stop_at_s)
     writer.write_tables()
     kernel_rows, model_rows = writer.count_rows()
     kernels = {item.id for item in totals.units if isinstance(item, KernelItem)} | {
@@ -193,11 +193,11 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
     return writer
 
 
-def start_loads(config: CollectorConfig, device: str, workspace: Workspace, crew: Crew) -> Start:
-    """A function that starts a load of the config as soon as all processes of the crew are ready."""
+def start_loads(config: CollectorConfig, device: str, workspace: Workspace, workers: Workers) -> Start:
+    """A function that starts a load of the config as soon as all processes that measure are ready."""
     @contextmanager
     def start(level: float, background: Background | None) -> Iterator[Stress]:
-        crew.wait()
+        workers.wait()
         with started(level, background, device, workspace, config.stress.settle_s) as stressor:
             yield stressor
 

@@ -151,7 +151,7 @@ class Prediction(Frozen):
     warnings: tuple[str, ...] = ()
 
 
-def never_falling(predictions: Sequence[Prediction]) -> list[Prediction]:
+def make_monotonic(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Predictions of a model at several sizes of its dynamic dimensions, none shorter than one at sizes that are no greater.
 
     Where the predictors say otherwise, the prediction at the greater sizes is raised to the other's latency, with a warning.

@@ -86,7 +86,7 @@ def ratio_of(probe_us: float, fitted: Fitted) -> float:
     ratio = probe_us / usual_us
     if not LEAST <= ratio <= MOST:
         raise UserError(f"{fitted.target.name}: a probe of its host takes about {usual_us:.0f} µs, and {probe_us:g} µs is "
-                        f"{ratio:.3g} times that, which no host is; measure it again: {MEASURE}")
+                        f"{ratio:.3g} times that; {LEAST:g} to {MOST:g} times are possible; measure it again: {MEASURE}")
     return ratio
 
 

@@ -64,9 +64,9 @@ class KernelInModel(NamedTuple):
         """The GPU's time for it."""
         return 0.0 if self.on_host else self.latency_ms
 
-    def at(self, end: Literal["low", "high"], marking_only: bool) -> KernelInModel:
+    def at(self, end: Literal["low", "high"], rough_only: bool) -> KernelInModel:
         """The same kernel at one end of its plausible times; unchanged where it is not uncertain."""
-        if self.uncertainty is None or (marking_only and not self.uncertainty.marks):
+        if self.uncertainty is None or (rough_only and not self.uncertainty.makes_rough):
             return self
         time, launches = getattr(self.uncertainty.time, end), getattr(self.uncertainty.launches, end)
         return self._replace(latency_ms=time * self.latency_ms,

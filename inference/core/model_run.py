@@ -145,10 +145,10 @@ class ModelRun:
         return calculate_latency(build_dag(self.record), by_node, "critical_path")
 
 
-def kernels_span(run: ModelRun, latency: float, marking_only: bool) -> Span:
+def kernels_span(run: ModelRun, latency: float, rough_only: bool) -> Span:
     """The factors by which a latency moves if all uncertain kernels are at the low end, or all at the high end, of their
-    plausible times. With `marking_only`, only kernels that may make the prediction a rough estimate count."""
-    low, high = (replace(run, known={key: kernel.at(end, marking_only) for key, kernel in run.known.items()}).composed()
+    plausible times. With `rough_only`, only kernels that may make the prediction a rough estimate count."""
+    low, high = (replace(run, known={key: kernel.at(end, rough_only) for key, kernel in run.known.items()}).composed()
                  for end in ("low", "high"))
     return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
 
@@ -296,7 +296,7 @@ def _under_load(run: ModelRun, conditions: Conditions) -> UnderLoad | None:
     shared_gpu = conditions.shared_gpu
     if shared_gpu is None or run.costs is None:
         return None
-    shared = under_load(run.tracks, run.costs, shared_gpu.sharing, shared_gpu.co_runner, shared_gpu.told_by)
+    shared = under_load(run.tracks, run.costs, shared_gpu.sharing, shared_gpu.co_runner, shared_gpu.load_source)
     return shared.later_by(run.off_gpu_ms(run.costs))
 
 
@@ -304,9 +304,9 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
                  uncertainties: Sequence[tuple[Kernel, KernelUncertainty]], shared: UnderLoad | None) -> Uncertainty:
     """How sure a latency is, given the part of its kernels' time that was measured (a ratio) and its uncertain kernels."""
     fitted, used, pace, record = conditions.fitted, conditions.used, conditions.pace, run.record
-    of_kernels = marking = CERTAIN
+    of_kernels = moved_by_rough = CERTAIN
     if uncertainties:
-        of_kernels, marking = (kernels_span(run, latency, marking_only) for marking_only in (False, True))
+        of_kernels, moved_by_rough = (kernels_span(run, latency, rough_only) for rough_only in (False, True))
     trips = trips_span(run, latency)
     hosts = hosts_span(run, latency, conditions.usual_costs, pace.ratio) if pace else CERTAIN
     short = shortness(used, latency)
@@ -316,19 +316,19 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
         moved = kernels_span(without_calibrated(run), latency, False) if uncertainties else CERTAIN
     spans = [fit, moved, trips, hosts, short.span]
     if conditions.shared_gpu and shared:
-        spans.append(load_span(conditions.shared_gpu.sharing, conditions.shared_gpu.told_by))
+        spans.append(load_span(conditions.shared_gpu.sharing, conditions.shared_gpu.load_source))
     elif conditions.load:
         spans.append(kernels_under_load_span(fitted.predictors, used.label))
     times = (OTHER_CUDNN if fitted.other_cudnn else 1.0) * (
         FORCED if mismatches(record, fitted.target, fitted.predictors.sidecar.dtypes) else 1.0)
-    warnings = (*uncertainty_warnings(uncertainties, marking), *short.warnings,
+    warnings = (*uncertainty_warnings(uncertainties, moved_by_rough), *short.warnings,
                 *(host_warning(hosts) if pace == UNKNOWN else ()), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
-    # A calibrated interval is of usual doubts about kernels; the doubt about these kernels alone may be larger.
+    # A calibrated interval holds for kernels of usual uncertainty; that of this model's kernels may be larger.
     return Uncertainty(joined(spans).covering(of_kernels).widened(times),
-                       is_rough(marking) or is_rough(trips) or short.marks or bool(record.assumed or uncounted(record)),
-                       warnings)
+                       any(map(is_rough, (moved_by_rough, trips))) or short.makes_rough
+                       or bool(record.assumed or uncounted(record)), warnings)
 
 
 def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times: KernelTimes,

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 POINTS = 21  # of a curve over the load
 
 
-class Circumstances(TypedDict, total=False):
-    """What else runs and how fast the host is; every key is optional.
+class LoadOptions(TypedDict, total=False):
+    """The options of a prediction that say what else runs and how fast the host is; every key is optional.
 
     Attributes:
         load: metrics of the load on the device, by DCGM field name; None or empty: the device is idle.
@@ -72,7 +72,7 @@ class Circumstances(TypedDict, total=False):
     host_pace: float | HostPace | None
 
 
-class Options(Circumstances, total=False):
+class Options(LoadOptions, total=False):
     """What a prediction is for, apart from the model and the target; every key is optional.
 
     Attributes:
@@ -249,9 +249,9 @@ class Predictor:
         learned = self.learned_energy
         return energy_of(self._run_of(model, options), learned)
 
-    def watch(self, source: Source, now: Callable[[], Circumstances], interval_s: float, limit_ms: float | None = None,
+    def watch(self, source: Source, now: Callable[[], LoadOptions], interval_s: float, limit_ms: float | None = None,
               percentile: float = PERCENTILE, **options: Unpack[Options]) -> Watch:
-        """Predicts a model again every `interval_s` seconds, in the circumstances of that moment. If the target is trained anew
+        """Predicts a model again every `interval_s` seconds, under the load of that moment. If the target is trained anew
         meanwhile, the new predictors are used.
 
         Args:

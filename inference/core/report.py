@@ -91,7 +91,7 @@ def verdict(prediction: Prediction, slo: SloUnderLoad) -> str:
 def log_measured(filled: Filled) -> None:
     """Logs what was measured for the prediction."""
     if filled.measured:
-        log.info("measured %d kernels in %.1f s; %.1f s with all that goes with it", filled.measured, filled.measuring_s,
+        log.info("measured %d kernels in %.1f s; %.1f s in all", filled.measured, filled.measuring_s,
                  filled.seconds)
     else:
         log.info("nothing to measure: all kernels were measured before, or failed")

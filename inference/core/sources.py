@@ -43,7 +43,7 @@ def record_of(source: Source, wanted: Flavour,
         return _record_of_file(Path(source), wanted, dict(dims or {}), static)
     if not isinstance(source, ModelRecord):
         if not isinstance(source, onnx.ModelProto):
-            raise UserError(f"{type(source).__name__} is no model: give the path of an ONNX file or of a kernel record, an "
+            raise UserError(f"{type(source).__name__} is not a model: give the path of an ONNX file or of a kernel record, an "
                             "onnx.ModelProto, or a ModelRecord")
         return _analysed(source, wanted, dims or {}, static)
     _refuse_other_dims(source, dims)

@@ -108,7 +108,8 @@ def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        raise UserError(f"target {name}: which one? {', '.join(matching)} hold that; give more of the name")
+        raise UserError(f"target {name}: several targets have this in their names: {', '.join(matching)}; give more of "
+                        "the name")
     is_this_machine = part and any(part in local.name.lower() for local in local_targets())
     raise UserError(f"target {name}: no predictors for it in {workspace.predictors('')} or shipped with Hase "
                     f"(there: {', '.join(targets) or 'none'})" + (

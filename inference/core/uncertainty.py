@@ -91,12 +91,12 @@ class Shortness(NamedTuple):
         return Span(1.0 / off, off)
 
     @property
-    def marks(self) -> bool:
+    def makes_rough(self) -> bool:
         return self.times >= FAR
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        if not self.marks:
+        if not self.makes_rough:
             return ()
         return (f"rough estimate: {self.times:.2g} times shorter than any model from which the cost of a run was learned",)
 
@@ -111,13 +111,13 @@ class KernelUncertainty(NamedTuple):
     """How far a kernel's time and its launches may be off, and why.
 
     Attributes:
-        marks: whether that is enough to make a prediction a rough estimate, and not only to widen its interval.
+        makes_rough: whether that is enough to make a prediction a rough estimate, and not only to widen its interval.
     """
 
     reason: Reason
     time: Span
     launches: Span
-    marks: bool
+    makes_rough: bool
 
 
 def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted,

@@ -18,7 +18,7 @@ from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets, predictor_folders
 from inference.evaluation.comparison import Evaluation, compare, summarise
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset, models_of, predict_model
-from inference.live.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
+from inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked, read_metrics
 from inference.live.prometheus import server_for
 from inference.sharing.co_runner import probe_of, probed
 from measuring.bench import Canary, Effort
@@ -71,7 +71,7 @@ class MeasuringPlan:
 
 
 @dataclass(frozen=True)
-class LoadsHere:
+class EvaluationLoads:
     """What else runs on this machine meanwhile, and how it is read.
 
     Attributes:
@@ -124,7 +124,8 @@ class LoadsHere:
         with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
             if self.under_load:
                 settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
-                log.info("%s: up; measuring in %g s", describe_load(level, background.name if background else ""), settle_s)
+                log.info("%s is running; measuring begins in %g s",
+                         describe_load(level, background.name if background else ""), settle_s)
                 time.sleep(settle_s)
             yield stressor
 
@@ -132,7 +133,7 @@ class LoadsHere:
         """What reads this machine's metrics, if loads are started and no Prometheus is read; else None."""
         return self.under_load.open_source(device) if self.under_load and self.config.prometheus.url is None else None
 
-    def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[Load, CoRunner | None]:
+    def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[LoadReading, CoRunner | None]:
         """What else runs at this moment: by metrics, and by a probe.
 
         Args:
@@ -142,7 +143,7 @@ class LoadsHere:
             UserError: metrics or probe can't be read; a started load is never taken for idle.
         """
         if self.under_load and source:
-            load = Load(values(source.window(self.under_load.window_s)) if level else {})
+            load = LoadReading(values(source.window(self.under_load.window_s)) if level else {})
         else:
             config = self.config.never_idle() if self.under_load else self.config
             load = current_load(config, self.metrics_file, fields_asked(fitted), not self.probe and fitted.sharing is not None)
@@ -150,7 +151,7 @@ class LoadsHere:
 
 
 @dataclass
-class MeasuredHere:
+class MeasuredModels:
     """The result of `measure_all`.
 
     Attributes:
@@ -164,10 +165,10 @@ class MeasuredHere:
     notices: list[str] = field(default_factory=list)
 
 
-def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMode, loads: LoadsHere, plan: MeasuringPlan,
-                workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
-    """Predicts and measures models under each of `loads`. Models run in a process of their own: one that fails, or takes that
-    process down, costs only itself.
+def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMode, loads: EvaluationLoads, plan: MeasuringPlan,
+                workspace: Workspace, force: bool, failures: Failures) -> MeasuredModels:
+    """Predicts and measures models under each of `loads`. Models run in a process of their own: if one fails or
+    ends that process, the others are measured all the same.
 
     What else runs is read first, before models of this process are part of it.
 
@@ -179,10 +180,10 @@ def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMo
         return _measure_all(ready, worker, fitted, run_mode, loads, plan, workspace, force, failures)
 
 
-def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted, run_mode: RunMode, loads: LoadsHere,
-                 plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
+def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted, run_mode: RunMode, loads: EvaluationLoads,
+                 plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredModels:
     target, device = fitted.target.name, fitted.target.flavour.device
-    results = MeasuredHere(load="by level" if loads.under_load else "idle")
+    results = MeasuredModels(load="by level" if loads.under_load else "idle")
     source = loads.source(device)
     for level, background in loads.each():
         name = background.name if background else ""
@@ -220,7 +221,7 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
     Before each model it waits a while until the machine is as fast as when the dataset was measured, by the canary.
 
     Args:
-        worker: the process that runs them. A model that takes it down, or hangs, costs this model alone.
+        worker: the process that runs them. If a model ends it or hangs, only this model fails.
         best_canary_ms: the canary's time in the dataset; 0 if it is not known, or if the device is not idle: no waiting.
     """
     loaded = False
@@ -242,7 +243,7 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
                 loaded = False
                 raise UserError(f"{model.name}: while it was measured: {error}" + (
                     "; --timeout-s gives it longer" if error.status == "timeout" else
-                    " (for want of memory?)" if error.signal == signal.SIGKILL else "")) from None
+                    " (out of memory?)" if error.signal == signal.SIGKILL else "")) from None
             model.samples_ms += reply.measurements[0].samples_ms
             if reply.measurements[0].probe_us is not None:
                 model.probes_us.append(reply.measurements[0].probe_us)
@@ -306,7 +307,7 @@ def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...]
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
              target: str | None = None, recorded: bool = False, run_mode: RunMode | None = None,
-             loads: LoadsHere | None = None, plan: MeasuringPlan | None = None, force: bool = False,
+             loads: EvaluationLoads | None = None, plan: MeasuringPlan | None = None, force: bool = False,
              static: bool = False) -> Evaluation:
     """Predicts and measures `models` (or reads recorded measurements). If a model fails, the others go on.
 
@@ -320,12 +321,12 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
             model could be evaluated.
     """
     paths = workspace.find_models(models)  # checked first: a name may be mistyped
-    fitted, run_mode, loads = fitted_for(workspace, target), run_mode or AS_USUAL, loads or LoadsHere()
+    fitted, run_mode, loads = fitted_for(workspace, target), run_mode or AS_USUAL, loads or EvaluationLoads()
     check_run_mode(run_mode, fitted.composition, fitted.target.name)
     name, flavour = fitted.target.name, fitted.target.flavour
     failures = Failures()
     if recorded:
-        results = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
+        results = MeasuredModels(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
         with_energy = energy_path(predictor_folders(workspace)[name]).is_file()
         for model in results.models:  # recorded samples are of a host at about its usual pace
             model.host_pace = USUAL if counts(fitted.composition, run_mode) else None
@@ -338,7 +339,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
                             f"made: {'; '.join(MAKE_PREDICTORS)}")
         loads.check(fitted, run_mode, workspace)
         ready = models_of(paths, dims or {}, flavour, failures, static)
-        results = MeasuredHere()
+        results = MeasuredModels()
         if ready:
             results = measure_all(ready, fitted, run_mode, loads, plan or MeasuringPlan(), workspace, force, failures)
     held_out = held_out_of_fits(workspace, name)

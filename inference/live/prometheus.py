@@ -20,7 +20,7 @@ from utils.lazy import requests
 from utils.logger import get_logger
 
 log = get_logger("prometheus")
-FOREIGN_SERIES = "prometheus.url: a series came back that is none of Prometheus's; set its address"
+FOREIGN_SERIES = "prometheus.url: the answer holds a series that no Prometheus sends; set the address of a Prometheus"
 SECRETS = ("password_env", "password_file", "token_env", "token_file")
 
 

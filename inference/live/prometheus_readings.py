@@ -171,7 +171,7 @@ def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Seri
     check_one_exporter(running, series[0])
     if up.get(running[0]) is False:
         raise PrometheusError(f"prometheus: the exporter of {device_name(series[0].labels)} can't be scraped (up is 0): "
-                              f"{_described(running)}; its last samples do not show the load of now: repair the exporter")
+                              f"{_described(running)}; its last samples do not show the present load: repair the exporter")
     return [entry for entry in series if entry.exporter == running[0]], now_s
 
 
@@ -285,8 +285,8 @@ def _nothing(server: Server, names: Collection[str], window_s: float) -> Prometh
         job = server.config.job
         wanted = ", ".join(filter(None, (str(server.config.gpu), job and f"job {job}")))
         reporting = listed([f"{device_name(labels)}, job {labels.get('job', '?')}" for labels in seen])
-        return PrometheusError(f"prometheus: no metrics of {wanted}; there are those of {reporting}: set prometheus.gpu and "
-                               f"prometheus.job to what is there{down}")
+        return PrometheusError(f"prometheus: no metrics of {wanted}, but of {reporting}: set prometheus.gpu and prometheus.job "
+                               f"to one of these{down}")
     return PrometheusError(f"prometheus.url {server.config.url}: HTTP 200, but it knows none of the metrics "
                            f"{', '.join(names)}: have it scrape an exporter that reports them{down}")
 
@@ -318,8 +318,8 @@ def latest_host_probe(server: Server, fields: Collection[str]) -> tuple[float, f
     probe_s, taken_s = (values.get(name, math.nan) for name in (PROBE, TAKEN))
     whose = device_name(series[0].labels)
     if not (0.0 < probe_s < math.inf and math.isfinite(taken_s)):
-        raise PrometheusError(f"prometheus: {PROBE} and {TAKEN} of {whose} are no reading ({probe_s:g} and {taken_s:g}); "
-                              "mend its exporter (benchmark/metrics_exporter.py --host-pace-every), or do "
+        raise PrometheusError(f"prometheus: {PROBE} and {TAKEN} of {whose} are not a valid reading ({probe_s:g} and "
+                              f"{taken_s:g}); mend its exporter (benchmark/metrics_exporter.py --host-pace-every), or do "
                               "without it: prometheus.host_pace_max_age_s: null")
     return (1e6 * probe_s, series[0].last_s - taken_s)
 
@@ -335,7 +335,7 @@ def latest_probe(server: Server, fields: Collection[str]) -> tuple[ProbeSummary,
     try:
         probed = probed_of(Sample(entry.name, entry.labels, entry.samples[-1][1]) for entry in series)
     except Unreadable as error:
-        raise PrometheusError(f"prometheus: the sharing probe's reading of {device_name(series[0].labels)} is none: "
-                              f"{error.fact}; mend its exporter (benchmark/metrics_exporter.py --probe-every), or do without "
-                              "it: prometheus.probe_max_age_s: null") from None
+        raise PrometheusError(f"prometheus: the sharing probe's reading of {device_name(series[0].labels)} can't be "
+                              f"used: {error.fact}; mend its exporter (benchmark/metrics_exporter.py --probe-every), or do "
+                              "without it: prometheus.probe_max_age_s: null") from None
     return probed.summary, series[0].last_s - probed.taken_s

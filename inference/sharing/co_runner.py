@@ -26,7 +26,7 @@ from utils.frozen import Frozen
 from utils.sharing_mode import check_sharing_mode, sharing_mode
 
 if TYPE_CHECKING:
-    from inference.live.load import Load
+    from inference.live.load import LoadReading
     from records.probe_reading import ProbeReading
 
 SHOWN_PERCENTILES = (50, 95, 99)
@@ -136,7 +136,7 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
     return co_runner_probed(reading, fitted.sharing.alone_ms)
 
 
-def probe_of(fitted: Fitted, load: Load) -> CoRunner | None:
+def probe_of(fitted: Fitted, load: LoadReading) -> CoRunner | None:
     """The co-runner as the probe's reading says that Prometheus gave with the load; None where it gave none.
 
     Raises:

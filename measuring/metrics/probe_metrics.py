@@ -85,7 +85,7 @@ def probed_of(samples: Iterable[Sample]) -> Probed:
     if not taken:
         raise Unreadable(f"{TAKEN} is missing")
     if not all(math.isfinite(taken_s) for taken_s in taken.values()):
-        raise Unreadable(f"{TAKEN} is no time")
+        raise Unreadable(f"{TAKEN} is not a time")
     mode = max(taken, key=lambda mode: taken[mode])
     busy_s, quiet_s = values((PHASE, BUSY), (PHASE, QUIET))
     everything, waited = (values(*((LATENCY, runs, at) for at in AT)) if served else () for runs, served in (

@@ -128,7 +128,7 @@ def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
         readings.append({})
         for name, value in reading.items():
             if name not in NAMES:
-                raise UserError(f"{where}: {name}: no metric that Hase knows; it knows {', '.join(NAMES)}")
+                raise UserError(f"{where}: {name}: unknown metric; Hase knows {', '.join(NAMES)}")
             if not isinstance(value, int | float | None):
                 raise UserError(f"{where}: {name}: {value!r} is not a number")
             readings[-1][NAMES[name].field] = math.nan if value is None else in_unit(name, value)
