@@ -143,7 +143,11 @@ class NowAndThen(ABC, Generic[R]):
 
     @abstractmethod
     def take(self) -> R:
-        """Runs the probe once; `UserError` if it fails."""
+        """Runs the probe once.
+
+        Raises:
+            UserError: it fails.
+        """
 
     def run(self, over: threading.Event) -> None:
         """Runs the probe regularly until `over`."""

@@ -59,7 +59,11 @@ class Burner(ABC):
 
     @abstractmethod
     def turn(self, seconds: float) -> None:
-        """Keeps the load up for about `seconds`; `UserError` if it failed."""
+        """Keeps the load up for about `seconds`.
+
+        Raises:
+            UserError: it failed.
+        """
 
     @abstractmethod
     def busy_s(self) -> float:

@@ -48,7 +48,7 @@ class Bench:
     Attributes:
         device: `cpu` or `cuda`.
         machine_uuid: of this machine (utils.fingerprint.machine).
-        canary_ms: runs the canary, see `Canary.run_ms`.
+        canary_ms: runs the canary a few times and returns the times in ms; its argument says whether the device is loaded.
         source: of the device's metrics; None where none are read.
         window_s: how long the window of metrics before a block is.
         probe: reads how long tiny work waits for what else runs on the device; None where that is not read.

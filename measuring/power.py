@@ -128,7 +128,7 @@ class PowerMonitor:
     """Samples a power sensor in a thread of its own while it is open; use it in a `with` statement.
 
     Args:
-        sensor: see `open_power_sensor`.
+        sensor: of the device's power or energy (`open_power_sensor`).
         every_s: from one sample to the next.
     """
 

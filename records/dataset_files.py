@@ -127,7 +127,11 @@ def collected_targets(workspace: Workspace) -> list[str]:
 
 
 def read_header(folder: Path) -> DatasetHeader:
-    """The header of the dataset in `folder`; `UserError` where there is none."""
+    """The header of the dataset in `folder`.
+
+    Raises:
+        UserError: there is none, or it is damaged or of another version.
+    """
     if not header_path(folder).is_file():
         raise UserError(f"{folder}: no dataset of target {folder.name}; measure it with: {COLLECT}")
     return files.read_record(header_path(folder), DatasetHeader, DATASET_VERSION, COLLECT)

@@ -227,8 +227,8 @@ def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapp
         collection: of the models of `source` that have none.
 
     Raises:
-        UserError: the datasets do not agree (see `joined_header`, `check_agreement` and `merge_records`), one is damaged, or
-            another process writes there.
+        UserError: the datasets are of different targets, or were collected with different metrics, labels, held-out groups or
+            backgrounds; they disagree about a model, its graph or a machine; one is damaged; or another process writes there.
     """
     old, folder = source.dataset(target), into.dataset(target)
     header = read_header(old)

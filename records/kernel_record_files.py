@@ -37,13 +37,21 @@ def index_path(workspace: Workspace, flavour: Flavour) -> Path:
 
 
 def read_model_record(path: Path) -> ModelRecord:
-    """A model's record, with its costs computed anew; `UserError` where it is missing, damaged or of another version."""
+    """A model's record, with its costs computed anew.
+
+    Raises:
+        UserError: it is missing, damaged or of another version.
+    """
     record = files.read_record(path, ModelRecord, RECORD_VERSION, REMAKE)
     return record.model_copy(update={"kernels": {name: recosted(kernel) for name, kernel in record.kernels.items()}})
 
 
 def read_index(path: Path) -> KernelIndex:
-    """A flavour's index; `UserError` where it is missing, damaged or of another version."""
+    """A flavour's index.
+
+    Raises:
+        UserError: it is missing, damaged or of another version.
+    """
     return files.read_record(path, KernelIndex, INDEX_VERSION, REMAKE)
 
 

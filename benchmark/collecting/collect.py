@@ -92,10 +92,14 @@ def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Seq
     themselves are not recorded.
 
     Args:
+        workspace: holds the dataset.
+        config: of the collector.
         models: with the kernels that are measured in each (`only`).
         kernels: these, with the models that hold them.
+        workers: for the device and the labels of `config`.
 
-    The other arguments and the errors are those of `collect_kernels`.
+    Raises:
+        UserError: the dataset was collected without a label that is needed, or another process writes to it.
     """
     target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
@@ -175,7 +179,8 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
     """Opens the dataset of a target, or begins one.
 
     Raises:
-        UserError: the device can't have a background, or a background's model is missing; also see `DatasetWriter`.
+        UserError: the device can't have a background, a background's model is missing, or the existing dataset is damaged, of
+            another target, or was collected with other metrics, labels, held-out groups or backgrounds.
     """
     device, folder = target.flavour.device, workspace.dataset(target.name)
     backgrounds = config.backgrounds_on(device)

@@ -68,7 +68,7 @@ class HostTimes(NamedTuple):
 
 
 def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> HostTimes:
-    """The host's track; arguments as of `pipeline_ms`.
+    """The host's track in a run, given what nodes off the GPU do on the host (None: there are no such nodes).
 
     Where the host waits, the GPU's work on a node begins no earlier than the node's dispatch. `lead_ms` alone may say
     otherwise: it is fitted to whole runs, and also makes up for what the GPU's times have too much.
@@ -97,7 +97,7 @@ def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = No
 
 
 def dispatched_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> Floats:
-    """When the host goes on after each node, in ms from the start of the run; arguments as of `pipeline_ms`."""
+    """When the host goes on after each node, in ms from the start of the run."""
     return host_times(tracks, costs, off_gpu).goes_on
 
 
@@ -117,7 +117,7 @@ class GpuWork(NamedTuple):
 
 
 def gpu_work(tracks: Tracks, costs: PipelineCosts, dispatched: Floats) -> GpuWork:
-    """The GPU's work in a run whose nodes are dispatched at `dispatched` (ms); other arguments as of `pipeline_ms`."""
+    """The GPU's work in a run whose nodes are dispatched at `dispatched` (ms from the start of the run)."""
     working = tracks.launches > 0
     launched = np.maximum(tracks.launches[working], 1.0)
     work = (tracks.gpu_ms + costs.gap_ms * tracks.launches)[working]
@@ -158,7 +158,10 @@ def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None
 
     Where the fitted lead is longer than the first dispatch, the GPU's track begins before 0, as in that formula.
 
-    Arguments are those of `pipeline_ms`.
+    Args:
+        tracks: the run's.
+        costs: of the target.
+        off_gpu: what nodes of the CPU provider and copies do on the host; None where the run has no such nodes.
     """
     spans, host, gpu = [], costs.start_ms, -np.inf
     times = host_times(tracks, costs, off_gpu)

@@ -23,7 +23,7 @@ class EnergyPrediction(Frozen):
     """What a run takes of the device's energy, when runs follow each other without a pause. `--json` prints it as it is.
 
     Attributes:
-        model, target: as of the prediction of its latency.
+        model, target: the record's name, and the name of the target.
         energy_j: of a run; it includes the device's idle power during the run.
         interval_j: the range around it that held nine of ten models whose family was held out, widened by how sure the latency
             is, and by work of a kind that was never measured.

@@ -101,7 +101,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     Args:
         source: as for `predict`.
         sizes: of its dynamic dimensions by name, each combination that will be predicted.
-        target: name of the target; by default as `predict` chooses it.
+        target: the target's name, or a part of it; by default this machine, or the only target with predictors.
         workspace: the folder that holds dataset and predictors; by default the repository. Predictors that come with Hase
             are copied into it. If there is no dataset, one begins.
         config: how to measure; by default benchmark/config.yaml. Its device, levels and labels are ignored, and an existing
@@ -176,7 +176,11 @@ def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
 
 def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted, workspace: Workspace,
              force: bool, static: bool) -> list[ModelRecord]:
-    """The model's record at each size, checked; errors as for `measure_missing`."""
+    """The model's record at each size, checked.
+
+    Raises:
+        UserError: the model can't be analysed, or its graph is not of the target's flavour.
+    """
     flavour = fitted.target.flavour
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
     records = [record_of(model, flavour, dims, static) for dims in sizes]

@@ -101,7 +101,11 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
 
 
 def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
-    """The one of `targets` that `name` stands for; errors as of `choose_target`."""
+    """The one of `targets` that `name` stands for.
+
+    Raises:
+        UserError: `name` is part of the name of none of them, or of several.
+    """
     part = name.lower()
     matching = [name] if name in targets else [target for target in targets if part and target.lower().startswith(part)] or [
         target for target in targets if part and part in target.lower()]
@@ -162,11 +166,13 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
     """What was learned for the target `name` (or for the one that `choose_target` finds).
 
     Args:
-        workspace, name: as of `choose_target`.
+        workspace: its predictors are offered, and those that ship with Hase.
+        name: the target's name, or a part of it; without a name, this machine or the only target with predictors.
         estimators: the user's files and folders in which the code of admitted estimators may lie.
 
     Raises:
-        UserError: as `choose_target`, and where the files can't be read.
+        UserError: no predictors, none or several for `name`, several of other devices to choose from, or their files can't be
+            read.
     """
     name, notices = choose_target(workspace, name)
     folder = predictor_folders(workspace)[name]
@@ -190,7 +196,10 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
 def mismatches(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[str]:
     """How a record differs from what the target's predictors hold for: the runtime's minor version, element types.
 
-    Arguments are those of `check_target`.
+    Args:
+        record: the model.
+        target: the predictors' target.
+        dtypes: element types of the kernels on which the predictors were trained.
     """
     graph, trained = record.flavour, target.flavour
     differences = []

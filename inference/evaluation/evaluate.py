@@ -137,7 +137,7 @@ class EvaluationLoads:
         """What else runs at this moment: by metrics, and by a probe.
 
         Args:
-            source: see `source`.
+            source: reads this machine's metrics, as method `source` gives it.
 
         Raises:
             UserError: metrics or probe can't be read; a started load is never taken for idle.

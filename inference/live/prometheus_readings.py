@@ -205,7 +205,11 @@ class PrometheusSource(MetricSource):
     minimum_window_s = 0.001  # Prometheus counts in milliseconds
 
     def __init__(self, server: Server, fields: Collection[str]) -> None:
-        """Reads `fields`, names of FIELDS, under any of their names; `UserError` for one that is none."""
+        """Reads `fields` under any of their names.
+
+        Raises:
+            UserError: one of them is no name of FIELDS.
+        """
         super().__init__(list(FIELDS), list(fields))
         self._server = server
         # a further field may show whether those stuck at 0 are right
@@ -309,7 +313,14 @@ def _down(server: Server) -> str:
 def latest_host_probe(server: Server, fields: Collection[str]) -> tuple[float, float] | None:
     """The time of the host's probe (µs) for the device that a server's config names, and its age (s); None where there is none.
 
-    Arguments and errors are those of `latest_of_one_exporter`; `PrometheusError` too where the samples are no reading.
+    Args:
+        server: to ask.
+        fields: of FIELDS, queried as well: if they are of another device, it is not clear whose pace is meant.
+
+    Raises:
+        UserError: the config's secrets or certificates can't be read.
+        PrometheusError: there is no answer, there are several devices, several exporters or only MIG instances, or the samples
+            are not a valid reading.
     """
     series = latest_of_one_exporter(server, PACE_MEANINGS, fields)
     if not series:
@@ -325,9 +336,16 @@ def latest_host_probe(server: Server, fields: Collection[str]) -> tuple[float, f
 
 
 def latest_probe(server: Server, fields: Collection[str]) -> tuple[ProbeSummary, float] | None:
-    """The last reading on the device that a server's config names, and its age (s); None where there is none.
+    """The sharing probe's last reading on the device that a server's config names, and its age (s); None where there is none.
 
-    Arguments and errors are those of `latest_of_one_exporter`; `PrometheusError` too where the samples are no reading.
+    Args:
+        server: to ask.
+        fields: of FIELDS, queried as well: if they are of another device, it is not clear whose reading is meant.
+
+    Raises:
+        UserError: the config's secrets or certificates can't be read.
+        PrometheusError: there is no answer, there are several devices, several exporters or only MIG instances, or the samples
+            are not a valid reading.
     """
     series = latest_of_one_exporter(server, MEANINGS, fields)
     if not series:

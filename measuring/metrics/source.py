@@ -105,7 +105,7 @@ class History:
         """Adds the means of a window.
 
         Raises:
-            Unsound: as by `check_together`, for the latest MANY windows.
+            Unsound: over the latest MANY windows, a profiled field is frozen, or is 0 while others show that the GPU works.
         """
         for field, value in means.items():
             self._means.setdefault(field, deque(maxlen=MANY)).append(value)
@@ -142,7 +142,11 @@ class MetricSource(ABC):
     minimum_window_s: float
 
     def __init__(self, available: Sequence[str], fields: Sequence[str] | None) -> None:
-        """Reads `fields`, or all that are `available` if none is named; `UserError` for one that is not available."""
+        """Reads `fields`, or all that are `available` if none is named.
+
+        Raises:
+            UserError: one of them is not available.
+        """
         unknown = [field for field in fields or () if field not in available]
         if unknown:
             raise UserError(f"metric {', '.join(unknown)}: {self.name} can't read it here; it has {', '.join(available)}")
@@ -175,7 +179,12 @@ class MetricSource(ABC):
         return means
 
     def _means(self, window: Window) -> dict[str, Mean]:
-        """The mean of each field since `window` was opened; raises as `stop`."""
+        """The mean of each field since `window` was opened.
+
+        Raises:
+            Unsound: samples are blank, out of range, frozen, or contradict those of another field.
+            UserError: the window is shorter than `minimum_window_s`, or has no sample of a field.
+        """
         now = time.monotonic()
         lasted_s = now - window.began_s
         if lasted_s < self.minimum_window_s:

@@ -153,7 +153,7 @@ def open_source(device: str = "auto", fields: Sequence[str] | None = None, sourc
         source: which one. `auto` takes the best available one and logs the choice.
         dcgm_address: of a running nv-hostengine, HOST or HOST:PORT; None: DCGM runs in this process.
         replay: the file for source `replay`.
-        replay_step_s: see `measuring.metrics.sources.ReplaySource`.
+        replay_step_s: seconds between samples of the file; None: by its timestamps.
 
     Raises:
         UserError: the source is not available, it can't read a field (the message lists those it can), or there is no GPU.
@@ -181,7 +181,11 @@ def open_source(device: str = "auto", fields: Sequence[str] | None = None, sourc
 
 
 def _check_suits(source: SourceName, device: str, dcgm_address: str | None) -> None:
-    """`UserError` where a source does not read `device`, or does not heed the address."""
+    """Checks that a source reads `device`, and that it heeds the address.
+
+    Raises:
+        UserError: it does not.
+    """
     if dcgm_address is not None and (source not in ("auto", "dcgm") or device == "cpu"):
         raise UserError(f"source {source} on {device}: it does not ask the DCGM at {dcgm_address}; "
                         "that reads a GPU, for source dcgm or auto")
