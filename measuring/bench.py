@@ -1,7 +1,7 @@
-"""What a block is measured with: the device, its canary and metrics, and how often a unit runs.
+"""What blocks of measurements are taken with: the device with its canary and its metrics, and how often a unit runs.
 
-It is timed before and after each block of measurements. If the two times differ, the machine was disturbed and the block is
-measured again. What the work is, is the runtime's choice (runtimes/ort/probes.py).
+The canary is a small, fixed piece of work, the choice of the runtime (runtimes/ort/probes.py). It is timed before and after
+each block of measurements. If the two times differ, the machine was disturbed, and the block is measured again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ class Steadiness(Frozen):
     patience_s: float = Field(15.0, ge=0)
 
 
-def no_probe() -> ProbeReading | None:
-    """Stands for the sharing probe where there is none."""
-    return None
-
-
 @dataclass(frozen=True)
 class Bench:
     """What blocks on this machine are measured with.
@@ -63,7 +58,7 @@ class Bench:
     canary_ms: Callable[[bool], Sequence[float]]
     source: MetricSource | None = None
     window_s: float = 0.5
-    probe: Callable[[], ProbeReading | None] = no_probe
+    probe: Callable[[], ProbeReading | None] = lambda: None
     steadiness: Steadiness = field(default_factory=Steadiness)
 
     def __post_init__(self) -> None:

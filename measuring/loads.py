@@ -1,6 +1,6 @@
 """The measuring loop: blocks of units under one load after another, each block kept as soon as it is measured.
 
-It knows units only by their ids. What they are, and how one is timed, its callers know.
+The loop knows units only by their ids. Its callers know what they are, and how to time one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 log = get_logger("collector")
+U = TypeVar("U", bound=Unit)
+StressLevel = tuple[float, Background | None]  # the share of time, 0–1, and what the device is busy with; None on an idle one
+IDLE: tuple[StressLevel, ...] = ((0.0, None),)
+Start = Callable[[float, Background | None], AbstractContextManager[Stress]]
 
 
 @dataclass
@@ -98,12 +102,6 @@ def best_canary_ms(blocks: Iterable[Block]) -> float:
     return min((min(block.canary_before_ms, block.canary_after_ms) for block in blocks), default=0.0)
 
 
-U = TypeVar("U", bound=Unit)
-StressLevel = tuple[float, Background | None]  # the share of time, 0–1, and what the device is busy with; None on an idle one
-IDLE: tuple[StressLevel, ...] = ((0.0, None),)
-Start = Callable[[float, Background | None], AbstractContextManager[Stress]]
-
-
 @dataclass
 class Totals(Generic[U]):
     """What was measured: the units, the blocks, how many of these were unsteady, the seconds that measuring took, and how many
@@ -134,7 +132,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
                   loads: Iterable[StressLevel] = IDLE, start: Start | None = None, stop_at_s: float = math.inf) -> Totals[U]:
     """Measures under each load what `blocks_of` says, and adds every block to the journal.
 
-    To resume after a kill is to call it again: `blocks_of` plans what the journal does not hold (see `plan_blocks`).
+    To resume after a kill is to call it again: `blocks_of` plans what the journal does not hold (as `plan_blocks` does).
 
     Args:
         bench: what is measured with.

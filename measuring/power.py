@@ -2,11 +2,11 @@
 
     with PowerMonitor(open_power_sensor(device)) as monitor:
         idle = monitor.rest(1.0)
-        found = energy_of_runs(monitor, run)   # runs for 3 s
-    found.energy_j, found.used.mean_w, idle.mean_w, found.used.agreement
+        measured = energy_of_runs(monitor, run)   # runs for 3 s
+    measured.energy_j, measured.used.mean_w, idle.mean_w, measured.used.agreement
 
 A thread reads the sensor every 20 ms. The energy of a window is the integral of the power by trapezoids. The device's own
-counter over the same window checks it. `Energy.doubts` says what is wrong with a reading; a user must see it.
+counter over the same window checks it. `Energy.warnings` says what is wrong with a reading; a user must see it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Energy:
         counter_j: the counter's difference, to check the integral; None where there are not both.
         samples: of the sensor in the window.
         sensor: its name.
-        doubts: what is wrong with this reading, each as a sentence; empty if it is sound.
+        warnings: what is wrong with this reading, each as a sentence; empty if it is sound.
     """
 
     seconds: float
@@ -47,7 +47,7 @@ class Energy:
     counter_j: float | None
     samples: int
     sensor: str
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def mean_w(self) -> float:
@@ -110,18 +110,18 @@ def energy_between(samples: Sequence[PowerSample], sensor: str, began_s: float, 
     if energy_j is None:
         raise UserError(f"power: {sensor} gave neither power nor energy")
     energy = Energy(seconds, energy_j, counter_j if powers else None, sum(began_s <= at <= ended_s for at in times), sensor)
-    return replace(energy, doubts=_doubts(energy, float(np.max(np.diff(times)))))
+    return replace(energy, warnings=_warnings(energy, float(np.max(np.diff(times)))))
 
 
-def _doubts(energy: Energy, longest_gap_s: float) -> tuple[str, ...]:
-    doubts = []
+def _warnings(energy: Energy, longest_gap_s: float) -> tuple[str, ...]:
+    warnings = []
     if energy.seconds < WINDOW_S * 0.99:
-        doubts.append(f"a window of {energy.seconds:.2f} s is too short for the sensor, it needs {WINDOW_S:.0f} s")
+        warnings.append(f"a window of {energy.seconds:.2f} s is too short for the sensor, it needs {WINDOW_S:.0f} s")
     if longest_gap_s > GAP_S:
-        doubts.append(f"no sample for {longest_gap_s:.2f} s")
+        warnings.append(f"no sample for {longest_gap_s:.2f} s")
     if energy.agreement is not None and abs(energy.agreement - 1.0) > AGREES:
-        doubts.append(f"the integral of power is {energy.agreement:.2f} times what the device's energy counter says")
-    return tuple(doubts)
+        warnings.append(f"the integral of power is {energy.agreement:.2f} times what the device's energy counter says")
+    return tuple(warnings)
 
 
 class PowerMonitor:

@@ -1,4 +1,4 @@
-"""Blocks of measurements, the journal that keeps them, and the table of units of any kind."""
+"""Blocks of measurements, the journal that keeps them, and a table with one row per unit."""
 
 from __future__ import annotations
 

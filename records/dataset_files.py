@@ -1,4 +1,4 @@
-"""A dataset's files: header, kernels, journal and tables, and how they are read and checked."""
+"""A dataset's files: its header, its kernels, its journal and its two tables; where they lie, and how they are read."""
 
 from __future__ import annotations
 
@@ -174,16 +174,6 @@ def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[Datas
     return [described.model_copy(update={"kernel": recosted(described.kernel)}) for described in kernels]
 
 
-def means_add_up(level: float, device: str) -> bool:
-    """Whether a kernel's time under a load is its mean and not its median: on a CPU.
-
-    There the load takes a part of each kernel's time, and the median of short runs does not show a load that comes and goes.
-    On a GPU, a kernel that runs alone sometimes waits for a whole time slice of the other process. A model waits for that
-    once, not once per kernel: means of kernels do not add up, and medians err less.
-    """
-    return level > 0 and device == "cpu"
-
-
 def read_table(path: Path) -> pd.DataFrame:
     """`kernel_latency.csv` or `model_latency.csv`, checked: times positive and finite, the user's columns there.
 
@@ -231,6 +221,16 @@ def read_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
 def read_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
     """The model table of a target, checked."""
     return read_table(model_table_path(workspace.dataset(target)))
+
+
+def means_add_up(level: float, device: str) -> bool:
+    """Whether a kernel's time under a load is its mean and not its median: on a CPU.
+
+    There the load takes a part of each kernel's time, and the median of short runs does not show a load that comes and goes.
+    On a GPU, a kernel that runs alone sometimes waits for a whole time slice of the other process. A model waits for that
+    once, not once per kernel: means of kernels do not add up, and medians err less.
+    """
+    return level > 0 and device == "cpu"
 
 
 def run_ms(table: pd.DataFrame, device: str) -> npt.NDArray[np.float64]:

@@ -150,15 +150,15 @@ def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
     return sessions
 
 
-def energy_doubts(measured: Measurement, latency: Measurement) -> str:
-    """What is doubtful about a model's energy: what its measurement says, and whether its runs took much longer than those of
+def energy_warnings(measured: Measurement, latency: Measurement) -> str:
+    """What is wrong with a model's energy: what its measurement says, and whether its runs took much longer than those of
     its latency, since other work then ran meanwhile and took energy too. "" for a sound one."""
-    doubts = [measured.error] if measured.error else []
+    warnings = [measured.error] if measured.error else []
     if latency.samples_ms and measured.samples_ms:
         slower = float(np.median(measured.samples_ms) / np.median(latency.samples_ms))
         if slower > SLOWDOWN_ADMITTED:
-            doubts.append(f"its runs took {slower:.1f} times as long as for its latency")
-    return "; ".join(doubts)
+            warnings.append(f"its runs took {slower:.1f} times as long as for its latency")
+    return "; ".join(warnings)
 
 
 def energy_columns(measured: Measurement, latency: Measurement) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def energy_columns(measured: Measurement, latency: Measurement) -> dict[str, Any
     means = {name: measured.quantities[name][0] for name in ENERGY_QUANTITIES if name in measured.quantities}
     renamed = {"window_s": "energy_s", "runs": "energy_runs"}
     return {renamed.get(name, name): value for name, value in means.items()} | {
-        "energy_doubts": energy_doubts(measured, latency)}
+        "energy_doubts": energy_warnings(measured, latency)}
 
 
 def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""The processes that measure: one worker, and those that trace the GPU. They start before there is anything to measure.
+"""The processes that measure: one worker, and those that trace the GPU.
 
-They are separate from the process that times whole runs: once CUPTI has traced a process, it launches kernels more slowly.
-
-A GPU's worker takes seconds to load CUDA, torch and CUPTI. Meanwhile its caller can look for work.
+The tracers are separate from the worker, which times whole runs: once CUPTI has traced a process, it launches kernels more
+slowly. All start before there is anything to measure: a GPU's process takes seconds to load CUDA, torch and CUPTI, and
+meanwhile the caller can look for work.
 """
 
 from __future__ import annotations

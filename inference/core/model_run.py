@@ -1,4 +1,8 @@
-"""A run of a model, put together from its kernels: its latency, how that moves, and its timeline."""
+"""A model's run, put together from its kernels, and the prediction made from it: latency, uncertainty and timeline.
+
+The interval of a prediction comes from how the latency moves when its uncertain parts do: kernels, the host's pace, and the
+trips of loops (`kernels_span`, `hosts_span`, `trips_span`).
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Sources of error are taken as independent: the errors of models that were held out of the fit, kernels that are estimated or
 lie beyond what was measured, a load, another cuDNN. Where the target has a calibrated interval, it takes the place of the first
-three. Each is a factor by which the latency may be off; their logarithms are
-added in quadrature. So an interval widens with every source, never vanishes, and always holds the prediction itself.
+three. Each is a factor by which the latency may be off; their logarithms are added in quadrature. So an interval widens with
+every source, never vanishes, and always holds the prediction itself.
 
 Kernels of which nothing was learned count as one source: all of them at the low end of their range, or all at the high end.
 Where that moves the latency by more than ROUGH, the prediction is a rough estimate.

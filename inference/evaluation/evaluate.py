@@ -1,4 +1,8 @@
-"""Measures models on this machine, or reads their measurements, and predicts them."""
+"""Evaluates models: predicts them, and compares with their latencies, measured on this machine or recorded in the dataset.
+
+On this machine, models are measured under the load that runs anyway, or under loads that the evaluation starts. They are
+predicted for the load that is read just before they are measured.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +45,6 @@ from utils.paths import ROOT, Workspace
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
     from graph_model.simulation.sharing import CoRunner
-    from inference.core.run_modes import RunMode
-    from inference.core.targets import Fitted
 
 log = get_logger("evaluator")
 
@@ -375,12 +377,6 @@ def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[s
     return models
 
 
-def composition_facts(fitted: Fitted) -> dict[str, Any]:
-    """How kernel times add up to model times: the facts of the composition."""
-    used = fitted.composition
-    return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms, "node_ms": used.node_ms}
-
-
 def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
                      failures: Failures, static: bool) -> dict[str, ModelRecord]:
     """Records by name: of the models in `paths`, else all records of the target's flavour."""
@@ -389,3 +385,9 @@ def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[
         models = models_of(paths, dims, flavour, failures, static)
         return {model.record.model: model.record for model in models}
     return {record.model: record for record in read_model_records(workspace, flavour)}
+
+
+def composition_facts(fitted: Fitted) -> dict[str, Any]:
+    """How kernel times add up to model times: the facts of the composition."""
+    used = fitted.composition
+    return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms, "node_ms": used.node_ms}

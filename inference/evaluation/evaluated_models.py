@@ -16,7 +16,7 @@ from inference.core.sources import record_of
 from measuring.loads import describe_load
 from records.blocks import Block
 from records.dataset_files import read_journal
-from records.dataset_tables import energy_doubts, model_rows, model_sessions
+from records.dataset_tables import energy_warnings, model_rows, model_sessions
 from records.host_pace import paced_rows
 from records.kernel_record import ModelRecord
 from records.measurement import ENERGY, Measurement
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = get_logger("evaluator")
 APART_FROM = 2  # from this many models on, each is analysed in its own process, which takes a second
 IDLE_BELOW = 0.02  # share of the time: counters of an idle GPU are not exactly 0, and a probe's run is sometimes slow by itself
+
 
 @dataclass
 class EvaluatedModel:
@@ -167,7 +168,7 @@ def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics:
     energies_j: dict[str, list[float]] = defaultdict(list)
     for session in sessions:
         if (of_runs := session.labels.get(ENERGY)) and label == "latency" and of_runs.status == "ok" and not (
-                energy_doubts(of_runs, session.labels["latency"])):
+                energy_warnings(of_runs, session.labels["latency"])):
             energies_j[session.model] += of_runs.quantities["energy_j"]
     for place, (model, block, labels) in enumerate(sessions):
         measurement = labels.get(label)

@@ -1,11 +1,9 @@
 """What a Prometheus says of one device: its metrics, and the last readings of the sharing probe and of the host's probe.
 
-One query fetches the raw samples of all metrics, a second one whether their exporter is up. `avg_over_time` would return a
-number even if the exporter is dead, frozen, or reported NaN or nothing for a while. Series of MIG instances are never taken:
-none of them shows what the whole GPU does.
-
-One instant query is enough: what no longer holds, such as waits or another sharing mode, is gone after the exporter's next
-scrape.
+For metrics, one query fetches the raw samples of a window, and a second one asks whether their exporter is up: `avg_over_time`
+would return a number even if the exporter is dead, frozen, or reported NaN or nothing for a while. For the readings of a probe
+one instant query is enough: what no longer holds, such as waits or another sharing mode, is gone after the exporter's next
+scrape. Series of MIG instances are never taken: none of them shows what the whole GPU does.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from records.probe_reading import ProbeSummary
 
 IDENTITY = (UUID_LABEL, INDEX_LABEL, HOST_LABEL, "job", "instance")  # labels that distinguish devices and their exporters
 LISTED = 8  # how many devices a message lists
+LONG_AGO = "1h"  # how far back to look for the reason if the window is empty
 
 
 @dataclass(frozen=True)
@@ -188,9 +187,6 @@ def check_one_exporter(exporters: Collection[tuple[str, str]], series: Series) -
 
 def _described(exporters: Collection[tuple[str, str]]) -> str:
     return listed([f"job {job}, instance {instance}" for job, instance in exporters])
-
-
-LONG_AGO = "1h"  # how far back to look for the reason if the window is empty
 
 
 class PrometheusSource(MetricSource):

@@ -1,4 +1,4 @@
-"""Models on a GPU that others share: next to any co-runner, over the load, two on one GPU, and against an objective."""
+"""Models on a GPU that others share: next to any co-runner, over the load, two on one GPU, and against a latency objective."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from graph_model.simulation.tracks import Tracks
     from inference.core.answers import Prediction
     from inference.core.model_run import PredictedRun
+
+PERCENTILE = 95.0  # of the runs that must keep to an objective, if no other is given
+PRECISION = 0.005  # of the highest share, a ratio
+
 
 @dataclass(frozen=True)
 class SharedModel:
@@ -133,10 +137,6 @@ def load_curve(model: SharedModel, points: int) -> LoadCurve:
     of = model.prediction
     return LoadCurve(model=of.model, target=of.target, dims=of.dims, points=tuple(load_points),
                      rough_estimate=of.rough_estimate, estimated_operators=of.estimated_operators, warnings=of.warnings)
-
-
-PERCENTILE = 95.0
-PRECISION = 0.005  # of the highest share, a ratio
 
 
 class Slo(Frozen):

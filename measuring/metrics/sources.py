@@ -1,14 +1,15 @@
-"""The sources of metrics: NVML, DCGM, a CPU's own, and a recording that is replayed.
-
-The file has one JSON object per line: `time_s` (seconds, ascending, any start) and values by DCGM field name, old or new, in
-the unit of the name (`measuring/metrics/names.py`); null is a blank:
-
-    {"time_s": 0.0, "DCGM_FI_PROF_SM_ACTIVE": 0.41, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.97}
+"""The sources of metrics of this machine, and the choice among them.
 
 A source returns the mean of each field over a *metrics window* and the number of samples. `start` opens a window, `stop` closes
 it; windows may overlap. measuring/metrics/names.py lists fields, units and limits. Samples that measuring/metrics/source.py
-rejects are errors and never become features. Sources (`SOURCES`): DCGM, NVML with and without performance counters, psutil, and
-a file that is replayed; for predictions also a Prometheus (inference/live/prometheus_readings.py).
+rejects are errors and never become features.
+
+The sources (`SOURCES`) are DCGM, NVML with and without performance counters, psutil for a CPU, and a recording that is
+replayed. (Predictions can also read a Prometheus: inference/live/prometheus_readings.py.) A recording has one JSON object per
+line: `time_s` (seconds, ascending, any start) and values by DCGM field name, old or new, in the unit of the name; null is a
+blank:
+
+    {"time_s": 0.0, "DCGM_FI_PROF_SM_ACTIVE": 0.41, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.97}
 """
 
 from __future__ import annotations
