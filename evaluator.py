@@ -1,4 +1,4 @@
-"""Phase 7.2: compares predicted with measured latencies, model by model, and reports the predictor's errors.
+"""Compares predicted with measured latencies, model by model, and reports the predictor's errors.
 
 Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, either under the load
 that inference/config.yaml describes, or under the backgrounds of a collector's config, which it starts itself (--under-load).
@@ -31,10 +31,10 @@ log = get_logger("evaluator")
 
 TOLD_WARNINGS = 5  # on the console; the most frequent ones first
 EXAMPLES = """
-python evaluator.py models/
-python evaluator.py resnet18.onnx --dim batch=1,4,16 --io host
-python evaluator.py resnet50.onnx --dim batch=16 --under-load recipes/h200/live.yaml --probe
-python evaluator.py --recorded --target nvidia-h200-cuda-ort1.31-all
+python evaluator.py model_zoo/models/
+python evaluator.py resnet18.onnx --dim batch=1,4,16
+python evaluator.py --recorded  # needs measured models in the target's dataset
+python evaluator.py resnet18.onnx --dim batch=16 --under-load recipes/h200/live.yaml --probe  # needs a GPU
 """
 
 

@@ -1,4 +1,4 @@
-"""Phase 6.2: whether ONNX Runtime ran a model's kernels one after another, and how fast a run could be if they overlapped.
+"""Whether ONNX Runtime ran a model's kernels one after another, and how fast a run could be if they overlapped.
 
 Reads a profile that ONNX Runtime wrote (--profile), or runs a model under its profiler (--model). Prints how much the events
 of nodes overlap and how long the device pauses between them. Then it compares the critical path, the longest chain of
@@ -38,7 +38,7 @@ ROUNDING_US = 1.5  # profiles hold whole microseconds, so neighbours may seem to
 WARMUP_RUNS = 3
 EXAMPLES = """
 python overlap_simulator.py --model resnet18.onnx --dim batch=1
-python overlap_simulator.py --profile onnxruntime_profile.json --record ort_analysis/ort_kernel_record/cpu/resnet18.json --json
+python overlap_simulator.py --profile profile.json  # needs a profile that ONNX Runtime wrote of a model with a record
 """
 
 

@@ -1,1 +1,1 @@
-"""Phase 4: measured latencies of kernels and models, idle and under load."""
+"""Measured latencies of kernels and models, idle and under load."""

@@ -1,4 +1,4 @@
-"""Phase 4.3: the dataset: every kernel and every model, at every level and kind of load, with the device's metrics.
+"""The dataset: every kernel and every model, at every level and kind of load, with the device's metrics.
 
 Reads kernel_model/kernel_onnx/<flavour> (each kernel is timed alone, and among others in a carrier), the models' records and
 files (each model is timed whole, and its kernels in it), and benchmark/config.yaml. Writes benchmark/dataset/<target>/:
@@ -34,8 +34,8 @@ from utils.paths import ROOT
 log = get_logger("collector")
 EXAMPLES = """
 python benchmark/collector.py
-python benchmark/collector.py --config my.yaml --workspace out/demo
-python benchmark/collector.py --minutes 15 --set 'levels=[0.0, 0.5]' --set model.budget_s=1
+python benchmark/collector.py --minutes 15
+python benchmark/collector.py --config recipes/demo/collector.yaml --workspace out/demo  # needs make demo
 """
 
 

@@ -1,4 +1,4 @@
-"""Phase 4.9: measures how fast this machine's host dispatches work to its GPU, in two seconds.
+"""Measures how fast this machine's host dispatches work to its GPU, in two seconds.
 
 With another host, or with other work on the same host, the same GPU gets its work up to 1.6 times more slowly, and small models
 take that much longer. A fixed graph of many small kernels (measuring/quiet_host.py) is dispatched again and again;
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
   python benchmark/host_pace.py
   python benchmark/host_pace.py --out machine.json
-  python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --machine machine.json
+  python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --machine machine.json
 """
 
 

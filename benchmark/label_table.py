@@ -1,4 +1,4 @@
-"""Phase 4.6: compares the sum of kernel times with the measured latency of whole models, for each label.
+"""Compares the sum of kernel times with the measured latency of whole models, for each label.
 
 Reads the datasets in benchmark/dataset (by default of every target) and the kernel records of their models. For each model that
 was measured idle it adds up the kernel times of its nodes, label by label, and if available the times measured within this

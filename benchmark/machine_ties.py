@@ -1,4 +1,4 @@
-"""Phase 4.7: how much machines of one target disagree, by the kernels and models that two of them measured.
+"""How much machines of one target disagree, by the kernels and models that two of them measured.
 
 Reads the datasets in benchmark/dataset (by default of every target). Prints the machines of each dataset, and for each pair
 of machines the ratio of the idle times of the second to those of the first, label by label. Writes nothing.

@@ -1,4 +1,4 @@
-"""Phase 4.10: serves this machine's metrics, or replayed ones, to Prometheus where NVIDIA's dcgm-exporter is missing.
+"""Serves this machine's metrics, or replayed ones, to Prometheus where NVIDIA's dcgm-exporter is missing.
 
 Names, labels and units are those of dcgm-exporter: the old names, or with `--names new` those since its version 4.9, some of
 which have other units. The values are means over `--interval` seconds, from any source of measuring/metrics/sources.py.
@@ -54,7 +54,7 @@ EXAMPLES = """
   python benchmark/metrics_exporter.py
   python benchmark/metrics_exporter.py --probe-every 15 --host-pace-every 60
   python benchmark/metrics_exporter.py --port 9401 --interval 2 --source psutil --names new
-  python benchmark/metrics_exporter.py --source replay --replay readings.jsonl --duration 60
+  python benchmark/metrics_exporter.py --source replay --replay readings.jsonl --duration 60  # needs readings
 """
 PORT = 9400  # dcgm-exporter's
 INTERVAL_S = 5.0

@@ -1,4 +1,4 @@
-"""Phase 4.1: how long ONNX Runtime takes to run an ONNX file, a kernel or a whole model.
+"""How long ONNX Runtime takes to run an ONNX file, a kernel or a whole model.
 
 Reads the file; prints mean, median, p95, standard deviation, minimum and maximum in ms, with start and end (UTC). Inputs are
 random. They lie on the device by default, so that copies from the host do not count (IOBinding); `--io host` counts them.
@@ -25,7 +25,7 @@ from utils.logger import get_logger
 log = get_logger("runner")
 EXAMPLES = """
 python benchmark/ort_kernel_runner.py --model resnet18.onnx --dim batch=1
-python benchmark/ort_kernel_runner.py --model kernel_model/kernel_onnx/cpu-avx512-ort1.31-all/conv.onnx --loops 100
+python benchmark/ort_kernel_runner.py --model "$(ls kernel_model/kernel_onnx/*/*.onnx | head -1)" --loops 100
 python benchmark/ort_kernel_runner.py --model resnet18.onnx --budget-s 5 --io host --json
 """
 

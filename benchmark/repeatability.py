@@ -1,4 +1,4 @@
-"""Phase 4.4: how much a second measurement differs from the first. No predictor can be more accurate than that.
+"""How much a second measurement differs from the first. No predictor can be more accurate than that.
 
 Reads the dataset of this machine with its kernels and models. Measures a random sample of them again, at each level and
 background of the dataset, and compares medians. Prints the difference; writes nothing.

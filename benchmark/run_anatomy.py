@@ -1,4 +1,4 @@
-"""Phase 4.5: where the time of a run on a GPU goes: the host's dispatch, the GPU's work, and the GPU's idle time.
+"""Where the time of a run on a GPU goes: the host's dispatch, the GPU's work, and the GPU's idle time.
 
 Reads ONNX models (files or folders). Times each whole model, and the host's dispatch alone, while a probe finds the host
 undisturbed. Then another process traces a few runs, since a process that used CUPTI launches more slowly from then on. Prints

@@ -1,4 +1,4 @@
-"""Phase 4.8: measures how long work on the device waits for other processes now, with a fifth of a second of small work.
+"""Measures how long work on the device waits for other processes now, with a fifth of a second of small work.
 
 Metrics show how busy a GPU is, but not how long the bursts of the other processes are. When a GPU is shared in time slices, one
 waits for these bursts. For half of the time the probe runs work that is far shorter than any burst, back to back. For the other

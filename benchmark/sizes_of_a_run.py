@@ -1,4 +1,4 @@
-"""Phase 4.11: finds the sizes of a model's tensors that depend on data, by running it once on this machine's CPU.
+"""Finds the sizes of a model's tensors that depend on data, by running it once on this machine's CPU.
 
 The sizes of a detector's tensors depend on what is in the image, which no analysis can know. This script runs the model once,
 with the inputs that Hase uses for measuring or with real ones (--inputs), and prints the sizes as `--dim` options. With these,
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 log = get_logger("sizes")
 EXAMPLES = """
-python benchmark/sizes_of_a_run.py --model detector.onnx
-python benchmark/sizes_of_a_run.py --model detector.onnx --dim batch=1 --inputs image.npz
+python benchmark/sizes_of_a_run.py --model resnet18.onnx
+python benchmark/sizes_of_a_run.py --model detector.onnx --dim batch=1 --inputs image.npz  # needs your own
 """
 
 

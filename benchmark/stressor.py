@@ -1,4 +1,4 @@
-"""Phase 4.2: keeps the device busy for a share of the time, so that latency under load can be measured.
+"""Keeps the device busy for a share of the time, so that latency under load can be measured.
 
 `--intensity` is that share: in every period the stressor works for intensity × period and sleeps for the rest. On a GPU it
 multiplies matrices or copies within the GPU's memory (torch CUDA, in bursts of about 0.5 ms). On a CPU, one process per logical
@@ -45,9 +45,9 @@ from utils.paths import Workspace
 from utils.processes import die_with_parent, set_by_signal
 
 EXAMPLES = """
-  python benchmark/stressor.py --kind compute --intensity 0.6 --duration 30
-  python benchmark/stressor.py --kind memory --queue deep --intensity 1 --device cuda --report-every 1 --json
-  python benchmark/stressor.py --kind model --model resnet18.onnx --dim batch=4 --period-ms 200 --intensity 0.5
+python benchmark/stressor.py --kind compute --intensity 0.6 --duration 10
+python benchmark/stressor.py --kind model --model resnet18.onnx --dim batch=4 --period-ms 200 --intensity 0.5 --duration 10
+python benchmark/stressor.py --kind memory --queue deep --intensity 1 --device cuda --report-every 1 --json  # needs a GPU
 """
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 

@@ -1,4 +1,4 @@
-"""Phase 5.11: the best convolution algorithm for each layer, what it gains, and what a predicted choice loses.
+"""The best convolution algorithm for each layer, what it gains, and what a predicted choice loses.
 
 Reads the tables of convolutions/run_profile.py in convolutions/results/ (or --results). Prints, for each run of a model, the
 time of its convolutions by the library's own choice (cuDNN's on a GPU, torch's on a CPU) and by the best algorithm of each

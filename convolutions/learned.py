@@ -14,8 +14,8 @@ import numpy.typing as npt
 from convolutions.algorithms import ConvShape
 from convolutions.features import CONVOLUTION_FEATURES
 from convolutions.tables import Case
-from training.kernels.estimators import SHARED, KernelModel, design_matrix, encode_types, train_booster
-from training.kernels.roofline import fit_roofline
+from training.kernels.estimators import SHARED, KernelModel, problem_of, train_booster
+from training.kernels.schema import KernelRows
 from training.kernels.settings import XgboostSettings
 from utils.errors import UserError
 
@@ -39,40 +39,35 @@ def fit(cases: Sequence[Case]) -> KernelModel:
         raise UserError("no measured layer to learn from")
     shapes, names = [shape for shape, _ in samples_ms], [name for _, name in samples_ms]
     times_ms = np.array([np.median(samples) for samples in samples_ms.values()])
-    flops, bytes_moved = work_of(shapes)
-    roofline = fit_roofline(flops, bytes_moved, times_ms)
-    log_ratios = np.log(times_ms / roofline.bound_ms(flops, bytes_moved))
-    codes = encode_types(names, log_ratios)
-    matrix = design_matrix(names, CONVOLUTION_FEATURES.matrix(shapes), np.zeros((len(shapes), 0)), codes)
-    boosters = {SHARED: train_booster(matrix, log_ratios, SETTINGS, SEED)}
-    predictor_of = dict.fromkeys(codes, SHARED)
-    for name in codes:
-        mask = np.array([one == name for one in names])
+    problem = problem_of(rows_of(shapes, names), times_ms)
+    boosters = {SHARED: train_booster(problem.matrix, problem.log_ratios, SETTINGS, SEED)}
+    for name in problem.type_codes:
+        mask = np.array(names) == name
         if mask.sum() >= LEAST_ROWS:
-            boosters[name] = train_booster(matrix[mask], log_ratios[mask], SETTINGS, SEED)
-            predictor_of[name] = name
-    return KernelModel(CONVOLUTION_FEATURES, roofline, codes, predictor_of, boosters, ())
+            boosters[name] = train_booster(problem.matrix[mask], problem.log_ratios[mask], SETTINGS, SEED)
+    predictor_of = {name: name if name in boosters else SHARED for name in problem.type_codes}
+    return KernelModel(CONVOLUTION_FEATURES, problem.roofline, problem.type_codes, predictor_of, boosters, ())
 
 
-def work_of(shapes: Sequence[ConvShape]) -> tuple[Floats, Floats]:
-    """Operations and bytes of each shape."""
-    return (np.array([shape.flops for shape in shapes], dtype=float),
-            np.array([shape.bytes_moved for shape in shapes], dtype=float))
+def rows_of(shapes: Sequence[ConvShape], algorithms: Sequence[str]) -> KernelRows:
+    """The shapes as the estimators read them, each under an algorithm."""
+    return KernelRows(types=np.array(algorithms), features=CONVOLUTION_FEATURES.matrix(shapes),
+                      flops=np.array([shape.flops for shape in shapes], dtype=float),
+                      bytes_moved=np.array([shape.bytes_moved for shape in shapes], dtype=float))
 
 
 def predict_ms(model: KernelModel, shapes: Sequence[ConvShape], algorithm: str) -> Floats:
     """The time of each shape under an algorithm, in ms."""
     if not shapes:
         return np.zeros(0)
-    return model.predict_ms([algorithm] * len(shapes), CONVOLUTION_FEATURES.matrix(shapes), np.zeros((len(shapes), 0)),
-                            *work_of(shapes))
+    return model.predict_ms(rows_of(shapes, [algorithm] * len(shapes)))
 
 
 def predict_cases(model: KernelModel, cases: Sequence[Case]) -> list[dict[str, float]]:
     """The predicted time (ms) of each case under each algorithm that can run it and that was learned."""
-    found: list[dict[str, float]] = [{} for _ in cases]
+    times_of: list[dict[str, float]] = [{} for _ in cases]
     for name in model.type_codes:
         able = [place for place, case in enumerate(cases) if name in case.times_ms]
         for place, time_ms in zip(able, predict_ms(model, [cases[place].shape for place in able], name), strict=True):
-            found[place][name] = float(time_ms)
-    return found
+            times_of[place][name] = float(time_ms)
+    return times_of

@@ -1,4 +1,4 @@
-"""Phase 4.13: profiles convolution algorithms: time, power and energy of a model under one, and of each layer the time.
+"""Profiles convolution algorithms: time, power and energy of a model under one, and of each layer the time.
 
 Every nn.Conv2d of a torchvision model runs under the algorithm that is named: on a GPU through cuDNN, on a CPU by torch or by
 the package aithree. A layer that can't run under it is recorded with the library's status; then the model is refused, or, with

@@ -1,1 +1,1 @@
-"""Phase 6: the graph of a model's kernels, and the time of a run as a pure function of graph and kernel times."""
+"""The graph of a model's kernels, and the time of a run as a pure function of graph and kernel times."""

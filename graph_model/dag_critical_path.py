@@ -1,4 +1,4 @@
-"""Phase 6.1: which kernel waits for which, and how long a whole run takes, given the time of each kernel.
+"""Which kernel waits for which, and how long a whole run takes, given the time of each kernel.
 
 Reads kernel records (by default all of ort_analysis/ort_kernel_record). Writes one DAG per record to
 graph_model/model_DAG/<flavour>/<model>.json: its nodes in execution order and the tensors between them.
@@ -25,7 +25,7 @@ from utils.logger import get_logger
 log = get_logger("dag")
 EXAMPLES = """
 python graph_model/dag_critical_path.py
-python graph_model/dag_critical_path.py --record ort_analysis/ort_kernel_record/cpu-avx2-ort1.31-all/resnet18.json --json
+python graph_model/dag_critical_path.py --record ort_analysis/ort_kernel_record/*/resnet18_fp32_b16_224x224.json --json
 """
 
 

@@ -1,4 +1,4 @@
-"""Phase 7.7: on which unit each stage of a graph network should run: plans, ranked by their predicted latency or throughput.
+"""On which unit each stage of a graph network should run: plans, ranked by their predicted latency or throughput.
 
 Reads lookup_table.json of profile_stages.py, and transfer_table.json where a unit has a memory of its own. Ranks 28 candidate
 plans for each unit other than home (one contiguous block of stages moves there: our reading of the user's document, which gives

@@ -1,4 +1,4 @@
-"""Phase 4.14: profiles a GraphSAGE layer in seven stages on the processing units of this machine (CPU, GPU, NPU, NVIDIA's GPU).
+"""Profiles a GraphSAGE layer in seven stages on the processing units of this machine (CPU, GPU, NPU, NVIDIA's GPU).
 
 Writes to graph_stages/ in the workspace:
   exported_models/   the stages as ONNX models and OpenVINO's IR: dynamic for CPU and GPU, for each size for NPUs (--export)
@@ -43,7 +43,7 @@ CASES = ROOT / "graph_stages" / "test_cases.json"
 EXAMPLES = """
 python graph_stages/profile_stages.py --all
 python graph_stages/profile_stages.py --export --measure --units CPU --cpu-runtime torch --threads 4
-python graph_stages/profile_stages.py --all --edges cora.txt --undirected --features 1433
+python graph_stages/profile_stages.py --all --edges cora.txt --undirected --features 1433  # needs a list of edges
 python graph_stages/profile_stages.py --analyze
 """
 log = get_logger("profiler")

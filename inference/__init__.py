@@ -1,4 +1,4 @@
-"""Phase 7: a model's latency from its kernels: `from inference import predict`."""
+"""A model's latency from its kernels: `from inference import predict`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,13 @@ if TYPE_CHECKING:
     from inference.core.energy import EnergyPrediction
     from inference.core.missing_kernels import measure_missing
     from inference.core.model_run import PredictedRun
-    from inference.core.prediction import (
-        predict,
-        predict_curve,
-        predict_energy,
-        predict_many,
-        predict_pair,
-        shared_model,
-        slo_under_load,
-    )
-    from inference.core.predictor import Predictor
+    from inference.core.predictor import Predictor, predict
     from inference.live.watch import Watch
     from inference.sharing.shared_models import check_slo, highest_busy_share
 
 __all__ = ["EnergyPrediction", "PredictedRun", "Prediction", "Predictor", "Watch", "check_slo", "highest_busy_share",
-           "measure_missing", "predict", "predict_curve", "predict_energy", "predict_many", "predict_pair", "shared_model",
-           "slo_under_load"]
-ELSEWHERE = {
+           "measure_missing", "predict"]
+MODULES = {
     "EnergyPrediction": "core.energy",
     "PredictedRun": "core.model_run",
     "Prediction": "core.answers",
@@ -35,11 +25,12 @@ ELSEWHERE = {
     "check_slo": "sharing.shared_models",
     "highest_busy_share": "sharing.shared_models",
     "measure_missing": "core.missing_kernels",
-}  # the modules of what is not in `core.prediction`
+    "predict": "core.predictor",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imports the library at first use, so that importing this package costs nothing."""
-    if name in __all__:
-        return getattr(import_module(f"inference.{ELSEWHERE.get(name, 'core.prediction')}"), name)
+    if name in MODULES:
+        return getattr(import_module(f"inference.{MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Phase 7.5: a model's latency as a function of the load: mean, p50, p95 and p99, from an idle GPU to one that is always busy.
+"""A model's latency as a function of the load: mean, p50, p95 and p99, from an idle GPU to one that is always busy.
 
 Reads the model and what training learned for the target, above all how its GPU is shared. Only the share of the time varies for
 which the background is busy while the model is idle; its waits are those next to an average background among those measured,
@@ -20,9 +20,9 @@ from utils.lazy import matplotlib
 from utils.logger import get_logger
 
 EXAMPLES = """
-python inference/load_curve.py --model model.onnx --target nvidia-h200
-python inference/load_curve.py --model model.onnx --target nvidia-h200 --dim batch=8 --out curve.csv
-python inference/load_curve.py --model model.onnx --target nvidia-h200 --plot curve.png --slo-ms 5
+python inference/load_curve.py --model resnet18.onnx --target nvidia-h200
+python inference/load_curve.py --model resnet18.onnx --target nvidia-h200 --dim batch=8 --out curve.csv
+python inference/load_curve.py --model resnet18.onnx --target nvidia-h200 --plot curve.png --slo-ms 5
 """
 
 log = get_logger("load_curve")

@@ -1,4 +1,4 @@
-"""Phase 7.4: how much memory a session really holds on this machine, compared with the prediction.
+"""How much memory a session really holds on this machine, compared with the prediction.
 
 Opens each model in a process of its own with ONNX Runtime's defaults and runs it four times with made-up inputs. On a CPU,
 the memory held is the largest resident memory during the runs. On a GPU (--device cuda, tensors on the device) it is the
@@ -37,7 +37,7 @@ RUNS = 4
 STATUS, RESET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 EXAMPLES = """
 python inference/memory_error.py --model resnet18.onnx
-python inference/memory_error.py --model resnet50.onnx --model mobilenet_v2.onnx --dim batch=1,8 --json
+python inference/memory_error.py --model resnet18.onnx --dim batch=1,8 --json
 """
 
 

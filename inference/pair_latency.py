@@ -1,4 +1,4 @@
-"""Phase 7.6: two models on one GPU: the latency of each while the other runs in a loop, in a process of its own.
+"""Two models on one GPU: the latency of each while the other runs in a loop, in a process of its own.
 
 Reads both models and what training learned for the target, above all how its GPU is shared. Each model waits for the other's
 turns, which follow from the other's predicted run: it has the GPU until all that it dispatched is done, or for the longest
@@ -18,8 +18,8 @@ from utils import cli
 from utils.logger import get_logger
 
 EXAMPLES = """
-python inference/pair_latency.py --model resnet18.onnx --beside-model resnet50.onnx --target nvidia-h200
-python inference/pair_latency.py --model a.onnx --dim batch=1 --beside-model b.onnx --beside-dim batch=16 --target nvidia-h200
+python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --target nvidia-h200
+python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --beside-dim batch=16 --target nvidia-h200
 """
 
 log = get_logger("pair_latency")
@@ -38,17 +38,17 @@ def main() -> int:
     workspace = cli.start(args)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force)
     pair = predictor.pair(args.model, args.beside_model, dims=cli.one_size_dims(args.dim),
-                          two_dims=cli.one_size_dims(args.beside_dim), static=args.static)
+                          second_dims=cli.one_size_dims(args.beside_dim), static=args.static)
     for warning in pair.warnings:
         log.warning("%s", warning)
     if args.json:
         cli.print_json(pair)
         return 0
     cli.print_table([
-        {"model": one.model, "beside": other.model, "alone (ms)": one.idle_ms, **one.under_load.columns(),
-         "mean / alone": one.under_load.mean_ms / one.idle_ms,
-         **({"rough estimate": "yes"} if one.rough_estimate else {})}
-        for one, other in (pair.models, pair.models[::-1])], f"side by side on {pair.target}")
+        {"model": model.model, "beside": neighbour.model, "alone (ms)": model.idle_ms, **model.under_load.columns(),
+         "mean / alone": model.under_load.mean_ms / model.idle_ms,
+         **({"rough estimate": "yes"} if model.rough_estimate else {})}
+        for model, neighbour in (pair.models, pair.models[::-1])], f"side by side on {pair.target}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Phase 7.1: how long ONNX Runtime takes to run a model on a target, without running it there.
+"""How long ONNX Runtime takes to run a model on a target, without running it there.
 
 Reads the model (any ONNX file; a bare name is also looked for in model_zoo), what training learned for the target, and
 inference/config.yaml. Prints the latency, where it comes from and which kernels dominate. With several sizes of a dynamic
@@ -73,17 +73,18 @@ WATCH_S = 15.0
 EXAMPLES = """
 python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
-python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --metrics busy.json --slo-ms 5
-python inference/predict_model_latency.py --model model.onnx --config prometheus.yaml --watch --slo-ms 5 --export 9401
-python inference/predict_model_latency.py --model model.onnx --probe --watch 5
-python inference/predict_model_latency.py --model model.onnx --dim batch=1,2,4,8 --energy
-python inference/predict_model_latency.py --model model.onnx --measure-missing
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --cuda-graph
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --machine machine.json
-python inference/predict_model_latency.py --model model.onnx --host-pace measure
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace both.json --beside real.json
+python inference/predict_model_latency.py --model resnet18.onnx --strict --top 10 --json
+python inference/predict_model_latency.py --model resnet18.onnx --measure-missing
+python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --dim batch=1,2,4,8 --energy
+python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --host-pace 1.15 --slo-ms 50
+python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --cuda-graph
+python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --trace timeline.json
+python inference/predict_model_latency.py --model resnet18.onnx --trace t.json --beside real.json  # needs run_anatomy.py
+python inference/predict_model_latency.py --model resnet18.onnx --target h200 --metrics busy.json  # needs its load, in a file
+python inference/predict_model_latency.py --model resnet18.onnx --config my.yaml --watch --export 9401  # needs a Prometheus
+python inference/predict_model_latency.py --model resnet18.onnx --probe --watch 5  # needs a GPU
+python inference/predict_model_latency.py --model resnet18.onnx --host-pace measure  # needs a GPU
+python inference/predict_model_latency.py --model resnet18.onnx --target h200 --machine host.json  # needs host_pace.py
 """
 
 

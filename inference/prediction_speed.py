@@ -1,4 +1,4 @@
-"""Phase 7.3: how long a prediction takes: from the shell, for a new file, for the same file again, and from a kernel record.
+"""How long a prediction takes: from the shell, for a new file, for the same file again, and from a kernel record.
 
 Reads a model and what training learned for the target, as the predictor does. If --config names a Prometheus, or with --metrics
 FILE, predictions under load are timed too, with the load read anew each time. Prints one row per case; writes nothing.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from inference import predict, predict_many
+from inference import Predictor, predict
 from inference.core.sources import record_of
 from inference.core.targets import choose_target, fitted_for
 from inference.live.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
@@ -37,9 +37,9 @@ MANY = 1000
 SHELLS = 3  # predictions from the shell, at most
 EXAMPLES = """
 python inference/prediction_speed.py --model resnet18.onnx
-python inference/prediction_speed.py --workspace out/demo --model resnet18_fp32_b1_224x224.onnx --repeats 20
-python inference/prediction_speed.py --model resnet50.onnx --target nvidia-h200
-python inference/prediction_speed.py --model resnet50.onnx --target nvidia-h200 --config prometheus.yaml
+python inference/prediction_speed.py --workspace out/demo --model resnet18_fp32_b1_224x224.onnx  # needs make demo
+python inference/prediction_speed.py --model resnet18.onnx --target nvidia-h200
+python inference/prediction_speed.py --model resnet18.onnx --target nvidia-h200 --config my.yaml  # needs a Prometheus
 """
 
 
@@ -80,26 +80,26 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     target, _ = choose_target(workspace, target)
     cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
                          for strict in (False, True))
-    one, several = partial(predict, target=target), partial(predict_many, target=target)
+    predict_one = partial(predict, target=target)
     flavour = fitted_for(workspace, target).target.flavour
-    first = milliseconds(lambda: one(model, workspace=workspace), 1)
-    again = milliseconds(lambda: one(model, workspace=workspace), repeats)
+    first = milliseconds(lambda: predict_one(model, workspace=workspace), 1)
+    again = milliseconds(lambda: predict_one(model, workspace=workspace), repeats)
     record = record_of(model, flavour)
-    from_record = milliseconds(lambda: one(record, workspace=workspace), repeats)
-    strict_first = milliseconds(lambda: one(record, workspace=workspace, strict=True), 1)
-    strict_again = milliseconds(lambda: one(record, workspace=workspace, strict=True), repeats)
+    from_record = milliseconds(lambda: predict_one(record, workspace=workspace), repeats)
+    strict_first = milliseconds(lambda: predict_one(record, workspace=workspace, strict=True), 1)
+    strict_again = milliseconds(lambda: predict_one(record, workspace=workspace, strict=True), repeats)
     loaded: list[tuple[str, float]] = []
     if read_load:
         def under_load() -> None:
             load = read_load()
-            one(model, workspace=workspace, load=load.metrics, co_runner=probe_of(fitted_for(workspace, target), load))
+            predict_one(model, workspace=workspace, load=load.metrics, co_runner=probe_of(fitted_for(workspace, target), load))
 
         loaded = [("reading the load", milliseconds(read_load, repeats)),
                   ("the same file under load, which is read each time", milliseconds(under_load, repeats))]
     records = copies(record, MANY)
     gc.collect()  # garbage from reading the records is no part of predicting
-    many = milliseconds(lambda: several(records, workspace=workspace), 1)
-    return [{"case": case, "median_ms": found} for case, found in (
+    many = milliseconds(lambda: Predictor(workspace, target).predict_many(records), 1)
+    return [{"case": case, "median_ms": median_ms} for case, median_ms in (
         ("from the shell", cold), ("from the shell, --strict", cold_strict),
         ("in a running process, first prediction of all", first), ("the same file again", again),
         ("from its record", from_record), ("from its record, strict, first", strict_first),

@@ -1,4 +1,4 @@
-"""Phase 7.8: the sum of a model's kernel times, and the longest path through them, against the time of the whole network.
+"""The sum of a model's kernel times, and the longest path through them, against the time of the whole network.
 
 Reads the datasets of some targets, under any runtime, and their kernel records. For each model that was measured
 whole and by kernels it adds the kernels up, and finds the longest path in linear time. Which of the two a target uses is

@@ -1,1 +1,1 @@
-"""Phase 3: every kernel as an ONNX model of its own."""
+"""Every kernel as an ONNX model of its own."""

@@ -1,4 +1,4 @@
-"""Phase 3.1: every kernel as an ONNX model of its own, which ONNX Runtime loads as it stands.
+"""Every kernel as an ONNX model of its own, which ONNX Runtime loads as it stands.
 
 Reads a model's record, the index, or one kernel's JSON (by default the index of every flavour in
 ort_analysis/ort_kernel_record). Writes kernel_model/kernel_onnx/<flavour>/<kernel id>.onnx, each with its description in
@@ -28,8 +28,7 @@ from utils.paths import Workspace
 log = get_logger("builder")
 EXAMPLES = """
 python kernel_model/kernel_builder.py
-python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/cpu-avx512-ort1.31-all/resnet18.json
-python kernel_model/kernel_builder.py --kernel one_kernel.json --check
+python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/*/resnet18_fp32_b16_224x224.json --check
 """
 
 

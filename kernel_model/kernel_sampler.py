@@ -1,4 +1,4 @@
-"""Phase 3.2: further kernels around those of the models, so that predictors learn how time follows shape.
+"""Further kernels around those of the models, so that predictors learn how time follows shape.
 
 Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
@@ -48,7 +48,7 @@ python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
 python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vgg --seed 7
 python kernel_model/kernel_sampler.py --count 40000 --dtypes float32,float16
 python kernel_model/kernel_sampler.py --count 0 --free 20000 --most-gflop 300 --jobs 8
-python kernel_model/kernel_sampler.py --errors training/kernel_errors/nvidia-h200-cuda-ort1.31-all.json --count 3000
+python kernel_model/kernel_sampler.py --errors training/kernel_errors/*.json --count 3000
 """
 
 

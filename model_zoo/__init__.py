@@ -1,1 +1,1 @@
-"""Phase 1: models to analyse and to measure, as ONNX files."""
+"""Models to analyse and to measure, as ONNX files."""

@@ -1,4 +1,4 @@
-"""Phase 1.1: exports torchvision classification models to ONNX, so that there is something to analyse and to measure.
+"""Exports torchvision classification models to ONNX, so that there is something to analyse and to measure.
 
 For every model × dtype × batch size × image size of the config it writes, to model_zoo/models/:
   <model>_<dtype>_b<batch>_<H>x<W>.onnx                    the model as torch exports it
@@ -33,10 +33,10 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 EXAMPLES = """
-  python model_zoo/torchvision_exporter.py
-  python model_zoo/torchvision_exporter.py --model mobilenet_v2 --model vgg11 --batch-size 1 --image-size 224
-  python model_zoo/torchvision_exporter.py --model resnet18 --dtype fp16 --device cuda --no-dynamic
-  python model_zoo/torchvision_exporter.py --model resnet18 --set 'batch_sizes=[1, 8]' --set dynamic=batch --set fixed=false
+python model_zoo/torchvision_exporter.py
+python model_zoo/torchvision_exporter.py --model mnasnet1_0 --batch-size 1 --batch-size 8 --image-size 224 --no-dynamic
+python model_zoo/torchvision_exporter.py --model resnet18 --set 'batch_sizes=[16]' --set dynamic=batch --set fixed=false
+python model_zoo/torchvision_exporter.py --model resnet18 --dtype fp16 --device cuda  # needs a GPU
 """
 log = get_logger("exporter")
 

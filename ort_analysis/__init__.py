@@ -1,1 +1,1 @@
-"""Phase 2: the optimised graph of a model, taken apart into kernels."""
+"""The optimised graph of a model, taken apart into kernels."""

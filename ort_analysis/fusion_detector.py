@@ -1,4 +1,4 @@
-"""Phase 2.2: finds the original nodes that the runtime fused into each node, and describes every kernel in a record.
+"""Finds the original nodes that the runtime fused into each node, and describes every kernel in a record.
 
 Reads ONNX files, by default all in model_zoo/models. Writes one record per model to
 ort_analysis/ort_kernel_record/<flavour>/<model>.json, and index.json next to them with every kernel of all models by type.
@@ -21,7 +21,7 @@ from runtimes import MODULES, runtime_named
 from runtimes.analysis import analyze_all
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
+from utils.fingerprint import DEFAULT_RUNTIME, graph_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import model_files
@@ -30,7 +30,7 @@ log = get_logger("fusion")
 EXAMPLES = """
 python ort_analysis/fusion_detector.py
 python ort_analysis/fusion_detector.py --model resnet18.onnx --dim batch=1,8,64
-python ort_analysis/fusion_detector.py --model model.onnx --device cuda --json
+python ort_analysis/fusion_detector.py --model resnet18.onnx --device cuda --json
 """
 
 
@@ -78,7 +78,7 @@ def main() -> int:
     sizes = cli.parse_dims(args.dim)
     work = [(path, dims) for path in paths for dims in cli.combinations(sizes)]
     with sole_writer(workspace.kernel_records):
-        done = analyze_all(workspace, args.runtime, work, resolve_device(args.device), args.jobs, args.static,
+        done = analyze_all(workspace, args.runtime, work, graph_device(args.device), args.jobs, args.static,
                            ModelOrigin(args.group, args.collection))
         records = [record for of_model in done if not isinstance(of_model, UserError) for record in of_model]
         indexes = [update_index(workspace, flavour) for flavour in {one.flavour.name: one.flavour for one in records}.values()]

@@ -1,4 +1,4 @@
-"""Phase 2.1: the graph that ONNX Runtime really runs, node by node, with every shape known.
+"""The graph that ONNX Runtime really runs, node by node, with every shape known.
 
 Reads any ONNX file (or a model in memory). ORT optimises it and saves the result to a temporary file, which is read
 back; shapes come from ORT itself, since the saved graph has none and ONNX's own inference stops at ORT's operators.
@@ -23,7 +23,7 @@ log = get_logger("parser")
 
 EXAMPLES = """
 python ort_analysis/ort_graph_parser.py --model resnet18.onnx --dim batch=1
-python ort_analysis/ort_graph_parser.py --model model.onnx --device cuda --json
+python ort_analysis/ort_graph_parser.py --model resnet18.onnx --device cuda --json
 """
 
 

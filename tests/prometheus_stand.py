@@ -35,6 +35,7 @@ SCRAPE_S = 0.2
 STEP_S, INTERVAL_S = 0.1, 0.4  # of replays: from one reading to the next, and of the exporter's means
 USER, PASSWORD = "hase", "s3cret pass"
 PASSWORD_BCRYPT = "$2b$04$abcdefghijklmnopqrstuuoBpIrM0OnplXjsOI8DWYJTHUhJDuUv."
+READINGS = int(1200 / STEP_S)  # in a file to replay: twenty minutes, longer than the tests of any file take
 EVER_S = 60.0  # longer than any test's Prometheus lives
 
 

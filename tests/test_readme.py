@@ -5,7 +5,6 @@ A block of `bash` is run; one of `sh` or an indented one is not: it takes too lo
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ import yaml
 from recipe_commands import commands_of
 
 from model_zoo.torchvision_exporter import asked_config, command_line
+from recipes.commands_page import read_command
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT
 
@@ -29,23 +29,23 @@ kernel: {warmup: 1, budget_s: 0.005, least_runs: 3, most_runs: 5}
 model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}
 """
 TINY = {  # instead of what a config says; all else stays as it says
-    "model_zoo/config.yaml": {"image_sizes": [32], "batch_sizes": [1]},
+    "model_zoo/config.yaml": {"image_sizes": [32], "batch_sizes": [16]},
     "benchmark/config.yaml": {"levels": [0.0, 0.5], "stress": {"settle_s": 0.2}, **yaml.safe_load(QUICK_COLLECTOR)},
-    "graph_stages/test_cases.json": {
-        "feature_dim": 16, "hidden_dim": 8,
-        "test_cases": [{"nodes": 50 * size, "edges": 200 * size} for size in (1, 2, 4)]},
     "recipes/demo/model_zoo.yaml": {"models": ["resnet18", "mnasnet1_0"], "image_sizes": [32]},
     "recipes/demo/collector.yaml": {"levels": [0.0], **yaml.safe_load(QUICK_COLLECTOR)},
     "training/config.yaml": {"folds": 2, "xgboost": {"trees": 40}, "forest": {"trees": 3}},
 }
-SMALLER = (("224x224", "32x32"), ("--count 1000", "--count 20"), ("--duration 10", "--duration 2"))
+SMALLER = (("224x224", "32x32"), ("--image-size 224", "--image-size 32"), ("--count 1000", "--count 20"),
+           ("--duration 10", "--duration 2"), ("--budget-s 5", "--budget-s 0.5"), ("--minutes 15", "--minutes 1"))
 NEEDS_GPU = ("python benchmark/run_anatomy.py", "python benchmark/host_pace.py")
+NEEDS = "  # needs "  # begins what an example's file or device has to be, where the steps before do not make it
+PLAN = {  # the scripts of the user's plan
+    "model_zoo/torchvision_exporter.py", "ort_analysis/ort_graph_parser.py", "ort_analysis/fusion_detector.py",
+    "kernel_model/kernel_builder.py", "benchmark/ort_kernel_runner.py", "benchmark/stressor.py", "benchmark/collector.py",
+    "training/train_kernel_model.py", "graph_model/dag_critical_path.py", "overlap_simulator.py",
+    "inference/predict_model_latency.py", "evaluator.py"}
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PYTHON = re.compile(r"^```python\n.*?^```", re.MULTILINE | re.DOTALL)
 PHASE = re.compile(r"^\|[^|]*\| `(python [^`]+)` \|", re.MULTILINE)
-NUMBERED = re.compile(r"^\| (\d+\.\d+) [^|]*\| `(?:python )?([\w/]+\.py)", re.MULTILINE)
-LINK = re.compile(r"\]\(([^)#:]+)\)")
-FILE = re.compile(r"(?<![\w/<>.…-])((?:\w+/)+[\w.]+\.(?:py|sh|yaml))\b")
 
 
 def readme() -> str:
@@ -137,22 +137,16 @@ def test_the_demo_exports_what_the_first_prediction_asks_for(tmp_path: Path) -> 
     assert set(asked) <= written
 
 
-def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:
-    """They take a quarter of an hour and more, or a GPU: not run here, but bash parses them, and what they call exists."""
-    named = sorted(set(re.findall(r"`(\w+(?:/\w+)+\.sh)`", documents())))
-    assert named
-    for name in named:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        assert subprocess.run(["bash", "-n", name], cwd=ROOT, check=False).returncode == 0, name
-        assert all((ROOT / script).is_file() for script in re.findall(r"(?:python|hase) (\w+(?:/\w+)*\.py)", text)), name
-
-
 @pytest.mark.slow
-def test_every_phase_of_the_table_in_its_order(copy: Path) -> None:
-    commands = PHASE.findall(readme())
-    assert len(commands) >= 14
-    for command in commands:
-        assert run_or_refuse(f"{smaller(command)} 2>&1", copy).strip(), command  # one with nothing to print says so on stderr
+def test_every_phase_of_the_table_and_its_examples_in_their_order(copy: Path) -> None:
+    """Each command of the table, then the examples of its --help, which run as they stand: on what the steps before made."""
+    phases = PHASE.findall(readme())
+    assert {command.split()[1] for command in phases} >= PLAN
+    for phase in phases:
+        assert run(f"{smaller(phase)} 2>&1", copy).strip(), phase  # one with nothing to print says so on stderr
+        for example in read_command(ROOT / phase.split()[1]).examples.splitlines():
+            if example != phase and NEEDS not in example:
+                run(smaller(example), copy)
 
 
 @pytest.mark.slow
@@ -163,42 +157,3 @@ def test_the_python_examples(page: str, copy: Path) -> None:
     (code,) = fenced("python", (ROOT / page).read_text(encoding="utf-8"))
     program = code.replace('"model.onnx"', '"resnet18.onnx"')
     assert float(run(f"python - <<'END'\n{program}\nEND", copy).split()[0]) > 0
-
-
-def test_no_other_page_has_python() -> None:
-    pages = {page.name for page in (ROOT / "docs").glob("*.md") if fenced("python", page.read_text(encoding="utf-8"))}
-    assert pages == {"predicting.md", "adding_a_unit.md", "estimators.md"}
-
-
-def test_make_names_the_demo_and_the_tests() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for line in "\n".join(fenced("sh", readme())).splitlines():
-        target = line.split()[1]
-        assert re.search(rf"^{target}: ", makefile, re.MULTILINE), target
-
-
-def test_the_readme_is_short_and_leads_to_every_page() -> None:
-    assert len(readme().splitlines()) <= 150
-    linked = set(LINK.findall(readme()))
-    assert set(PAGES) <= linked
-
-
-@pytest.mark.parametrize("page", ["README.md", *(page for page in PAGES if page != "docs/moved.md")])
-def test_what_a_page_names_exists(page: str) -> None:
-    """In its prose and its commands: an example in Python may name a file that the reader would make."""
-    text = PYTHON.sub("", (ROOT / page).read_text(encoding="utf-8"))
-    links = [(ROOT / page).parent / link for link in LINK.findall(text)]
-    assert not [str(path) for path in (*links, *(ROOT / name for name in FILE.findall(text))) if not path.exists()]
-
-
-def test_each_script_has_the_phase_number_of_the_table() -> None:
-    """And no number stands twice."""
-    rows = NUMBERED.findall(readme())
-    numbers = [tuple(map(int, number.split("."))) for number, _ in rows]
-    assert numbers == sorted(set(numbers))
-    tops = {ROOT / script.partition("/")[0] for _, script in rows}
-    said = {}
-    for path in (path for top in tops for path in ([top] if top.is_file() else top.rglob("*.py"))):
-        if found := re.match(r"Phase (\d+\.\d+): ", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""):
-            said[path.relative_to(ROOT).as_posix()] = found[1]
-    assert said == {script: number for number, script in rows}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.commands_page import all_commands
 from utils.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -26,9 +27,7 @@ class Forbid:
 
 sys.meta_path.insert(0, Forbid())
 """
-SCRIPTS = sorted(
-    str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("recipes/*/*.py")]
-    if path.parent.name not in (".venv", "tests") and "    cli.run(main" in path.read_text(encoding="utf-8"))
+SCRIPTS = sorted(command.path for commands in all_commands().values() for command in commands)
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Phase 5: what is learned for a target: kernel predictors, and how kernel times make a model's time."""
+"""What is learned for a target: kernel predictors, and how kernel times make a model's time."""

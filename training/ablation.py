@@ -1,8 +1,9 @@
-"""Phase 5.6: which parts of the kernel predictors help: each is removed or replaced in turn.
+"""Which parts of the kernel predictors help: each is removed or replaced in turn.
 
 Reads the dataset and the predictors of each target (default: of all). Holds out each family of models in turn, as
-training/leave_families_out.py does, and predicts its kernels with a variant of the training on the rest. Predicts the GPU's own
-times (label `gpu`) where they were measured, else those of the first label. Writes nothing; prints one row per variant.
+`training/held_out.py --by family` does, and predicts its kernels with a variant of the training on the rest. Predicts the
+GPU's own times (label `gpu`) where they were measured, else those of the first label. Writes nothing; prints one row per
+variant.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ import numpy.typing as npt
 
 from records.dataset_files import read_kernel_table, read_kernels
 from records.measurement import GPU_LABEL
+from training.admission.interface import Estimator, Measured
+from training.baselines.cuda_classes import cuda_class, fit_two_stages
 from training.composition.held_out import kernel_errors, predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, TimesOfModels, left_out_groups, measured_models
-from training.kernels.cuda_classes import cuda_class, fit_two_stages
 from training.kernels.estimators import (
     FLAT,
+    Matrix,
+    OnRoofline,
     Problem,
-    TimePredictor,
-    design_matrix,
     fit_kernel_model,
-    pose,
-    table_counts,
+    learning_problem,
     train_forest,
 )
 from training.kernels.schema import FeatureSchema
@@ -100,19 +101,20 @@ VARIANTS = {
 }
 
 
-@dataclass(frozen=True)
-class Forest:
-    """A random forest that predicts log(time / roofline)."""
+class Forest(OnRoofline):
+    """A random forest that predicts log(time / roofline); not saved."""
 
-    schema: FeatureSchema
-    problem: Problem
-    forest: Any
+    name = "forest"
 
-    def predict_ms(self, types: Any, features: Floats, load: Floats, flops: Floats, bytes_moved: Floats) -> Floats:
-        """As of `KernelModel`."""
-        matrix = design_matrix(types, features, load, self.problem.type_codes)
-        bound_ms = self.problem.roofline.bound_ms(flops, bytes_moved, table_counts(self.schema, features))
-        return bound_ms * np.exp(self.forest.predict(matrix))
+    def __init__(self, features: FeatureSchema, problem: Problem, forest: Any) -> None:
+        self.features, self.forest = features, forest
+        self.roofline, self.type_codes = problem.roofline, problem.type_codes
+
+    def fit(self, measured: Measured) -> None:
+        raise NotImplementedError("it is given a fitted forest")
+
+    def log_ratios(self, types: Sequence[str], matrix: Matrix) -> Floats:
+        return np.asarray(self.forest.predict(matrix))
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
     return replace(rows, features=features)
 
 
-def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingConfig) -> TimePredictor:
+def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingConfig) -> Estimator:
     """The predictor that a variant learns from `rows`."""
     config = config.model_copy(update={"seed": config.seed + variant.seed})
     if variant.other_settings:
@@ -176,7 +178,7 @@ def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingCo
     if variant.learner == "two stages":
         return fit_two_stages(rows, data.label, data.cuda_class, config)
     typical_ms = float(np.median(rows.times_ms[data.label]))  # of a kernel type that is in none of the rows
-    problem = pose(rows, data.label, None if variant.roofline else FLAT.model_copy(update={"scale": typical_ms}))
+    problem = learning_problem(rows, data.label, None if variant.roofline else FLAT.model_copy(update={"scale": typical_ms}))
     if variant.learner == "forest":
         return Forest(rows.schema, problem, train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed))
     return fit_kernel_model(rows, data.label, data.own if variant.own else (), config, problem)

@@ -1,4 +1,4 @@
-"""Phase 5.12: measures an estimator of kernel times on held-out kernels, and admits it if it is better (docs/estimators.md).
+"""Measures an estimator of kernel times on held-out kernels, and admits it if it is better (docs/estimators.md).
 
 Reads the dataset and predictors of a target. Holds out families of models in turn (or kernels), fits the estimator, a roofline
 and what is in use to the rest, and prints their errors on the same kernels. If the estimator's is clearly smaller than that of
@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from records.measurement import GPU_LABEL
-from training.admission.admitted import admit, read_entries, remove
+from training.admission.admitted import KnownEstimator, admit, find_estimator, find_estimators, read_entries, remove
 from training.admission.checking import (
     BEFORE,
     ROOFLINE,
@@ -36,9 +36,8 @@ from training.admission.checking import (
     task_for,
     why_not,
 )
-from training.admission.finding import Found, find_estimator, find_estimators
 from training.composition.fitted import composition_path, read_composition
-from training.estimators.in_use import InUse
+from training.kernels.estimators import KernelModel
 from training.kernels.settings import LAUNCHES, TrainingConfig
 from training.kernels.sidecar import Sidecar, read_sidecar
 from training.kernels.targets import add_config, trained_targets
@@ -87,10 +86,10 @@ def only_target(workspace: Workspace, name: str | None) -> str:
     """
     if name:
         return name
-    there = trained_targets(workspace)
-    if len(there) > 1:
-        raise UserError(f"which target? give --target: {', '.join(there)}")
-    return there[0]
+    targets = trained_targets(workspace)
+    if len(targets) > 1:
+        raise UserError(f"which target? give --target: {', '.join(targets)}")
+    return targets[0]
 
 
 def label_of(folder: Path, sidecar: Sidecar, rows: TrainingSet, asked: str | None) -> str:
@@ -102,17 +101,17 @@ def label_of(folder: Path, sidecar: Sidecar, rows: TrainingSet, asked: str | Non
     label = asked or (read_composition(folder, sidecar.dataset_sha256).label if composition_path(folder).is_file() else
                       GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms)))
     if label == LAUNCHES or label not in rows.times_ms or label not in sidecar.labels:
-        there = [name for name in rows.times_ms if name != LAUNCHES]
-        raise UserError(f"label {label}: no time that was measured on {sidecar.target.name} (there: {', '.join(there)})")
+        measured = [name for name in rows.times_ms if name != LAUNCHES]
+        raise UserError(f"label {label}: no time that was measured on {sidecar.target.name} (measured: {', '.join(measured)})")
     return label
 
 
-def wanted_by(found: Sequence[Found], types: Sequence[str] | None, kernel_type: str) -> bool:
+def wanted_by(candidates: Sequence[KnownEstimator], types: Sequence[str] | None, kernel_type: str) -> bool:
     """Whether kernels of a type are estimated: some estimator is for it, and it is among the types that are asked for."""
-    return (types is None or kernel_type in types) and any(one.estimator.is_for(kernel_type) for one in found)
+    return (types is None or kernel_type in types) and any(known.estimator.is_for(kernel_type) for known in candidates)
 
 
-def check_types(types: Sequence[str], found: Sequence[Found], rows: TrainingSet) -> None:
+def check_types(types: Sequence[str], candidates: Sequence[KnownEstimator], rows: TrainingSet) -> None:
     """Checks the types that are asked for.
 
     Raises:
@@ -121,17 +120,19 @@ def check_types(types: Sequence[str], found: Sequence[Found], rows: TrainingSet)
     for kernel_type in types:
         if kernel_type not in rows.types:
             raise UserError(f"--types {kernel_type}: no kernel of this type was measured on {rows.header.target.name}")
-        if not wanted_by(found, types, kernel_type):
-            raise UserError(f"--types {kernel_type}: estimator {', '.join(one.estimator.name for one in found)} is not for it")
+        if not wanted_by(candidates, types, kernel_type):
+            names = ", ".join(known.estimator.name for known in candidates)
+            raise UserError(f"--types {kernel_type}: estimator {names} is not for it")
 
 
-def held_out(task: Task, found: Sequence[Found], in_use: Floats) -> dict[str, Floats]:
+def held_out(task: Task, candidates: Sequence[KnownEstimator], in_use: Floats) -> dict[str, Floats]:
     """The held-out times by name: of what is in use, the roofline, and each estimator."""
     times_ms = {BEFORE: in_use}
-    for one in cli.progress([find_estimator(ROOFLINE), *(one for one in found if one.estimator.name != ROOFLINE)], "checking"):
-        types = [name for name in task.types if one.estimator.is_for(name)]
-        if types and one.estimator.name != InUse.name:
-            times_ms[one.estimator.name] = task.held_out_ms(one.estimator, types)
+    others = (known.estimator for known in candidates if known.estimator.name != ROOFLINE)
+    for estimator in cli.progress([find_estimator(ROOFLINE).estimator, *others], "checking"):
+        types = [name for name in task.types if estimator.is_for(name)]
+        if types and estimator.name != KernelModel.name:
+            times_ms[estimator.name] = task.held_out_ms(estimator, types)
     return times_ms
 
 
@@ -139,27 +140,28 @@ def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[
     """The table of errors; for one estimator also by kernel type why it is not admitted ("": it is)."""
     folder, config = workspace.predictors(target), read_config(args.config, TrainingConfig, args.changes)
     sidecar, rows = read_sidecar(folder), read_training_set(workspace, target)
-    found = [find_estimator(args.name, args.estimators)] if args.name else [
-        one for one in find_estimators(args.estimators).values() if not environment_error(one.estimator, rows)]
-    if args.name and (error := environment_error(found[0].estimator, rows)):
+    candidates = [find_estimator(args.name, args.estimators)] if args.name else [
+        known for known in find_estimators(args.estimators).values() if not environment_error(known.estimator, rows)]
+    if args.name and (error := environment_error(candidates[0].estimator, rows)):
         raise UserError(error)
-    if args.name == InUse.name:
-        raise UserError(f"estimator {InUse.name}: it is in use already; others are compared with it")
-    check_types(args.types or (), found, rows)
+    if args.name == KernelModel.name:
+        raise UserError(f"estimator {KernelModel.name}: it is in use already; others are compared with it")
+    check_types(args.types or (), candidates, rows)
     label = label_of(folder, sidecar, rows, args.label)
-    if (start := sidecar.labels[label].start) is not None:
+    if start := sidecar.labels[label].start:
         log.warning("the predictors of %s correct those of %s; here they are compared as if they were learned alone", target,
-                    start.target)
-    task = task_for(workspace, rows, label, partial(wanted_by, found, args.types), args.hold_out, config)
-    predictors = partial(InUse, sidecar.labels[label].own_types)
-    others = [one for one in read_entries(folder) if one.name != args.name]
-    times_ms = held_out(task, found, in_use_ms(task, predictors, others, args.estimators))
+                    start)
+    task = task_for(workspace, rows, label, partial(wanted_by, candidates, args.types), args.hold_out, config)
+    predictors = partial(KernelModel, own_types=sidecar.labels[label].own_types)
+    admitted = [entry for entry in read_entries(folder) if entry.name != args.name]
+    times_ms = held_out(task, candidates, in_use_ms(task, predictors, admitted, args.estimators))
     reasons = why_not(task, times_ms[args.name], times_ms[BEFORE]) if args.name else {}
     types = [name for name, reason in reasons.items() if args.force or not reason]
     if types and not args.dry_run:
-        estimator, now = task.fitted_to_all(found[0].estimator), datetime.now(UTC).isoformat(timespec="seconds")
+        estimator, now = task.fitted_to_all(candidates[0].estimator), datetime.now(UTC).isoformat(timespec="seconds")
         with sole_writer(folder):
-            admit(folder, estimator, about_admitted(task, found[0], times_ms, types, any(reasons.values()) and args.force, now))
+            forced = args.force and any(reasons.values())
+            admit(folder, estimator, about_admitted(task, candidates[0], times_ms, types, forced, now))
     return error_rows(task, times_ms), reasons, task
 
 
@@ -178,11 +180,11 @@ def report(name: str, reasons: Mapping[str, str], force: bool, dry_run: bool) ->
 def listed(workspace: Workspace, target: str, named: Sequence[Path]) -> list[dict[str, Any]]:
     """The estimators that are there, and what is admitted of them."""
     entries = {entry.name: entry for entry in read_entries(workspace.predictors(target))}
-    found = find_estimators(named)
-    return [{"estimator": name, "from": found[name].source if name in found else f"{entries[name].source}, not found",
+    known = find_estimators(named)
+    return [{"estimator": name, "from": known[name].source if name in known else f"{entries[name].source}, not found",
              "admitted for": ", ".join(entries[name].types) if name in entries else None,
              "MAPE_%": 100 * entries[name].errors.mape if name in entries else None,
-             "forced": entries[name].forced if name in entries else None} for name in sorted({*found, *entries})]
+             "forced": entries[name].forced if name in entries else None} for name in sorted({*known, *entries})]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Phase 5.2: fits how a model's latency follows from the times of its kernels, latency = α·Σ + β.
+"""Fits how a model's latency follows from the times of its kernels, latency = α·Σ + β.
 
 Reads the dataset, the kernel records and the predictors of each target (default: every target that has predictors). Writes
 training/predictors/<target>/composition.json. Run it after training/train_kernel_model.py.
@@ -32,7 +32,7 @@ from utils.logger import get_logger
 log = get_logger("composition")
 EXAMPLES = """
 python training/fit_composition.py
-python training/fit_composition.py --target h200-cuda-ort1.31-all --json
+python training/fit_composition.py --json
 python training/fit_composition.py --few-models
 python training/fit_composition.py --composition critical_path
 """

@@ -1,4 +1,4 @@
-"""Phase 5.10: learns what a run of a model takes of the device's energy, from models whose energy was measured.
+"""Learns what a run of a model takes of the device's energy, from models whose energy was measured.
 
 Reads the dataset of each target, which was collected with energy_s, the kernel records, the predictors and their composition.
 Writes energy.json into the predictors' folder. energy = idle power · time + Σ coefficient · work; the work is the time of

@@ -1,4 +1,4 @@
-"""Phase 5.8: learns the host's side of CUDA sessions: copies, waiting for the GPU, and kernels that the CPU provider runs.
+"""Learns the host's side of CUDA sessions: copies, waiting for the GPU, and kernels that the CPU provider runs.
 
 Reads, of each GPU target with predictors, the copies measured next to its dataset (recipes/cuda_kernels/measure_copies.py).
 With --host, reads the predictors of the CPU of a machine with that GPU in another workspace, where `train_kernel_model.py`
@@ -24,8 +24,7 @@ from training.composition.default_composition import shipped_costs
 from training.composition.fitted import composition_path, read_composition
 from training.composition.host_side import HostCosts, fit_copies, host_costs_path, host_folder, host_predictors
 from training.kernels.predictors import ON_GPU, Predictors, read_predictors
-from training.kernels.saving import copy_predictors
-from training.kernels.sidecar import read_sidecar
+from training.kernels.sidecar import copy_predictors, read_sidecar
 from training.kernels.targets import trained_targets
 from utils import cli, files
 from utils.errors import UserError

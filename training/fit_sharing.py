@@ -1,4 +1,4 @@
-"""Phase 5.4: how processes share a target's GPU, and how accurate latencies next to a co-runner are.
+"""How processes share a target's GPU, and how accurate latencies next to a co-runner are.
 
 Reads the dataset, records and predictors of a GPU target (default: all targets that were measured with backgrounds). Also reads
 the models that were measured with backgrounds and sharing probe, from the same dataset or from other workspaces (--beside).

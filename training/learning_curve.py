@@ -24,9 +24,9 @@ from typing import Any
 
 from records.dataset_files import collected_targets, read_kernels
 from records.measurement import GPU_LABEL
+from training.kernels.predictors import StartFrom
 from training.kernels.replay import ORDERS, Order, Replay, errors_of, half_from_single, read_replay
 from training.kernels.settings import TrainingConfig
-from training.kernels.starting import StartFrom
 from training.kernels.targets import Show, add_options, for_each_target
 from training.kernels.training_set import TrainingSet, read_training_set
 from utils import cli

@@ -1,4 +1,4 @@
-"""Phase 5.1: learns the time of a kernel from its shape and from what else runs on the device.
+"""Learns the time of a kernel from its shape and from what else runs on the device.
 
 Reads training/config.yaml and the datasets in benchmark/dataset (default: of every target). Writes to
 training/predictors/<target>/ the boosters of each label, a sidecar that describes them, and the measured times for look-up.
@@ -28,12 +28,11 @@ import numpy as np
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 from records.dataset_files import collected_targets, read_kernels
 from records.measurement import GPU_LABEL
-from training.kernels.estimators import pose
+from training.kernels.estimators import learning_problem
 from training.kernels.label_training import Trained, train_label
-from training.kernels.saving import save_predictors
+from training.kernels.predictors import StartFrom
 from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, schema_of, sidecar_path
-from training.kernels.starting import StartFrom
+from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, save_predictors, sidecar_path
 from training.kernels.targets import Show, add_options, for_each_target
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from training.kernels.uncertainty import save_uncertainty
@@ -48,24 +47,24 @@ log = get_logger("training")
 HEAD_COLUMNS = ("batch", "channels", "height", "width", "out_channels", "kernel_height", "stride", "log_flops", "log_bytes")
 EXAMPLES = """
 python training/train_kernel_model.py
-python training/train_kernel_model.py --target h200-cuda-ort1.31-all --json
-python training/train_kernel_model.py --workspace out/a100 --start-from nvidia-h200-cuda-ort1.31-all
+python training/train_kernel_model.py --force --json
+python training/train_kernel_model.py --start-from nvidia-h200-cuda-ort1.31-all  # needs a GPU's dataset
 """
 
 
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig) -> Sidecar | None:
-    """The sidecar on disk, if its predictors were trained on the same rows with the same settings, features and packages, and
+    """The sidecar on disk, if its predictors were trained on the same rows with the same settings and packages, and
     the file of kernel errors is there; else None."""
     folder = workspace.predictors(rows.header.target.name)
     if not sidecar_path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
         return None
     try:
-        there = read_sidecar(folder)
+        sidecar = read_sidecar(folder)
     except UserError:  # another version, or damaged: train again
         return None
-    same = (there.dataset_sha256, there.config, schema_of(there), there.packages, there.held_out) == (
-        rows.sha256, config.model_dump(mode="json"), rows.schema, installed_packages(), rows.header.held_out)
-    return there if same else None
+    same = (sidecar.dataset_sha256, sidecar.config, sidecar.packages, sidecar.held_out) == (
+        rows.sha256, config.model_dump(mode="json"), installed_packages(), rows.header.held_out)
+    return sidecar if same else None
 
 
 def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> None:
@@ -84,8 +83,8 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
     """Writes the predictors of a target, their sidecar, and their errors by kernel. The errors are those of label `gpu`, or of
     the first label where the GPU's time was not measured."""
     save_uncertainty(workspace, rows, workspace.predictors(rows.header.target.name),
-                     {one.label: one.left_out for one in trained})
-    save_errors(workspace, rows, next((one for one in trained if one.label == GPU_LABEL), trained[0]))
+                     {label.label: label.left_out for label in trained})
+    save_errors(workspace, rows, next((label for label in trained if label.label == GPU_LABEL), trained[0]))
     header = rows.header
     spans = {name: (float(low), float(high)) for name, low, high in zip(
         rows.metrics, np.nanmin(rows.load, axis=0), np.nanmax(rows.load, axis=0), strict=True)}
@@ -96,14 +95,15 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
         "machines": tuple(header.machines.values()),
         "feature_range": tuple(zip(rows.features.min(axis=0).tolist(), rows.features.max(axis=0).tolist(), strict=True)),
         "config": config.model_dump(mode="json")}
-    return save_predictors(workspace.predictors(header.target.name), {one.label: one.model for one in trained},
-                           {one.label: one.errors for one in trained}, measured_times(workspace, header.target.name), about)
+    return save_predictors(workspace.predictors(header.target.name), {label.label: label.model for label in trained},
+                           {label.label: label.errors for label in trained}, measured_times(workspace, header.target.name),
+                           about)
 
 
 def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
     """The first rows as numbers: sizes, the code of the kernel type and the load, which the estimators read, and the time that
     they learn."""
-    codes = pose(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
+    codes = learning_problem(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
     columns = [name for name in HEAD_COLUMNS if name in rows.schema.names]
     table = []
     for place in range(min(count, len(rows))):

@@ -1,1 +1,1 @@
-"""Phase 2b: models as Apache TVM sees them: operators before fusion, kernels after it."""
+"""Models as Apache TVM sees them: operators before fusion, kernels after it."""

@@ -1,4 +1,4 @@
-"""Phase 3.4: machine code for a GPU of the kernels and models that TVM took apart, many at a time.
+"""Machine code for a GPU of the kernels and models that TVM took apart, many at a time.
 
 The collector would compile them one by one, and wait for each longer than it measures. Reads what relax_parser.py --device cuda
 and operator_sampler.py --device cuda wrote, and the models. Writes kernel_model/kernel_onnx/<flavour>/cubins/, which the

@@ -1,4 +1,4 @@
-"""Phase 3.3: kernels of TVM from operators of drawn sizes, so that predictors learn how time follows size.
+"""Kernels of TVM from operators of drawn sizes, so that predictors learn how time follows size.
 
 Reads the bounds of sizes (tvm_analysis/operator_sizes.yaml). Draws small ONNX models of one operator and what is usually fused
 to it, and takes them apart as any model (tvm_analysis/relax_parser.py). Writes the functions of their kernels to
@@ -34,7 +34,7 @@ from utils.paths import ROOT, Workspace
 log = get_logger("sampler")
 EXAMPLES = """
 python tvm_analysis/operator_sampler.py --count 500
-python tvm_analysis/operator_sampler.py --count 200 --operators convolution,product --config my_sizes.yaml --seed 7
+python tvm_analysis/operator_sampler.py --count 200 --operators convolution,product --seed 7
 """
 
 

@@ -1,4 +1,4 @@
-"""Phase 2.3: what TVM makes of models: their operators, and the kernels that it fuses them into.
+"""What TVM makes of models: their operators, and the kernels that it fuses them into.
 
 Reads ONNX files, and programs of PyTorch (.pt2, written by torch.export.save). Writes, for both flavours of TVM (unfused: one
 kernel for each operator; fused: those that really run), the same kernel records as fusion_detector, and the functions of the
@@ -33,7 +33,7 @@ log = get_logger("tvm")
 EXAMPLES = """
 python tvm_analysis/relax_parser.py
 python tvm_analysis/relax_parser.py --model resnet18.onnx --dim batch=1
-python tvm_analysis/relax_parser.py --model my_network.pt2
+python tvm_analysis/relax_parser.py --model my_network.pt2  # needs your own
 python tvm_analysis/relax_parser.py --device cuda
 """
 

@@ -1,4 +1,4 @@
-"""Phase 4.15: searches schedules for the kernels of models under TVM, which without them run on naive ones.
+"""Searches schedules for the kernels of models under TVM, which without them run on naive ones.
 
 Reads the records of TVM's fused kernels and their functions (tvm_analysis/relax_parser.py). Writes records of the flavour
 `tuned`, with the fastest function of each kernel, to the same places, and TVM's trials to the folder `tuning` next to the

@@ -234,6 +234,11 @@ def resolve_device(device: str) -> str:
     return device
 
 
+def graph_device(device: str) -> str:
+    """The device whose graph `auto`, `cuda` or `cpu` stands for. That of `cuda` is derived without a GPU, too."""
+    return resolve_device(device) if device == "auto" else device
+
+
 def boot_id() -> str:
     """An identifier of the operating system's current run; a restart changes it."""
     return BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else f"since {psutil.boot_time():.0f}"

@@ -80,7 +80,7 @@ class Workspace:
         return self.root / "graph_model" / "model_DAG" / flavour
 
     def predictors(self, target: str) -> Path:
-        """What is learned for one target. Written by train_kernel_model (doubt.json too), fit_composition
+        """What is learned for one target. Written by train_kernel_model (uncertainty.json too), fit_composition
         (composition.json), fit_sharing (sharing.json), fit_energy (energy.json), check_estimator (estimators.json) and
         predict_model_latency --measure-missing (measured times); read by the predictor."""
         return self.root / "training" / "predictors" / target

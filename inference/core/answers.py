@@ -105,7 +105,6 @@ class Prediction(Frozen):
         strict: whether no measured kernel time was looked up.
         time_share, kernel_count: by provenance: ratios of kernel_sum_ms, and numbers of nodes.
         kernels: each kernel once, the ones with the most time first.
-        types_without_predictor: an older name of estimated_operators.
         estimators: the admitted estimators that predicted some of the kernels; left out where there are none.
         dims: the sizes given to dynamic dimensions.
         static: whether sizes were fixed before ONNX Runtime optimised the model; true where the file fixes all of them.
@@ -138,7 +137,6 @@ class Prediction(Frozen):
     time_share: dict[Provenance, float]
     kernel_count: dict[Provenance, int]
     kernels: tuple[KernelShare, ...]
-    types_without_predictor: tuple[str, ...]
     estimators: tuple[UsedEstimator, ...] = Field((), exclude_if=lambda used: not used)
     dims: dict[str, int]
     static: bool = True

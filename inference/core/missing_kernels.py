@@ -26,8 +26,7 @@ from runtimes import runtime_named
 from runtimes.protocol import Setting
 from training.composition.default_composition import default_composition, save_default, untrained
 from training.kernels.predictors import ON_GPU, leaves_gpu_idle
-from training.kernels.saving import copy_predictors, renew_measured
-from training.kernels.sidecar import sidecar_path
+from training.kernels.sidecar import copy_predictors, renew_measured, sidecar_path
 from training.kernels.training_set import measured_times
 from training.kernels.uncertainty import NOTHING_LEARNED
 from utils.config import read_config

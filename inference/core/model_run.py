@@ -352,7 +352,7 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
         load=conditions.load or ({} if shared else "idle"), under_load=shared,
         host_pace=pace.ratio if pace else None, host_pace_source=pace.source if pace else None,
         strict=conditions.strict, time_share=times.shares, kernel_count=times.nodes, kernels=_kernel_shares(run, times),
-        types_without_predictor=estimated, estimators=used_estimators(record, run.known, conditions),
+        estimators=used_estimators(record, run.known, conditions),
         dims=record.dims, static=record.static, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=there_mib,

@@ -4,7 +4,11 @@
     predictor = Predictor(target="nvidia-h200")
     print(predictor.predict("model.onnx", dims={"batch": 16}).latency_ms)
 
-What was learned for the target is read once, at the first question.
+What was learned for the target is read once, at the first question. `predict` is for a single one.
+
+A model's time is put together from its kernels' times in the way that the target's composition says: a simulation of host and
+GPU, α·Σ+β, or α·(longest path)+β. A kernel's time is the measured one if this very kernel was measured (and nothing else
+runs), else the predicted one, else an estimate from measured operators of its class. The result says how much of it is which.
 """
 
 from __future__ import annotations
@@ -126,17 +130,22 @@ class Predictor:
         """What was learned of the target's energy.
 
         Raises:
-            UserError: as of `fitted`; or nothing was learned of it, and the message says how to change that.
+            UserError: there are no predictors for it, or they can't be read; or nothing was learned of its energy, and the
+                message says how to change that.
         """
         return read_energy(predictor_folders(self.workspace)[self.fitted.target.name])
 
     def renew(self) -> None:
         """Looks at the predictors' files again at the next question, and reads those that changed."""
-        for kept in ("fitted", "learned_energy"):
-            self.__dict__.pop(kept, None)
+        for name in ("fitted", "learned_energy"):
+            self.__dict__.pop(name, None)
 
     def record(self, source: Source, dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
-        """The record of a model for the target; arguments and errors as of `inference.core.sources.record_of`."""
+        """The record of a model for the target, with dynamic dimensions of the sizes `dims`.
+
+        Raises:
+            UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
+        """
         model = self.workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
         return record_of(model, self.fitted.target.flavour, dims, static)
 
@@ -188,7 +197,6 @@ class Predictor:
             *estimator_warnings(record, known, conditions)))
             for record, of_record in zip(records, mismatches, strict=True)]
 
-
     def shared(self, model: Source | PredictedRun, **options: Unpack[Options]) -> SharedModel:
         """A model that can be put next to co-runners on the target.
 
@@ -199,24 +207,27 @@ class Predictor:
         return shared_model_of(self._run_of(model, options))
 
     def curve(self, model: Source | PredictedRun, points: int = POINTS, **options: Unpack[Options]) -> LoadCurve:
-        """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps.
+        """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps. From 0.95 on
+        the background never pauses (`records.probe_reading.ALWAYS`).
 
-        From 0.95 on the background never pauses (`records.probe_reading.ALWAYS`). Errors as of `shared`.
+        Raises:
+            UserError, NotShared: see `shared`.
         """
         return load_curve(self.shared(model, **options), points)
 
-    def pair(self, one: Source | PredictedRun, two: Source | PredictedRun, *, dims: Mapping[str, int] | None = None,
-             two_dims: Mapping[str, int] | None = None, static: bool = False) -> Pair:
+    def pair(self, first: Source | PredictedRun, second: Source | PredictedRun, *, dims: Mapping[str, int] | None = None,
+             second_dims: Mapping[str, int] | None = None, static: bool = False) -> Pair:
         """Two models on the same GPU, each in a process of its own that runs it again and again without a pause.
 
         Args:
-            one, two: the models; they may be the same.
-            dims, two_dims: sizes of their dynamic dimensions by name.
+            first, second: the models; they may be the same.
+            dims, second_dims: sizes of their dynamic dimensions by name.
             static: as in `Options`.
 
-        Errors as of `shared`.
+        Raises:
+            UserError, NotShared: see `shared`.
         """
-        return pair(self.shared(one, dims=dims, static=static), self.shared(two, dims=two_dims, static=static))
+        return pair(self.shared(first, dims=dims, static=static), self.shared(second, dims=second_dims, static=static))
 
     def objective(self, model: Source | PredictedRun, limit_ms: float, percentile: float = PERCENTILE, *,
                   like: CoRunner | None = None, **options: Unpack[Options]) -> SloUnderLoad:
@@ -273,3 +284,18 @@ class Predictor:
 
     def _run_of(self, model: Source | PredictedRun, options: Options) -> PredictedRun:
         return model if isinstance(model, PredictedRun) else self.run(model, **options)
+
+
+def predict(source: Source, *, workspace: Workspace | None = None, target: str | None = None, strict: bool = False,
+            force: bool = False, **options: Unpack[Options]) -> Prediction:
+    """The latency of one model. Keep a `Predictor` to ask many questions about a target.
+
+    Args:
+        source: an ONNX file (or a record's JSON file), a model in memory, or a record.
+        workspace, target, strict, force: see `Predictor`.
+        options: see `Options`.
+
+    Raises:
+        UserError: the model, the predictors, the load or the pace can't be used; the message says why.
+    """
+    return Predictor(workspace, target, strict=strict, force=force).predict(source, **options)

@@ -42,6 +42,6 @@ def estimator_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel
     trained_on, found = conditions.fitted.predictors.sidecar.dataset_sha256, []
     for entry, types in entries_used(record, known, conditions):
         found.append(entry.model_copy(update={"types": types}).said)
-        if doubt := entry.doubt(conditions.fitted.target.name, trained_on):
-            found.append(doubt)
+        if outdated := entry.outdated(conditions.fitted.target.name, trained_on):
+            found.append(outdated)
     return tuple(found)

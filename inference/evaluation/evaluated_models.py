@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference.core.prediction import predict, predict_energy
+from inference.core.predictor import Predictor, predict
 from inference.core.sources import record_of
 from measuring.loads import describe_load
 from records.blocks import Block
@@ -193,5 +193,5 @@ def predict_model(model: EvaluatedModel, target: str, run_mode: RunMode, workspa
                     force=force, co_runner=model.co_runner, host_pace=model.host_pace)
             for strict in (False, True))
         if with_energy and model.energies_j:
-            model.energy = predict_energy(model.record, target=target, run_mode=run_mode, workspace=workspace, force=force,
-                                          host_pace=model.host_pace)
+            model.energy = Predictor(workspace, target, force=force).energy(model.record, run_mode=run_mode,
+                                                                            host_pace=model.host_pace)

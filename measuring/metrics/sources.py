@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -101,10 +102,9 @@ class ReplaySource(MetricSource):
         if begin_s >= self.times_s[-1]:
             raise UserError(f"{self._path}: the replay is over: its last reading came after {self.times_s[-1]:g} s")
         found: dict[str, list[float]] = {}
-        for time_s, reading in zip(self.times_s, self._values, strict=True):
-            if begin_s < time_s <= end_s:
-                for field, value in reading.items():
-                    found.setdefault(field, []).append(value)
+        for reading in self._values[bisect_right(self.times_s, begin_s):bisect_right(self.times_s, end_s)]:
+            for field, value in reading.items():
+                found.setdefault(field, []).append(value)
         return found
 
 

@@ -5,9 +5,7 @@ Needs an NVIDIA GPU. ONNX Runtime inserts copies around nodes that only its CPU 
 it times graphs alternately: `Abs → Abs` on the GPU; `BitwiseNot` alone in a session on the CPU; `Abs → BitwiseNot` with its
 output on the host, which copies to the host; `BitwiseNot → Abs` with its input there, which copies to the GPU; and
 `Abs → (BitwiseNot → Abs)` once and four times. Then it times one, four and eight nodes that wait for the GPU, side by side.
-Writes raw samples next to the target's dataset, where training reads them (or to --out):
-
-    python recipes/cuda_kernels/measure_copies.py --workspace out/pool
+Writes raw samples next to the target's dataset, where training reads them (or to --out).
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Finds the operators that ONNX Runtime's CUDA provider runs, by trying them: one small graph per operator, version and types.
 
 Needs an NVIDIA GPU. Reads the operator schemas of the installed ONNX Runtime and writes the answers; `--table` turns them into
-the table by which `ort_analysis` assigns nodes to providers on machines without a GPU (no GPU needed, but the same version):
-
-    python recipes/cuda_kernels/probe_kernels.py --out answers.json
-    python recipes/cuda_kernels/probe_kernels.py --table answers.json --out runtimes/ort/cuda/cuda_kernels.json
+the table by which `ort_analysis` assigns nodes to providers on machines without a GPU (no GPU needed, but the same version).
 
 Each graph is `input → Identity → operator → Identity → output`, opened without optimisation. The operator's provider shows
 whether the CUDA provider has a kernel for these types. The Memcpy nodes around it show which inputs and outputs the kernel
@@ -41,6 +38,10 @@ BATCH = 64  # graphs opened in one session, as long as all of them load
 PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 SKIPPED = {"Constant", "ATen", "If", "Loop", "Scan", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch", "Optional",
            "SequenceMap", "ExpandDims"}
+EXAMPLES = """
+python recipes/cuda_kernels/probe_kernels.py --out answers.json
+python recipes/cuda_kernels/probe_kernels.py --table answers.json --out runtimes/ort/cuda/cuda_kernels.json
+"""
 
 
 @dataclass
@@ -146,7 +147,7 @@ def versions_in_use() -> list[tuple[str, str, int, int]]:
 
 
 def main() -> int:
-    parser = cli.parser(__doc__, "python recipes/cuda_kernels/probe_kernels.py --out answers.json")
+    parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--out", type=Path, required=True, help="where the answers go")
     parser.add_argument("--table", type=Path, metavar="ANSWERS", help="make the table from an earlier file of answers")
     parser.add_argument("--only", nargs="*", help="operators to ask about (default: all)")

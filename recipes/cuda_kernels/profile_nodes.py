@@ -1,9 +1,7 @@
 """Profiles whole models: how long each node kept the host busy, on which provider, and how often it ran.
 
 For CUDA sessions with nodes on the CPU: ONNX Runtime's profile gives the wall time of these nodes, and of copies and nodes at
-which the host waits. Reads every record in the workspace with its model; writes the raw samples of all into one file:
-
-    python recipes/cuda_kernels/profile_nodes.py --workspace out/pool --out out/pool/node_profiles.json
+which the host waits. Reads every record in the workspace with its model; writes the raw samples of all into one file.
 """
 
 from __future__ import annotations

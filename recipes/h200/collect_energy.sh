@@ -37,10 +37,10 @@ mkdir -p "$out"
 step torchvision torchvision &
 # shellcheck disable=SC2046,SC2086
 {
-  step export_timm exported model_zoo/timm_exporter.py --jobs "$jobs" $(named $timm) &
-  step export_transformers exported model_zoo/transformers_exporter.py --jobs 3 $(named $transformers) &
+  step export_timm exported model_zoo/pool_exporter.py --collection timm --jobs "$jobs" $(named $timm) &
+  step export_transformers exported model_zoo/pool_exporter.py --collection transformers --jobs 3 $(named $transformers) &
   wait
-  step export_half exported model_zoo/timm_exporter.py --jobs 3 --dtype fp16 $(named $timm_fp16)
+  step export_half exported model_zoo/pool_exporter.py --collection timm --jobs 3 --dtype fp16 $(named $timm_fp16)
 }
 wait
 step pool_records hase recipes/h200/pool_records.py --device cuda --jobs "$jobs"

@@ -21,14 +21,14 @@ step() { # name command…: keeps its output and says how it ended
 }
 export_half() {
   # shellcheck disable=SC2046
-  exported model_zoo/timm_exporter.py --json --jobs $((jobs / 2)) --dtype fp16 $(printf -- '--model %s ' $in_half)
+  exported model_zoo/pool_exporter.py --collection timm --json --jobs $((jobs / 2)) --dtype fp16 $(printf -- '--model %s ' $in_half)
 }
 
 mkdir -p "$out"
-step export_timm exported model_zoo/timm_exporter.py --json --jobs $((jobs + 1)) &
-step export_transformers exported model_zoo/transformers_exporter.py --json --dtype fp32 --dtype fp16 --jobs $((jobs * 2 / 3)) &
+step export_timm exported model_zoo/pool_exporter.py --collection timm --json --jobs $((jobs + 1)) &
+step export_transformers exported model_zoo/pool_exporter.py --collection transformers --json --dtype fp32 --dtype fp16 --jobs $((jobs * 2 / 3)) &
 for collection in torchvision other random; do
-  step "export_$collection" exported model_zoo/network_exporter.py --collection "$collection" --json --jobs $((jobs / 4)) &
+  step "export_$collection" exported model_zoo/pool_exporter.py --collection "$collection" --json --jobs $((jobs / 4)) &
 done
 step export_half export_half &
 wait

@@ -2,7 +2,7 @@
 
 Archives are never written again, so that git keeps each of them once: `<target>.tar.xz` is the first, and each further
 collecting adds `<target>-<number>-<day>.tar.xz`, with its own blocks, kernels and kernel records alone. `unpack` joins all of
-them in the workspace, as benchmark/merge_datasets.py does; `pack` reads them and the workspace.
+them in the workspace, as benchmark/merge_datasets.py does; `pack` reads them and the workspace, and writes the further one.
 """
 
 from __future__ import annotations

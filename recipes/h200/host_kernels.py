@@ -1,11 +1,7 @@
 """Lists the kernels that the CPU provider runs in CUDA sessions, so that they can be measured on the GPU machine's host.
 
 Reads the records of CUDA graphs in the workspace. Writes an index of those kernels as the host's own CPU flavour into another
-workspace, --into. There `kernel_builder.py`, `kernel_sampler.py` and `collector.py` treat them like any CPU's kernels:
-
-    python recipes/h200/host_kernels.py --workspace out/pool --into out/pool/host
-    python kernel_model/kernel_builder.py --workspace out/pool/host
-    python benchmark/collector.py --workspace out/pool/host --config recipes/h200/collect_host_kernels.yaml
+workspace, --into. There `kernel_builder.py`, `kernel_sampler.py` and `collector.py` treat them like any CPU's kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +26,11 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 log = get_logger("host")
-EXAMPLES = "python recipes/h200/host_kernels.py --workspace out/pool --into out/pool/host"
+EXAMPLES = """
+python recipes/h200/host_kernels.py --workspace out/pool --into out/pool/host
+python kernel_model/kernel_builder.py --workspace out/pool/host
+python benchmark/collector.py --workspace out/pool/host --config recipes/h200/collect_host_kernels.yaml
+"""
 
 
 def on_host(record: ModelRecord) -> ModelRecord:

@@ -4,8 +4,7 @@ Reads a workspace with a GPU's dataset, predictors and composition, and with --h
 a model has kernels on the CPU or copies, or its host waits for the GPU at a Loop or inside a node. Each of their families is
 held out: its kernels in the training of the GPU's and of the host's kernels, and its models (with those of all these families)
 in the fit of the costs of a run. The detectors' records hold the numbers of boxes that really came.
-
-    python recipes/h200/host_models.py --workspace out/h200 --host out/h200/host
+Prints the errors; writes nothing.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Reads the predictors of --workspace (those that come with Hase, if it has none).
 latencies of models on an idle device and their kernel records. Each model is predicted at the pace that its host had meanwhile
 (column Probe_us): once with all kernels predicted, and once as a user gets it, with kernels looked up that the predictors' own
 dataset holds. Prints a row for each model and size, and the errors.
-
-    python recipes/h200/judge_dataset.py --workspace out/h200 --measured out/anew
 """
 
 from __future__ import annotations

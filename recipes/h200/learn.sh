@@ -68,11 +68,11 @@ part_energy() {
     --limit-w 700 --markdown "$out/figures/energy_measured.md"
 }
 part_collections() {
-  figure collections hase training/leave_collections_out.py --target "$target" --config "$config"
+  figure collections hase training/held_out.py --by collection --target "$target" --config "$config"
 }
 part_families() {
-  figure families hase training/leave_families_out.py --target "$target" --config "$config" --at-most 12
-  figure operators hase training/leave_operators_out.py --target "$target" --config "$config" --markdown "$out/figures/operators.md"
+  figure families hase training/held_out.py --by family --target "$target" --config "$config" --at-most 12
+  figure operators hase training/held_out.py --by operator --target "$target" --config "$config" --markdown "$out/figures/operators.md"
   figure host_models hase recipes/h200/host_models.py --target "$target" --config "$config" --host "$out/host"
 }
 part_ship() {

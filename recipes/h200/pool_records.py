@@ -2,7 +2,7 @@
 
 As ort_analysis/fusion_detector.py does at sizes that are the same for all models. Each file says at which sizes of its dynamic
 dimensions it is measured (model_zoo/exporting/network.py); a detector is taken with the number of boxes that it finds in random
-images. Files that other exporters wrote are left out.
+images. Files that other exporters wrote are left out. Writes ort_analysis/ort_kernel_record/, with its index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from records.kernel_record_files import update_index
 from runtimes.analysis import analyze_all
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
+from utils.fingerprint import DEFAULT_RUNTIME, graph_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, model_files
@@ -68,9 +68,10 @@ def main() -> int:
     work = [(path, sizes) for path, every in zip(paths, sizes_by_path, strict=True) if not isinstance(every, UserError)
             for sizes in every]
     if not work:
-        raise UserError(f"{workspace.models}: no models of the pool; export them with: python model_zoo/timm_exporter.py")
+        raise UserError(f"{workspace.models}: no models of the pool; export them with: "
+                        "python model_zoo/pool_exporter.py")
     with sole_writer(workspace.kernel_records):
-        done = analyze_all(workspace, DEFAULT_RUNTIME, work, resolve_device(args.device), args.jobs, static=True)
+        done = analyze_all(workspace, DEFAULT_RUNTIME, work, graph_device(args.device), args.jobs, static=True)
         flavours = {record.flavour.name: record.flavour for records in done if not isinstance(records, UserError)
                     for record in records}
         for flavour in flavours.values():

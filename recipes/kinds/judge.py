@@ -29,7 +29,7 @@ from typing import Any
 
 from inference.core.host_pace import ratio_of
 from inference.core.targets import fitted_for
-from recipes.kinds.judgement import JUDGEMENT, SAID, Found, Step, page, read_judgement, rows_of, shown, summary
+from recipes.kinds.judgement import JUDGEMENT, SAID, Step, StepResult, page, read_judgement, rows_of, shown, summary
 from recipes.kinds.manifest import MadeModel, read_manifest
 from utils import cli, files
 from utils.errors import UserError
@@ -115,26 +115,26 @@ def run_limited(command: Sequence[str], limit_s: float) -> Ended:
 
 
 def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s: float,
-              host_pace: float | None = None) -> Found:
+              host_pace: float | None = None) -> StepResult:
     """Asks for a prediction, as step `h200` (at the host pace, if that is known), `cpu` or `cpu_filled`."""
     options = {"h200": ["--target", H200], "cpu": [], "cpu_filled": ["--measure-missing"]}[step]
     if host_pace is not None:
         options += ["--host-pace", f"{host_pace:g}"]
     ended = run_in_turn([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
                         limit_s)
-    found: dict[str, Any] = {}
+    told: dict[str, Any] = {}
     if ended.outcome == "answered":
         answer = json.loads(ended.out)
         answer = answer[0] if isinstance(answer, list) else answer
-        found = {"latency_ms": answer["latency_ms"], "interval_ms": answer["interval_ms"], "time_share": answer["time_share"],
-                 "rough": answer["rough_estimate"],
-                 "operators": (*answer["estimated_operators"], *answer["doubtful_operators"])}
-    return Found.model_validate({
+        told = {"latency_ms": answer["latency_ms"], "interval_ms": answer["interval_ms"], "time_share": answer["time_share"],
+                "rough": answer["rough_estimate"],
+                "operators": (*answer["estimated_operators"], *answer["doubtful_operators"])}
+    return StepResult.model_validate({
         "model": model.name, "step": step, "outcome": ended.outcome, "seconds": ended.seconds, "warnings": ended.warnings,
-        "message": "" if ended.outcome == "answered" else ended.message, "host_pace": host_pace, **found})
+        "message": "" if ended.outcome == "answered" else ended.message, "host_pace": host_pace, **told})
 
 
-def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s: float, workspace: Path) -> Found:
+def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s: float, workspace: Path) -> StepResult:
     """Measures a model twice, `rounds` sessions of `budget_s` seconds each time, alternating, so that drift affects both
     equally."""
     samples: tuple[list[float], list[float]] = ([], [])
@@ -144,11 +144,11 @@ def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s
                              "--workspace", str(workspace), "--json"], limit_s)
         seconds += ended.seconds
         if ended.outcome != "answered":
-            return Found.model_validate({"model": model.name, "step": "measured", "outcome": ended.outcome,
+            return StepResult.model_validate({"model": model.name, "step": "measured", "outcome": ended.outcome,
                                          "message": ended.message, "seconds": round(seconds, 2)})
         samples[turn % 2].extend(json.loads(ended.out)["samples_ms"])
     first, second = (round(statistics.median(some), 6) for some in samples)
-    return Found(model=model.name, step="measured", outcome="answered", seconds=round(seconds, 2), first_ms=first,
+    return StepResult(model=model.name, step="measured", outcome="answered", seconds=round(seconds, 2), first_ms=first,
                  second_ms=second)
 
 
@@ -207,11 +207,11 @@ def main() -> int:
             for step in STEPS if step in some and step in steps and (step in args.again or not is_done(model.name, step))]
     for model, step in cli.progress(todo, "judging"):
         path = (args.folder / model.file).resolve()
-        found = (measured(model, path, args.rounds, args.budget_s, args.limit_s, workspace) if step == "measured" else
-                 predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None))
-        files.append_line(args.folder / JUDGEMENT, found.model_dump_json())
-        if found.outcome != "answered":
-            log.info("%s, %s: %s", model.name, SAID.get(step, step), found.description)
+        result = (measured(model, path, args.rounds, args.budget_s, args.limit_s, workspace) if step == "measured" else
+                  predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None))
+        files.append_line(args.folder / JUDGEMENT, result.model_dump_json())
+        if result.outcome != "answered":
+            log.info("%s, %s: %s", model.name, SAID.get(step, step), result.description)
     rows = rows_of(models, read_judgement(args.folder), on_gpu(args.gpu))
     if args.docs:
         files.write_text(args.docs, page(rows, COMMANDS, context()))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -22,10 +22,10 @@ CLASSIFICATION = "torchvision classification"
 SHORT_MS = 1.0  # below this a run's own cost dominates the latency; errors are also given without such models
 MOST_OFF = 0.30  # largest error of an unmarked answer
 CLOSE = 0.15  # a marked answer with a smaller error needed no mark
-BARS = {"median": 0.08, "mape": 0.15, "close": 1 / 3}
+BARS = {"median": 0.08, "mean": 0.15, "close": 1 / 3, "held": 0.90}
 
 
-class Found(BaseModel):
+class StepResult(BaseModel):
     """One step of one model.
 
     Attributes:
@@ -77,15 +77,15 @@ class Row(BaseModel):
     model: str
     kind: str
     step: Step
-    found: Found
+    result: StepResult
     measured_ms: float | None
     second_difference: float | None
 
     @property
     def error(self) -> float | None:
-        if self.found.latency_ms is None or not self.measured_ms:
+        if self.result.latency_ms is None or not self.measured_ms:
             return None
-        return self.found.latency_ms / self.measured_ms - 1.0
+        return self.result.latency_ms / self.measured_ms - 1.0
 
     @property
     def off(self) -> float:
@@ -95,24 +95,24 @@ class Row(BaseModel):
     @property
     def interval_width(self) -> float | None:
         """The width of the prediction interval over the prediction, a ratio."""
-        if self.found.interval_ms is None or not self.found.latency_ms:
+        if self.result.interval_ms is None or not self.result.latency_ms:
             return None
-        return (self.found.interval_ms[1] - self.found.interval_ms[0]) / self.found.latency_ms
+        return (self.result.interval_ms[1] - self.result.interval_ms[0]) / self.result.latency_ms
 
     @property
     def held(self) -> bool | None:
         """Whether the prediction interval contains the measurement."""
-        if self.found.interval_ms is None or self.measured_ms is None:
+        if self.result.interval_ms is None or self.measured_ms is None:
             return None
-        return self.found.interval_ms[0] <= self.measured_ms <= self.found.interval_ms[1]
+        return self.result.interval_ms[0] <= self.measured_ms <= self.result.interval_ms[1]
 
     def columns(self) -> dict[str, Any]:
         """As a row of the table."""
-        between = self.found.interval_ms
+        between = self.result.interval_ms
         return {
-            "model": self.model, "kind": self.kind, "target": SAID[self.step], PACE: self.found.host_pace,
-            "predicted (ms)": self.found.latency_ms,
-            "90 % between (ms)": f"{between[0]:.4g} and {between[1]:.4g}" if between else None, "said": self.found.description,
+            "model": self.model, "kind": self.kind, "target": SAID[self.step], PACE: self.result.host_pace,
+            "predicted (ms)": self.result.latency_ms,
+            "90 % between (ms)": f"{between[0]:.4g} and {between[1]:.4g}" if between else None, "said": self.result.description,
             "measured (ms)": self.measured_ms, "error": percent(self.error),
             "second measurement": percent(self.second_difference),
         }
@@ -121,8 +121,8 @@ class Row(BaseModel):
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows of the table; without the column PACE if no model was predicted at its host pace."""
     columns = [row.columns() for row in rows]
-    if all(row.found.host_pace is None for row in rows):
-        columns = [{name: value for name, value in one.items() if name != PACE} for one in columns]
+    if all(row.result.host_pace is None for row in rows):
+        columns = [{name: value for name, value in row.items() if name != PACE} for row in columns]
     return columns
 
 
@@ -131,26 +131,26 @@ def percent(ratio: float | None) -> str | None:
     return None if ratio is None else f"{ratio:+.1%}"
 
 
-def read_judgement(folder: Path) -> dict[tuple[str, Step], Found]:
+def read_judgement(folder: Path) -> dict[tuple[str, Step], StepResult]:
     """The results so far, the latest for each model and step.
 
     Raises:
         UserError: a line is damaged or of another version.
     """
-    path, found = folder / JUDGEMENT, {}
+    path, results = folder / JUDGEMENT, {}
     for number, line in enumerate(files.read_lines(path), 1):
         try:
-            one = Found.model_validate_json(line)
+            result = StepResult.model_validate_json(line)
         except ValidationError as error:
             raise UserError(f"{path}, line {number}: damaged ({error.errors()[0]['msg']}); remove the line") from None
-        if one.version != JUDGEMENT_VERSION:
-            raise UserError(f"{path}, line {number}: version {one.version}, this Hase reads version {JUDGEMENT_VERSION}; "
+        if result.version != JUDGEMENT_VERSION:
+            raise UserError(f"{path}, line {number}: version {result.version}, this Hase reads version {JUDGEMENT_VERSION}; "
                             "remove the file")
-        found[one.model, one.step] = one
-    return found
+        results[result.model, result.step] = result
+    return results
 
 
-def rows_of(models: Sequence[MadeModel], found: Mapping[tuple[str, Step], Found],
+def rows_of(models: Sequence[MadeModel], results: Mapping[tuple[str, Step], StepResult],
             on_gpu_ms: Mapping[str, float] | None = None) -> list[Row]:
     """One row per model and target that was asked for.
 
@@ -159,73 +159,117 @@ def rows_of(models: Sequence[MadeModel], found: Mapping[tuple[str, Step], Found]
     """
     rows = []
     for model in models:
-        measured = found.get((model.name, "measured"))
+        measured = results.get((model.name, "measured"))
         first, second = (measured.first_ms, measured.second_ms) if measured else (None, None)
         for step in SAID:
-            if one := found.get((model.name, step)):
-                here = step != "h200"
+            if result := results.get((model.name, step)):
+                measured_here = step != "h200"
                 rows.append(Row(
-                    model=model.name, kind=model.kind, step=step, found=one,
-                    measured_ms=first if here else (on_gpu_ms or {}).get(model.name),
-                    second_difference=second / first - 1.0 if here and first and second else None))
+                    model=model.name, kind=model.kind, step=step, result=result,
+                    measured_ms=first if measured_here else (on_gpu_ms or {}).get(model.name),
+                    second_difference=second / first - 1.0 if measured_here and first and second else None))
     return rows
 
 
-def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Each limit, the value that was reached, and whether that is enough (None: no limit)."""
-    filled = [row for row in rows if row.step == "cpu_filled" and row.error is not None]
-    lines: list[dict[str, Any]] = []
+class Line(NamedTuple):
+    """A line of the summary: a share or a number that was reached, beside its bar.
 
-    def line(what: str, bar: str, reached: str, met: bool | None) -> None:
-        lines.append({"what": what, "bar": bar, "reached": reached, "met": {True: "yes", False: "no", None: "-"}[met]})
+    Attributes:
+        what: what it is of.
+        bar: the bar, as the page shows it; "" where there is none.
+        reached: what was reached, as the page shows it.
+        met: whether the bar is met; None where there is none.
+    """
 
-    longer = [row for row in filled if (row.measured_ms or 0.0) >= SHORT_MS]
-    for title, some in (("this CPU, kernels measured", filled), (f"… models of {SHORT_MS:g} ms and more", longer)):
-        if some:
-            own = title[0] != "…"
-            median, mape = statistics.median(row.off for row in some), statistics.fmean(row.off for row in some)
-            line(f"{title}: median error of {len(some)}", f"{BARS['median']:.0%}", f"{median:.1%}",
-                 median <= BARS["median"] if own else None)
-            line(f"{title}: MAPE", f"{BARS['mape']:.0%}", f"{mape:.1%}", mape <= BARS["mape"] if own else None)
-            floor = [abs(row.second_difference) for row in some if row.second_difference is not None]
-            if floor:
-                line(f"{title}: a second measurement, median / mean", "",
-                     f"{statistics.median(floor):.1%} / {statistics.fmean(floor):.1%}", None)
-    for outcome in ("traceback", "died", "too long", "refused"):
-        some = [row for row in rows if row.found.outcome == outcome]
-        bar, met = ("", None) if outcome == "refused" else ("0", not some)
-        line(f"answers: {outcome}", bar, _names(some), met)
-    unmarked = [row for row in rows if row.error is not None and not row.found.rough]
-    off = [row for row in unmarked if row.off > MOST_OFF]
-    line(f"of {len(unmarked)} unmarked answers off by more than {MOST_OFF:.0%}", "0", _names(off), not off)
-    marked = [row for row in rows if row.error is not None and row.found.rough]
+    what: str
+    bar: str
+    reached: str
+    met: bool | None
+
+    @classmethod
+    def at_most(cls, what: str, bar: float, share: float, more: str = "") -> Line:
+        """A share that should not be larger than `bar`; `more` follows it."""
+        return cls(what, f"at most {100 * bar:.3g}%", f"{share:.1%}{more}", share <= bar)
+
+    @classmethod
+    def none_of(cls, what: str, rows: Sequence[Row]) -> Line:
+        """Rows of which there should be none."""
+        return cls(what, "0", named(rows), not rows)
+
+    def columns(self) -> dict[str, str]:
+        """As a row of the table."""
+        return {"what": self.what, "bar": self.bar, "reached": self.reached,
+                "met": {True: "yes", False: "no", None: "-"}[self.met]}
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Each bar, the value that was reached, and whether the bar is met ("-" where there is none)."""
+    compared = [row for row in rows if row.error is not None]
+    unmarked = [row for row in compared if not row.result.rough]
+    marked = [row for row in compared if row.result.rough]
     close = [row for row in marked if row.off <= CLOSE]
-    line(f"of {len(marked)} marked answers within {CLOSE:.0%}", "a third", _names(close),
-         not marked or len(close) / len(marked) <= BARS["close"])
-    wrongly = [row for row in rows if row.kind == CLASSIFICATION and row.found.rough]
-    line("torchvision classification models marked", "0", _names(wrongly), not wrongly)
-    for step, name in SAID.items():
-        of_step = [row for row in rows if row.step == step and row.found.outcome == "answered"]
-        widths = [row.interval_width for row in of_step if row.interval_width is not None]
-        held = [row.held for row in of_step if row.held is not None]
-        if of_step:
-            line(f"{name}: answers with an interval", f"{len(of_step)}", f"{len(widths)}", len(widths) == len(of_step))
-        if widths:
-            line(f"{name}: interval's width over the prediction, median / widest", "",
-                 f"{statistics.median(widths):.0%} / {max(widths):.0%}", None)
-        errors = [row.off for row in of_step if row.error is not None and not row.found.rough]
-        if errors:
-            line(f"{name}: error of {len(errors)} unmarked answers, median / mean", "",
-                 f"{statistics.median(errors):.1%} / {statistics.fmean(errors):.1%}", None)
-        if held:
-            line(f"{name}: intervals that hold what was measured", "90 %", f"{sum(held) / len(held):.0%} of {len(held)}", None)
+    lines = filled_lines([row for row in compared if row.step == "cpu_filled"])
+    lines += [Line.none_of(f"answers: {outcome}", [row for row in rows if row.result.outcome == outcome])
+              for outcome in ("traceback", "died", "too long")]
+    lines.append(Line("answers: refused", "", named([row for row in rows if row.result.outcome == "refused"]), None))
+    lines.append(Line.none_of(f"of {len(unmarked)} unmarked answers off by more than {MOST_OFF:.0%}",
+                              [row for row in unmarked if row.off > MOST_OFF]))
+    if marked:
+        lines.append(Line.at_most(f"of {len(marked)} marked answers within {CLOSE:.0%}: these needed no mark", BARS["close"],
+                                  len(close) / len(marked), f", {named(close)}"))
+    lines.append(Line.none_of("torchvision classification models marked",
+                              [row for row in rows if row.kind == CLASSIFICATION and row.result.rough]))
+    for step in SAID:
+        lines += interval_lines(step, [row for row in rows if row.step == step and row.result.outcome == "answered"])
+    return [line.columns() for line in lines]
+
+
+def filled_lines(rows: Sequence[Row]) -> list[Line]:
+    """The errors of models whose kernels were measured first; once more without short models, for which there is no bar."""
+    lines: list[Line] = []
+    for title, chosen in (("this CPU, kernels measured", rows), (
+            f"… models of {SHORT_MS:g} ms and more", [row for row in rows if (row.measured_ms or 0.0) >= SHORT_MS])):
+        if not chosen:
+            continue
+        median, mean = statistics.median(row.off for row in chosen), statistics.fmean(row.off for row in chosen)
+        if chosen is rows:
+            lines += [Line.at_most(f"{title}: median error of {len(chosen)}", BARS["median"], median),
+                      Line.at_most(f"{title}: mean error", BARS["mean"], mean)]
+        else:
+            lines.append(Line(f"{title}: error of {len(chosen)}, median / mean", "", f"{median:.1%} / {mean:.1%}", None))
+        differences = [abs(row.second_difference) for row in chosen if row.second_difference is not None]
+        if differences:
+            lines.append(Line(f"{title}: a second measurement, median / mean", "",
+                              f"{statistics.median(differences):.1%} / {statistics.fmean(differences):.1%}", None))
     return lines
 
 
-def _names(rows: Iterable[Row]) -> str:
-    """The number of rows, and their names."""
-    named = [f"{row.model} ({SAID[row.step]}{', ' + str(percent(row.error)) if row.error is not None else ''})" for row in rows]
-    return f"{len(named)}: {', '.join(named)}" if named else "0"
+def interval_lines(step: Step, answered: Sequence[Row]) -> list[Line]:
+    """How many answers of a step have an interval, how wide it is, and how many intervals hold what was measured."""
+    name, lines = SAID[step], []
+    widths = [row.interval_width for row in answered if row.interval_width is not None]
+    held = [row.held for row in answered if row.held is not None]
+    errors = [row.off for row in answered if row.error is not None and not row.result.rough]
+    if answered:
+        lines.append(Line(f"{name}: answers with an interval", f"at least {len(answered)}", f"{len(widths)}",
+                          len(widths) == len(answered)))
+    if widths:
+        lines.append(Line(f"{name}: interval's width over the prediction, median / widest", "",
+                          f"{statistics.median(widths):.0%} / {max(widths):.0%}", None))
+    if errors:
+        lines.append(Line(f"{name}: error of {len(errors)} unmarked answers, median / mean", "",
+                          f"{statistics.median(errors):.1%} / {statistics.fmean(errors):.1%}", None))
+    if held:
+        share = sum(held) / len(held)
+        lines.append(Line(f"{name}: intervals that hold what was measured", f"at least {BARS['held']:.0%}",
+                          f"{share:.1%} of {len(held)}", share >= BARS["held"]))
+    return lines
+
+
+def named(rows: Sequence[Row]) -> str:
+    """The number of rows, and their names with their errors."""
+    names = [f"{row.model} ({SAID[row.step]}{', ' + str(percent(row.error)) if row.error is not None else ''})" for row in rows]
+    return f"{len(names)}: {', '.join(names)}" if names else "0"
 
 
 def page(rows: Sequence[Row], command: str, context: str) -> str:
@@ -240,13 +284,13 @@ def page(rows: Sequence[Row], command: str, context: str) -> str:
         asked = [row for row in rows if row.step == step]
         compared = [row.off for row in asked if row.error is not None]
         if asked:
-            marked = sum(bool(row.found.rough) for row in asked)
-            answered, refused = (sum(row.found.outcome == outcome for row in asked) for outcome in ("answered", "refused"))
+            marked = sum(bool(row.result.rough) for row in asked)
+            answered, refused = (sum(row.result.outcome == outcome for row in asked) for outcome in ("answered", "refused"))
             opening += (f"On {name}: {answered} of {len(asked)} were answered, {marked} of these as rough estimates, "
                         f"{refused} refused with a reason, {len(asked) - answered - refused} failed; ")
-            opening += (f"median error {statistics.median(compared):.1%}, MAPE {statistics.fmean(compared):.1%} of "
+            opening += (f"median error {statistics.median(compared):.1%}, mean error {statistics.fmean(compared):.1%} of "
                         f"{len(compared)} that were measured. " if compared else "none was measured yet. ")
-    paced = sum(row.found.host_pace is not None for row in rows)
+    paced = sum(row.result.host_pace is not None for row in rows)
     words = (" *Host pace*: dispatch time of the GPU's host over its usual time, measured together with the model; "
              f"{paced} predictions hold for that pace.") if paced else ""
     return "\n".join((

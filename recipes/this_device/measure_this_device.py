@@ -46,7 +46,7 @@ LARGEST_GFLOP = {"cpu": 2.0, "cuda": 100.0}  # of a sampled kernel
 FREE_SHARE = {"cpu": 0.0, "cuda": 0.5}  # of the samples, drawn near no model; not on a CPU, where layouts and fusions differ
 FEW_MODELS = 8  # below, the composition is fitted as to a handful
 EXAMPLES = """
-python recipes/this_device/measure_this_device.py --minutes 20 --model model.onnx --dim batch=1,8
+python recipes/this_device/measure_this_device.py --minutes 20 --model resnet18.onnx --dim batch=1,8
 python recipes/this_device/measure_this_device.py --minutes 20 --workspace out/mine
 python recipes/this_device/measure_this_device.py --minutes 40 --device cpu
 """

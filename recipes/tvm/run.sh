@@ -29,4 +29,4 @@ hase benchmark/collector.py --config recipes/demo/collector.yaml --set device=cp
 hase training/train_kernel_model.py
 hase training/fit_composition.py
 hase inference/sum_and_path.py --choose-by densenet --choose-by efficientnet --choose-by regnet --choose-by convnext
-hase training/leave_settings_out.py
+hase training/held_out.py --by setting

@@ -24,7 +24,7 @@ from prometheus_stand import STEP_S, Exporter, device_labels, free_port, prometh
 from graph_model.simulation.pipeline import PipelineCosts
 from graph_model.simulation.sharing import CoRunner, turns_ms
 from graph_model.simulation.tracks import NodeKind, Tracks
-from inference import Watch, check_slo, highest_busy_share, predict, predict_curve, predict_pair, shared_model, slo_under_load
+from inference import Predictor, Watch, check_slo, highest_busy_share, predict
 from inference.core.run_modes import RunMode
 from inference.core.targets import fitted_for
 from inference.live.load import fields_asked
@@ -62,7 +62,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, torch_models: dict[str, 
 
 @pytest.fixture(scope="module")
 def model(workspace: Workspace) -> SharedModel:
-    return shared_model("resnet18.onnx", target=TARGET, workspace=workspace)
+    return Predictor(workspace, TARGET).shared("resnet18.onnx")
 
 
 def shell(workspace: Workspace, script: str, *options: str | Path) -> subprocess.CompletedProcess[str]:
@@ -121,7 +121,7 @@ def test_waits_beside_a_model_in_a_loop_are_those_that_an_h200_showed(model: Sha
 
 
 def test_two_models_side_by_side(model: SharedModel, workspace: Workspace) -> None:
-    pair = predict_pair("resnet18.onnx", "resnet18.onnx", target=TARGET, workspace=workspace)
+    pair = Predictor(workspace, TARGET).pair("resnet18.onnx", "resnet18.onnx")
     one, two = pair.models
     assert one == two
     assert one.idle_ms == predict("resnet18.onnx", target=TARGET, workspace=workspace).latency_ms
@@ -145,7 +145,7 @@ def test_each_waits_for_the_others_turns(model: SharedModel) -> None:
 
 def test_a_target_whose_sharing_is_not_known(torch_models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(NotShared, match=r"nothing was learned of how it is shared.*fit_sharing\.py"):
-        shared_model(torch_models["resnet18"], target=TARGET, workspace=unshared(tmp_path))
+        Predictor(unshared(tmp_path), TARGET).shared(torch_models["resnet18"])
 
 
 def unshared(folder: Path) -> Workspace:
@@ -187,24 +187,25 @@ def test_the_highest_load_that_meets_an_objective(model: SharedModel) -> None:
 
 
 def test_a_highest_load_that_is_not_known(workspace: Workspace, tmp_path: Path, torch_models: dict[str, Path]) -> None:
-    copied = predict("resnet18.onnx", target=TARGET, workspace=workspace, run_mode=RunMode(io="host"))
-    found = slo_under_load(copied, "resnet18.onnx", 5.0, workspace=workspace)
+    predictor = Predictor(workspace, TARGET)
+    copied = predictor.run("resnet18.onnx", run_mode=RunMode(io="host"))
+    found = predictor.objective(copied, 5.0)
     assert found.unknown_because == "a model run with tensors on the host was not measured while the GPU was shared"
-    elsewhere = unshared(tmp_path)
-    idle = predict(torch_models["resnet18"], target=TARGET, workspace=elsewhere)
-    unknown = slo_under_load(idle, torch_models["resnet18"], 5.0, workspace=elsewhere)
+    unknown = Predictor(unshared(tmp_path), TARGET).objective(torch_models["resnet18"], 5.0)
     assert (unknown.met, unknown.highest_busy_share) == (True, None)
     assert "nothing was learned of how it is shared" in (unknown.unknown_because or "")
 
 
 def test_the_command_says_whether_an_objective_is_met(workspace: Workspace, model: SharedModel, tmp_path: Path) -> None:
     files.write_json(tmp_path / "busy.json", {BUSY: 0.4})
-    expected = predict("resnet18.onnx", target=TARGET, workspace=workspace, load={BUSY: 0.4})
+    predictor = Predictor(workspace, TARGET)
+    run = predictor.run("resnet18.onnx", load={BUSY: 0.4})
+    expected = run.prediction
     shared = expected.under_load
     assert shared == model.at_share(0.4).model_copy(update={"told_by": "metrics"})
     asked = ("--metrics", tmp_path / "busy.json", "--slo-ms", "2", "--slo-percentile", "90")
     (found,) = json.loads(told(shell(workspace, "predict_model_latency", *asked, "--json")))
-    assert found["slo"] == slo_under_load(expected, "resnet18.onnx", 2.0, 90.0, workspace).model_dump(mode="json")
+    assert found["slo"] == predictor.objective(run, 2.0, 90.0).model_dump(mode="json")
     assert found["slo"]["latency_ms"] == shared.percentile_ms(90)
     assert {name: part for name, part in found.items() if name != "slo"} == expected.model_dump(mode="json")
     table, _, verdict = told(shell(workspace, "predict_model_latency", *asked, "--top", "0")).rstrip().rpartition("\n")
@@ -227,7 +228,7 @@ def test_the_command_says_whether_an_objective_is_met(workspace: Workspace, mode
 
 
 def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_path: Path) -> None:
-    curve = predict_curve("resnet18.onnx", points=5, target=TARGET, workspace=workspace)
+    curve = Predictor(workspace, TARGET).curve("resnet18.onnx", points=5)
     first, *_, last = curve.points
     assert [point.busy_share for point in curve.points] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert [first.mean_ms, first.p50_ms, first.p99_ms] == pytest.approx([model.prediction.latency_ms] * 3, rel=1e-4)
@@ -284,7 +285,7 @@ def test_a_mode_of_sharing_that_was_not_measured_is_refused(workspace: Workspace
     with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
         predict("resnet18.onnx", target=TARGET, load={BUSY: 0.5}, workspace=workspace)
     with pytest.raises(UserError, match=f"sharing mode {mode}"):
-        shared_model("resnet18.onnx", target=TARGET, workspace=workspace)
+        Predictor(workspace, TARGET).shared("resnet18.onnx")
 
 
 @pytest.mark.parametrize("share", [60.0, -0.1, float("nan")])

@@ -10,7 +10,7 @@ import pytest
 from command import run_script
 from trained_workspace import HELD_OUT, model_ms
 
-from inference import Predictor, predict_energy
+from inference import Predictor
 from records.dataset_files import header_path, journal_path, read_header, read_journal
 from records.dataset_writer import write_tables
 from records.kernel_record import ModelRecord
@@ -74,7 +74,7 @@ def test_learned_predicted_and_judged(workspace: Workspace) -> None:
     assert learned["left_out"]["mape"] < 0.02
 
     record = next(one for one in read_model_records(workspace, flavour_of("cpu")) if one.model == "bnet_c32")
-    found = predict_energy("bnet_c32.onnx", target=TARGET, workspace=workspace)
+    found = Predictor(workspace, TARGET).energy("bnet_c32.onnx")
     assert found.energy_j == pytest.approx(energy_j(record), rel=0.05)
     assert found.energy_per_item_j == found.energy_j / 2
     assert found.interval_j[0] < energy_j(record) < found.interval_j[1]

@@ -15,7 +15,7 @@ from command import printed, run_script
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
-from inference import predict, predict_many
+from inference import Predictor, predict
 from inference.core import targets
 from inference.core.run_modes import RunMode
 from inference.core.targets import choose_target, fitted_for
@@ -107,7 +107,7 @@ def test_a_way_that_was_not_measured_is_refused(workspace: Workspace, record: Mo
 def test_an_unknown_kernel_type_is_named_and_estimated(workspace: Workspace) -> None:
     model = conv_net(workspace.root / "odd.onnx", extra="Erf")
     found = predict(model, target=TARGET, workspace=workspace)
-    assert found.types_without_predictor == ("Erf",)
+    assert found.estimated_operators == ("Erf",)
     assert found.kernel_count["estimated"] == 1
     assert 0 < found.time_share["estimated"] < 1
     assert any("Erf" in warning for warning in found.warnings)
@@ -156,7 +156,7 @@ def test_path_model_and_record_give_the_same(workspace: Workspace, record: Model
 
 def test_many_records_at_once(workspace: Workspace, record: ModelRecord) -> None:
     other = analyze(workspace.models / "bnet_c32.onnx", "cpu")
-    found = predict_many([record, other] * 100, target=TARGET, workspace=workspace)
+    found = Predictor(workspace, TARGET).predict_many([record, other] * 100)
     alone = [predict(one, target=TARGET, workspace=workspace) for one in (record, other)]
     assert found == alone * 100
 
@@ -167,7 +167,7 @@ def test_copies_share_nothing_and_are_predicted_alike(workspace: Workspace, reco
     assert [one.model for one in many] == [f"{record.model}_{number}" for number in range(3)]
     assert len({id(kernel) for one in many for kernel in one.kernels.values()}) == 3 * len(record.kernels)
     alone = predict(record, target=TARGET, workspace=workspace)
-    assert predict_many(many, target=TARGET, workspace=workspace) == [
+    assert Predictor(workspace, TARGET).predict_many(many) == [
         alone.model_copy(update={"model": one.model}) for one in many]
 
 
@@ -215,7 +215,7 @@ def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRe
     assert interval("9.20.0.1", True)[0] == pytest.approx([0.9, 1.2])
 
 
-def test_a_changed_file_is_noticed(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_once_and_again_when_it_changed(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     path = conv_net(workspace.root / "changing.onnx", channels=16)
     first = predict(path, target=TARGET, workspace=workspace)
     with monkeypatch.context() as patched:

@@ -14,15 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from inference import (
-    Predictor,
-    predict,
-    predict_curve,
-    predict_many,
-    predict_pair,
-    shared_model,
-    slo_under_load,
-)
+import inference
+from inference import Predictor, predict
 from inference.core.model_run import trace_of
 from inference.core.run_modes import RunMode
 from inference.sharing.co_runner import NotShared
@@ -78,18 +71,22 @@ def record(folder: Path, name: str = "resnet18@batch=1") -> ModelRecord:
     return read_model_record(folder / "records" / "cuda" / f"{name}.json")
 
 
+@pytest.mark.parametrize("name", inference.__all__)
+def test_what_the_package_offers_is_there(name: str) -> None:
+    assert getattr(inference, name).__name__ == name
+
+
 @pytest.mark.slow
-def test_methods_say_what_the_functions_say(folder: Path) -> None:
+def test_the_function_and_the_methods_say_the_same(folder: Path) -> None:
     one, two = record(folder), record(folder, "bert_mask_static")
     predictor = Predictor(target="h200")
     assert predictor.predict(one) == predict(one, target=TARGET) == predictor.run(one).prediction
     assert predictor.predict(one, load=BUSY, host_pace=1.2) == predict(one, target=TARGET, load=BUSY, host_pace=1.2)
-    assert predictor.predict_many([one, two], run_mode=RunMode(io="host")) == predict_many(
-        [one, two], target=TARGET, run_mode=RunMode(io="host"))
-    assert predictor.curve(one, 3) == predict_curve(one, points=3, target=TARGET)
-    assert predictor.pair(one, two) == predict_pair(one, two, target=TARGET)
-    assert predictor.shared(one).at_share(0.5) == shared_model(one, target=TARGET).at_share(0.5)
-    assert predictor.objective(one, 5.0, 99.0) == slo_under_load(predict(one, target=TARGET), one, 5.0, 99.0)
+    assert predictor.predict_many([one, two], run_mode=RunMode(io="host")) == [
+        predict(model, target=TARGET, run_mode=RunMode(io="host")) for model in (one, two)]
+    pair = predictor.pair(one, two)
+    assert [model.model for model in pair.models] == [one.model, two.model]
+    assert pair.models == predictor.pair(two, one).models[::-1]
     assert Predictor(target=TARGET, strict=True).predict(one) == predict(one, target=TARGET, strict=True)
 
 

@@ -17,6 +17,7 @@ from prometheus_stand import (
     EVER_S,
     PASSWORD,
     PASSWORD_BCRYPT,
+    READINGS,
     STEP_S,
     USER,
     Exporter,
@@ -51,7 +52,6 @@ TWELVE = tuple(FIELDS)[:12]
 KNOWN = {name: FIELDS[name].maximum * (1 + place) / 20 for place, name in enumerate(TWELVE)}
 TOKEN = "t0ken.of-a_user"
 BREAKING = ("killed", "stalled", "garbled", "locked")  # what becomes of exporters that were well
-READINGS = int(5 * EVER_S / STEP_S)  # more than any test waits for
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,7 +21,7 @@ from inference.core.sizes import never_falling
 from inference.core.uncertainty import CERTAIN, FAR, Span, is_rough, joined, shortness
 from runtimes.targets import local_target
 from training.composition.fitted import read_composition
-from training.kernels.saving import copy_predictors
+from training.kernels.sidecar import copy_predictors
 from training.kernels.uncertainty import DEFAULT_RANGES, Range, read_uncertainty, uncertainty_path
 from utils import files
 from utils.cli import EXIT_ROUGH

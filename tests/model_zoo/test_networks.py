@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from model_zoo.exporting.collections import OPTIONAL_PACKAGES, network_source
 from model_zoo.exporting.metadata import read_metadata
 from model_zoo.exporting.network import Network, NetworkInput, outputs_of
-from model_zoo.exporting.network_command import export_networks
 from model_zoo.exporting.network_export import write_network
 from model_zoo.exporting.pool_config import COLLECTIONS, PoolConfig, read_pool
+from model_zoo.exporting.pool_export import export_networks
 from model_zoo.networks import drawn, other
 from utils.config import validate
 from utils.errors import UserError
@@ -122,17 +122,17 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         validate({"tim": {}}, PoolConfig, "pool.yaml")
     with pytest.raises(UserError, match="lists no models of timm"):
         PoolConfig().chosen("timm", [])
-    done = run_script("model_zoo/network_exporter.py", "--workspace", str(tmp_path), "--collection", "other", "--model", "lstm")
+    done = run_script("model_zoo/pool_exporter.py", "--workspace", str(tmp_path), "--collection", "other", "--model", "lstm")
     assert done.returncode == 1
     assert "lstm: no such network; there are recommender_crossed" in done.stderr
 
 
 @pytest.mark.parametrize("package", ["timm", "transformers"])
-def test_without_its_package_an_exporter_says_how_to_get_it(package: str, tmp_path: Path,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_package_a_collection_says_how_to_get_it(package: str, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest))
-    done = run_script(f"model_zoo/{package}_exporter.py", "--workspace", str(tmp_path))
+    done = run_script("model_zoo/pool_exporter.py", "--collection", package, "--workspace", str(tmp_path))
     assert done.returncode == 1
     assert done.stderr == f"error: {package} is not installed here; install it with: pip install -r requirements-pool.txt\n"
 

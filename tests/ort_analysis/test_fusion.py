@@ -282,6 +282,13 @@ def test_the_command_writes_records_and_index_and_goes_on_past_a_bad_model(works
     assert len(read_index(index_path(workspace, flavour)).all_kernels()) == len(index.all_kernels())
 
 
+def test_the_graph_of_a_gpu_needs_none(workspace: Workspace) -> None:
+    files.write_bytes(workspace.models / "small.onnx", small_model().SerializeToString())
+    done = detect(workspace, "--model", "small.onnx", "--device", "cuda", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [row["flavour"] for row in json.loads(done.stdout)["records"]] == [flavour_of("cuda").name]
+
+
 def test_a_record_read_back_and_one_of_another_version(workspace: Workspace) -> None:
     record = analyze(small_model(batch="batch"), "cpu", {"batch": 2}, "anet")
     assert record.model == "anet@batch=2,dynamic"

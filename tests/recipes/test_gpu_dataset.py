@@ -108,7 +108,7 @@ def run(script: str, workspace: Workspace, *options: str) -> subprocess.Complete
 @pytest.fixture(scope="module")
 def left_out(part: Workspace) -> dict[str, Any]:
     """What families left out in turn err by."""
-    done = run("training/leave_families_out.py", part, "--without-forests", "--json")
+    done = run("training/held_out.py", part, "--by", "family", "--without-forests", "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)[TARGET]
 
@@ -129,7 +129,7 @@ def test_families_left_out(left_out: dict[str, Any]) -> None:
 
 
 def test_ablation(part: Workspace, left_out: dict[str, Any]) -> None:
-    """The variant that ships errs just as `leave_families_out.py` says; learning from fewer kernels errs more."""
+    """The variant that ships errs just as `held_out.py --by family` says; learning from fewer kernels errs more."""
     expected = left_out["kernels"]
     names = ["shipped", "no-samples", "forest", "two-stages"]
     done = run("training/ablation.py", part, "--json", *(word for name in names for word in ("--variant", name)))
@@ -267,7 +267,7 @@ def test_a_shipped_reading_of_the_probe_tells_a_prediction(beside: Workspace, to
 
 
 def test_a_gpu_without_its_label_is_reported(tmp_path: Path, part: Workspace) -> None:
-    done = run("training/leave_families_out.py", part, "--target", "nvidia-z9")
+    done = run("training/held_out.py", part, "--by", "family", "--target", "nvidia-z9")
     assert done.returncode == 1
     assert "nvidia-z9" in done.stderr
     assert "Traceback" not in done.stderr

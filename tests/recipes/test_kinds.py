@@ -14,7 +14,7 @@ from command import run_script
 from recipes.kinds.compare_on_gpu import compare_all, difference_rows
 from recipes.kinds.gpu_latency import gpu_latency
 from recipes.kinds.judge import Ended
-from recipes.kinds.judgement import JUDGEMENT, Found, page, read_judgement, rows_of, summary
+from recipes.kinds.judgement import JUDGEMENT, StepResult, page, read_judgement, rows_of, summary
 from recipes.kinds.manifest import MadeModel, read_manifest
 from recipes.kinds.node_comparison import compare
 from recipes.kinds.node_lists import NodeList, NodeRow, derived_nodes, every_node, feed_of, named
@@ -106,13 +106,13 @@ MODELS = tuple(MadeModel(name=name, file=f"{name}.onnx", kind=kind, opset=18) fo
     ("a", "U-Net"), ("b", "LSTM"), ("c", "torchvision classification"), ("d", "detector")))
 
 
-def answer(model: str, step: str, latency_ms: float, **more: object) -> Found:
-    return Found.model_validate({"model": model, "step": step, "outcome": "answered", "seconds": 1.0, "latency_ms": latency_ms,
-                                 **more})
+def answer(model: str, step: str, latency_ms: float, **more: object) -> StepResult:
+    return StepResult.model_validate({"model": model, "step": step, "outcome": "answered", "seconds": 1.0,
+                                      "latency_ms": latency_ms, **more})
 
 
-def timed(model: str, first_ms: float, second_ms: float) -> Found:
-    return Found(model=model, step="measured", outcome="answered", seconds=1.0, first_ms=first_ms, second_ms=second_ms)
+def timed(model: str, first_ms: float, second_ms: float) -> StepResult:
+    return StepResult(model=model, step="measured", outcome="answered", seconds=1.0, first_ms=first_ms, second_ms=second_ms)
 
 
 def test_the_summary_counts_what_was_asked(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_summary_counts_what_was_asked(tmp_path: Path) -> None:
         answer("a", "cpu", 15.0, interval_ms=(5.0, 20.0)), answer("a", "cpu_filled", 10.5), timed("a", 10.0, 11.0),
         answer("b", "cpu", 2.1, rough=True, operators=("LSTM",)), answer("b", "cpu_filled", 2.4), timed("b", 2.0, 2.0),
         answer("c", "h200", 1.0, rough=True), answer("c", "cpu", 1.2, rough=True), timed("c", 1.0, 1.0),
-        Found(model="d", step="h200", outcome="traceback", seconds=1.0, message="KeyError: 'x'"),
+        StepResult(model="d", step="h200", outcome="traceback", seconds=1.0, message="KeyError: 'x'"),
     ]
     (tmp_path / JUDGEMENT).write_text("".join(step.model_dump_json() + "\n" for step in steps) + '{"torn')
     rows = rows_of(MODELS, read_judgement(tmp_path), {"c": 1.4})
@@ -129,11 +129,17 @@ def test_the_summary_counts_what_was_asked(tmp_path: Path) -> None:
         ("c", "h200"): 1 / 1.4 - 1})
     told = {line["what"]: (line["reached"], line["met"]) for line in summary(rows)}
     assert told["this CPU, kernels measured: median error of 2"] == ("12.5%", "no")
-    assert told["this CPU, kernels measured: MAPE"] == ("12.5%", "yes")
+    assert told["this CPU, kernels measured: mean error"] == ("12.5%", "yes")
     assert told["this CPU, kernels measured: a second measurement, median / mean"] == ("5.0% / 5.0%", "-")
     assert told["answers: traceback"] == ("1: d (nvidia-h200)", "no")
     assert told["of 3 unmarked answers off by more than 30%"] == ("1: a (this CPU, +50.0%)", "no")
-    assert told["of 3 marked answers within 15%"] == ("1: b (this CPU, +5.0%)", "yes")
+    assert told["of 3 marked answers within 15%: these needed no mark"] == ("33.3%, 1: b (this CPU, +5.0%)", "yes")
+    needless = [answer("b", "h200", 1.4, rough=True), answer("c", "h200", 1.5, rough=True)]
+    marked = {line["what"]: line for line in summary(rows_of(MODELS, {(step.model, step.step): step for step in needless},
+                                                             {"b": 1.4, "c": 1.2}))}
+    assert marked["of 2 marked answers within 15%: these needed no mark"] == {
+        "what": "of 2 marked answers within 15%: these needed no mark", "bar": "at most 33.3%",
+        "reached": "50.0%, 1: b (nvidia-h200, +0.0%)", "met": "no"}
     assert told["torchvision classification models marked"][1] == "no"
     assert told["this CPU: interval's width over the prediction, median / widest"] == ("100% / 100%", "-")
     text = page(rows, "python recipes/kinds/judge.py out/kinds", "Measured here.")

@@ -15,9 +15,9 @@ from command import run_script
 from made_up_dataset import METRIC, TARGET, chain, conv, relu, write_workspace
 
 from training.ablation import VARIANTS, Dataset, Variant, chosen_rows, learn, load, sum_mape
+from training.baselines import cuda_classes
+from training.baselines.cuda_classes import cuda_class
 from training.composition.measured_models import MeasuredModel
-from training.kernels import cuda_classes
-from training.kernels.cuda_classes import cuda_class
 from training.kernels.estimators import KernelModel, fit_kernel_model
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
@@ -83,11 +83,11 @@ def test_what_a_variant_may_see(data: Dataset) -> None:
 def test_without_a_roofline_times_are_learned_all_the_same(data: Dataset) -> None:
     """And a kernel type of none of the rows is estimated from its sizes, as those of its class."""
     rows = data.rows.rows(data.rows.idle & (data.rows.types == "Conv"))
-    arguments = rows.features, rows.load, rows.flops, rows.bytes_moved
     for variant in (VARIANTS["no-roofline"], VARIANTS["forest"], VARIANTS["one-for-all"]):
-        found = learn(rows, data, variant, QUICK).predict_ms(rows.types, *arguments)
+        found = learn(rows, data, variant, QUICK).predict_ms(rows.kernels)
         assert np.median(np.abs(found / rows.times_ms["run"] - 1)) < 0.02
-    unknown = learn(rows, data, VARIANTS["no-roofline"], QUICK).predict_ms(["Unheard"] * len(rows), *arguments)
+    unknown = learn(rows, data, VARIANTS["no-roofline"], QUICK).predict_ms(
+        replace(rows.kernels, types=np.array(["Unheard"] * len(rows))))
     assert np.median(np.abs(unknown / rows.times_ms["run"] - 1)) < 0.01
 
 
@@ -121,7 +121,7 @@ def test_the_first_stage_does_not_see_the_answer(data: Dataset, monkeypatch: pyt
         mine = np.array([family_of[str(row)] == name for row in rows.ids])
         assert (guessed[mine, column] == 0).all()
         assert guessed[~mine, column].any()
-    found = model.predict_ms(rows.types, rows.features, rows.load, rows.flops, rows.bytes_moved)
+    found = model.predict_ms(rows.kernels)
     assert np.median(np.abs(found / rows.times_ms["run"] - 1)) < 0.04
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,17 @@ from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
 from records.operators import operator_row
-from training.kernels.boosters import SavedBoosters, pack_booster
+from training.kernels.boosters import as_arrays, from_arrays
 from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
 from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
-from training.kernels.operator_table import ADDING, markdown, operator_rows, summary_rows
+from training.kernels.operator_table import ADDING, markdown, operator_report, operator_rows, summary_rows
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.predictors import read_predictors
-from training.kernels.saving import save_predictors
+from training.kernels.schema import KernelRows
 from training.kernels.settings import TrainingConfig, XgboostSettings
+from training.kernels.sidecar import save_predictors
 from training.kernels.training_set import TrainingSet, read_training_set
 from training.kernels.uncertainty import ranges_of
-from training.leave_operators_out import report
 from utils.paths import ROOT, Workspace
 
 CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_rate=0.3), folds=2,
@@ -103,9 +102,9 @@ def test_an_unknown_operator_takes_what_its_class_does(rows: TrainingSet, made: 
 def test_an_operator_without_a_class_takes_what_all_do(rows: TrainingSet) -> None:
     model = fit_kernel_model(rows, "run", (), CONFIG)
     assert {name for name in model.boosters if is_class(name)} == {ANY, "class elementwise", "class reduction"}
-    features, flops = np.zeros((2, len(rows.schema.names))), np.zeros(2)
-    load = np.tile(list(rows.idle_load.values()), (2, 1))
-    unknown, known_class = model.predict_ms(["Abracadabra", "LSTM"], features, load, flops, np.full(2, 1e6))
+    unknown, known_class = model.predict_ms(KernelRows(
+        types=np.array(["Abracadabra", "LSTM"]), features=np.zeros((2, len(rows.schema.names))), flops=np.zeros(2),
+        bytes_moved=np.full(2, 1e6)))
     assert unknown == known_class  # recurrent layers were not measured either
 
 
@@ -165,11 +164,11 @@ def test_the_report_of_a_target(made: tuple[Workspace, dict[str, Kernel]], rows:
     write_errors(made[0].kernel_errors(TARGET.name), KernelErrors(
         target=TARGET, label="run", held_out=(), dataset_sha256=rows.sha256,
         kernels=(KernelError(kernel=known, families=(), measured_ms=1.0, predicted_ms=1.25),)))
-    report(made[0], TARGET.name, CONFIG, page, lambda rows, title: None)
+    operator_report(made[0], TARGET.name, CONFIG, page, lambda rows, title: None)
     assert not caplog.messages
     assert "| elementwise | Exp | float32 | 30 | 25.0 |" in page.read_text()
     made[0].kernel_errors(TARGET.name).unlink()
-    found = report(made[0], TARGET.name, CONFIG, page, lambda rows, title: titles.append(title))
+    found = operator_report(made[0], TARGET.name, CONFIG, page, lambda rows, title: titles.append(title))
     assert "no such file, so the table has no cross-validated errors" in caplog.text
     assert [row["class"] for row in found["classes"]] == ["elementwise", "reduction", "all"]
     assert len(titles) == 2  # no launches were measured
@@ -186,14 +185,12 @@ def test_a_class_whose_sizes_mislead_takes_its_median(rows: TrainingSet) -> None
     assert steady_classes([one("Relu", 1.2, 1.0), one("Exp", 1.1, 1.3)]) == frozenset()
     known = fit_kernel_model(rows, "run", (), CONFIG, steady=frozenset({"class elementwise"}))
     seen = rows.types == "Exp"
-    times = known.predict_ms(["Abs"] * int(seen.sum()), rows.features[seen], rows.load[seen], rows.flops[seen],
-                             rows.bytes_moved[seen])
+    times = known.predict_ms(dataclasses.replace(rows.rows(seen).kernels, types=np.array(["Abs"] * int(seen.sum()))))
     ratios = times / known.roofline.bound_ms(rows.flops[seen], rows.bytes_moved[seen])
     assert ratios == pytest.approx(float(ratios[0]), rel=1e-5)
     of_class = np.isin(rows.types, ELEMENTWISE)
     bound = known.roofline.bound_ms(rows.flops, rows.bytes_moved)
     assert ratios[0] == pytest.approx(float(np.median((rows.times_ms["run"] / bound)[of_class])), rel=0.02)
-    packed = pack_booster(known.boosters["class elementwise"])  # it has no tree
-    again = SavedBoosters(pickle.dumps({"class elementwise": packed}), Path("steady.pkl"))["class elementwise"]
+    again = from_arrays(*as_arrays(known.boosters["class elementwise"]))  # it has no tree
     anything = np.zeros((1, again.num_features()), dtype=np.float32)
     assert again.inplace_predict(anything)[0] == pytest.approx(np.log(ratios[0]), rel=1e-4)

@@ -48,7 +48,7 @@ from training.composition.host_side import (
     simulated_ms,
 )
 from training.composition.measured_models import MeasuredModel, tracks
-from training.kernels.saving import copy_predictors
+from training.kernels.sidecar import copy_predictors
 from training.kernels.training_set import measured_times
 from utils import files
 from utils.fingerprint import machine

@@ -11,8 +11,8 @@ from made_up_dataset import TARGET, gemm, tensor, write_dataset
 from records.kernel_record import Kernel, Tensor
 from records.kernel_types import describe_kernel
 from records.measurement import GPU_LABEL
+from training.kernels.class_boosters import RELATED_WEIGHT, related_types, row_weights
 from training.kernels.estimators import fit_kernel_model, predict_kernels
-from training.kernels.relatives import WEIGHT, relatives, row_weights
 from training.kernels.settings import TrainingConfig, XgboostSettings
 from training.kernels.training_set import TrainingSet, read_training_set
 from utils.paths import Workspace
@@ -47,18 +47,18 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
 
 def test_the_type_with_the_most_rows_learns_alone() -> None:
     types = np.array(["Gemm"] * 5 + ["MatMul"] * 3 + ["Einsum"] + ["Split"] * 2 + ["Relu"] * 9)
-    assert relatives("MatMul", types) == {"Gemm", "Einsum"}
-    assert relatives("Einsum", types) == {"Gemm", "MatMul"}
-    assert relatives("Gemm", types) == frozenset()
-    assert relatives("Split", types) == frozenset()  # without a Concat
-    assert relatives("Relu", types) == frozenset()
-    assert row_weights("MatMul", types).tolist() == [WEIGHT] * 5 + [1.0] * 3 + [WEIGHT] + [0.0] * 11
+    assert related_types("MatMul", types) == {"Gemm", "Einsum"}
+    assert related_types("Einsum", types) == {"Gemm", "MatMul"}
+    assert related_types("Gemm", types) == frozenset()
+    assert related_types("Split", types) == frozenset()  # without a Concat
+    assert related_types("Relu", types) == frozenset()
+    assert row_weights("MatMul", types).tolist() == [RELATED_WEIGHT] * 5 + [1.0] * 3 + [RELATED_WEIGHT] + [0.0] * 11
     assert row_weights("Relu", types).tolist() == [0.0] * 11 + [1.0] * 9
 
 
 def test_a_fused_type_counts_as_its_operator() -> None:
     types = np.array(["Gemm_Relu", "Gemm_Relu", "MatMul_Add"])
-    assert relatives("MatMul_Add", types) == {"Gemm_Relu"}
+    assert related_types("MatMul_Add", types) == {"Gemm_Relu"}
 
 
 def test_a_large_product_is_predicted_from_products_of_another_type(rows: TrainingSet) -> None:

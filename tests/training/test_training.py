@@ -13,9 +13,9 @@ from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, rel
 
 from records.dataset_files import kernel_table_path
 from training.kernels import estimators
-from training.kernels.estimators import SHARED
+from training.kernels.estimators import SHARED, fit_roofline
 from training.kernels.label_training import LeftOut, cross_validate, train_label, type_errors
-from training.kernels.roofline import fit_roofline
+from training.kernels.schema import KernelRows
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from utils.config import read_config
@@ -73,7 +73,7 @@ def test_load_makes_kernels_slower(rows: TrainingSet) -> None:
     model = estimators.fit_kernel_model(rows, "run", [], QUICK)
     idle = rows.rows(rows.idle)
     without = estimators.predict_rows(model, idle)
-    loaded = model.predict_ms(idle.types, idle.features, np.full((len(idle), 1), 50.0), idle.flops, idle.bytes_moved)
+    loaded = model.predict_ms(replace(idle.kernels, load=np.full((len(idle), 1), 50.0)))
     assert np.median(loaded / without) == pytest.approx(1.5, rel=0.05)
 
 
@@ -92,7 +92,7 @@ def test_cross_validation_does_not_see_the_answer(rows: TrainingSet) -> None:
     blind = rows.rows(np.isin(rows.ids, list(noise)))
     blind.times_ms["run"] = times[np.isin(rows.ids, list(noise))]
     left_out = cross_validate(blind, "run", [], QUICK)
-    correlation = np.corrcoef(np.log(left_out.shared), np.log(blind.times_ms["run"]))[0, 1]
+    correlation = np.corrcoef(np.log(left_out.shared_ms), np.log(blind.times_ms["run"]))[0, 1]
     assert abs(correlation) < 0.3
 
 
@@ -101,7 +101,8 @@ def test_a_type_gets_its_own_predictor_only_where_that_helps(rows: TrainingSet) 
 
     truth = rows.times_ms["run"]
     conv_rows = rows.types == "Conv"
-    better = LeftOut(shared=truth * 1.2, own=np.where(conv_rows, truth * 1.1, truth * 1.3), forest=truth, roofline=truth)
+    better = LeftOut(shared_ms=truth * 1.2, own_ms=np.where(conv_rows, truth * 1.1, truth * 1.3), forest_ms=truth,
+                     roofline_ms=truth)
     assert choose_own(rows, "run", better, ["Conv", "Relu"]) == ["Conv"]
 
 
@@ -127,15 +128,15 @@ def test_a_launch_for_each_table() -> None:
     assert roofline.bound_ms(nothing, nothing, tables) == pytest.approx([0.00108, 0.0054])
 
 
-def test_an_unknown_type_of_old_predictors_gets_the_scaled_roofline(rows: TrainingSet) -> None:
-    """Those that were saved before classes of operators were learned."""
+def test_an_unknown_type_gets_the_scaled_roofline_where_no_classes_were_learned(rows: TrainingSet) -> None:
     model = estimators.fit_kernel_model(rows.rows(rows.types == "Conv"), "run", [], QUICK)
     model = replace(model, boosters={SHARED: model.boosters[SHARED]})
-    flops, moved = np.array([float(gemm().flops)]), np.array([1e5])
-    time_ms = model.predict_ms(["Gemm"], np.zeros((1, rows.features.shape[1])), np.zeros((1, 1)), flops, moved)
-    bound = model.roofline.bound_ms(flops, moved)
+    kernels = KernelRows(types=np.array(["Gemm"]), features=np.zeros((1, rows.features.shape[1])),
+                         flops=np.array([float(gemm().flops)]), bytes_moved=np.array([1e5]), load=np.zeros((1, 1)))
+    time_ms = model.predict_ms(kernels)
+    bound = model.roofline.bound_ms(kernels.flops, kernels.bytes_moved)
     assert time_ms == pytest.approx(bound * model.roofline.scale, rel=1e-3)
-    loaded = model.predict_ms(["Gemm"], np.zeros((1, rows.features.shape[1])), np.full((1, 1), 50.0), flops, moved)
+    loaded = model.predict_ms(replace(kernels, load=np.full((1, 1), 50.0)))
     assert loaded / time_ms == pytest.approx(1.5, rel=0.1)
 
 

@@ -20,7 +20,7 @@ from runtimes.targets import flavour_of
 from runtimes.tvm.drawn import DRAWS, OperatorSizes
 from runtimes.tvm.package import tvm_flavour
 from training.kernels.settings import TrainingConfig
-from training.leave_settings_out import FEATURES, left_out_rows, settings_of
+from training.kernels.settings_left_out import FEATURES, left_out_rows, settings_of
 from tvm_analysis.operator_sampler import sample
 from utils.config import validate
 from utils.errors import UserError
@@ -78,7 +78,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         collect(workspace, validate({
             "device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
             "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
-            "tvm": {"threads": threads, "cores": cores, "memory_limit_mib": 512}}, CollectorConfig, "test"))
+            "setting": {"threads": threads, "cores": cores, "memory_limit_mib": 512}}, CollectorConfig, "test"))
     return workspace
 
 
@@ -96,7 +96,7 @@ def test_drawn_kernels_are_measured_under_each_setting(settings: Workspace) -> N
 def test_each_setting_is_left_out_once(settings: Workspace, tmp_path: Path) -> None:
     config = tmp_path / "training.yaml"
     config.write_text("folds: 2\nxgboost: {trees: 30}\nforest: {trees: 3}\n")
-    done = run_script("training/leave_settings_out.py", "--workspace", settings.root, "--config", config, "--json")
+    done = run_script("training/held_out.py", "--by", "setting", "--workspace", settings.root, "--config", config, "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert sorted((row["threads"], row["cores"]) for row in rows) == sorted(SETTINGS)

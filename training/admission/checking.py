@@ -12,13 +12,12 @@ import numpy.typing as npt
 
 from records.dataset_files import read_kernels
 from records.kernel_record import Kernel
-from training.admission.admitted import Admitted, checked_times
-from training.admission.finding import Found, find_estimator
+from training.admission.admitted import Admitted, KnownEstimator, checked_times, find_estimator
 from training.admission.interface import Estimator, Floats, Measured
 from training.kernels.estimators import assign_folds
 from training.kernels.label_training import OWN_MARGIN
 from training.kernels.replay import family_folds
-from training.kernels.schema import FeatureSchema
+from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
 from utils.errors import UserError
@@ -61,9 +60,10 @@ class Task:
         """The kernel types that some fold predicts."""
         return tuple(sorted(set(self.rows.types[self.tested].tolist())))
 
-    def features(self, schema: FeatureSchema[Kernel], mask: Mask) -> Floats:
-        """Features of the rows in `mask`, which are chosen ones."""
-        return schema.matrix(self.kernels[name] for name in self.rows.ids[mask].tolist())
+    def kernel_rows(self, schema: FeatureSchema[Kernel], mask: Mask) -> KernelRows:
+        """The rows in `mask`, which are chosen ones, with the features of `schema`."""
+        kernels = [self.kernels[name] for name in self.rows.ids[mask].tolist()]
+        return KernelRows.of(kernels, schema.matrix(kernels))
 
     def fitted(self, make: Make, learn: Mask, types: Sequence[str] | None = None) -> Estimator:
         """An estimator that learned from the rows in `learn`; of the chosen ones, those of `types` (default: all)."""
@@ -74,9 +74,11 @@ class Task:
             raise UserError(f"{self.rows.header.target.name}: no kernel is left to learn from in one fold; try --hold-out "
                             "kernel")
         estimator = make()
-        estimator.fit(Measured(self.rows.types[mask], self.features(estimator.features, mask),
-                               self.rows.times_ms[self.label][mask], self.rows.header.target, self.label, self.config,
-                               self.rows.rows(learn)))
+        kernels = self.kernel_rows(estimator.features, mask)
+        estimator.fit(Measured(types=kernels.types, features=kernels.features, flops=kernels.flops,
+                               bytes_moved=kernels.bytes_moved, times_ms=self.rows.times_ms[self.label][mask],
+                               target=self.rows.header.target, label=self.label, config=self.config,
+                               all_rows=self.rows.rows(learn)))
         return estimator
 
     def fitted_to_all(self, make: Make) -> Estimator:
@@ -91,8 +93,7 @@ class Task:
         for learn, test in self.folds:
             if (mask := test & of_types).any():
                 estimator = self.fitted(make, learn, types)
-                times_ms[mask] = checked_times(estimator, self.rows.types[mask].tolist(),
-                                               self.features(estimator.features, mask))
+                times_ms[mask] = checked_times(estimator, self.kernel_rows(estimator.features, mask))
         return times_ms
 
 
@@ -119,14 +120,14 @@ def task_for(workspace: Workspace, rows: TrainingSet, label: str, wanted: Callab
     if len(ids) < LEAST_HELD_OUT:
         raise UserError(f"{target}: {len(ids)} such kernels were measured, a check needs {LEAST_HELD_OUT}; measure more, or "
                         "check for more types")
-    described = {one.kernel.id: one for one in read_kernels(workspace.dataset(target), ids)}
+    described = {entry.kernel.id: entry for entry in read_kernels(workspace.dataset(target), ids)}
     of_models = chosen & np.array([name in described and bool(described[name].models) for name in rows.ids.tolist()])
     folds = tuple((fold.pool, fold.tested & chosen) for fold in family_folds(rows.groups, of_models, config.folds))
     folds = tuple(fold for fold in folds if fold[1].any())
     if hold_out == "kernel" or (hold_out is None and len(folds) < 2):
         hold_out, of_fold = "kernel", assign_folds(rows.ids, rows.types, config.folds, config.seed)
         folds = tuple((of_fold != fold, (of_fold == fold) & chosen) for fold in range(config.folds))
-    task = Task(rows, label, hold_out or "family", chosen, {name: one.kernel for name, one in described.items()},
+    task = Task(rows, label, hold_out or "family", chosen, {name: entry.kernel for name, entry in described.items()},
                 tuple(fold for fold in folds if fold[1].any()), config)
     if not task.folds or len(set(rows.ids[task.tested].tolist())) < LEAST_HELD_OUT:
         raise UserError(f"{target}: fewer than {LEAST_HELD_OUT} such kernels can be held out; try --hold-out kernel")
@@ -138,9 +139,8 @@ def in_use_ms(task: Task, in_use: Make, entries: Sequence[Admitted], named: Sequ
     by_admitted = {name: entry for entry in entries if entry.label == task.label for name in entry.types}
     times_ms = task.held_out_ms(in_use)
     for entry in {entry.name: entry for entry in by_admitted.values()}.values():
-        found = find_estimator(entry.name, named)
-        own = task.held_out_ms(found.estimator, entry.types)
-        times_ms = np.where(np.isfinite(own), own, times_ms)
+        by_entry = task.held_out_ms(find_estimator(entry.name, named).estimator, entry.types)
+        times_ms = np.where(np.isfinite(by_entry), by_entry, times_ms)
     return times_ms
 
 
@@ -157,9 +157,9 @@ def error_rows(task: Task, times_ms: Mapping[str, Floats]) -> list[dict[str, Any
         for name, times in times_ms.items():
             if np.isnan(times[mask]).any():
                 continue
-            found = error_statistics(times[mask].tolist(), measured.tolist())
+            errors = error_statistics(times[mask].tolist(), measured.tolist())
             table.append({"type": part, "estimator": name, "kernels": len(set(task.rows.ids[mask].tolist())),
-                          "MAPE_%": 100 * found.mape, "median_%": 100 * found.median, "within_10_%": 100 * found.within_10,
+                          "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median, "within_10_%": 100 * errors.within_10,
                           "time_weighted_MAPE_%": 100 * time_weighted_error(times[mask], measured)})
     return table
 
@@ -170,28 +170,28 @@ def errors_of(task: Task, times_ms: Floats, types: Sequence[str]) -> ErrorStatis
     return error_statistics(times_ms[mask].tolist(), task.rows.times_ms[task.label][mask].tolist())
 
 
-def why_not(task: Task, own_ms: Floats, before_ms: Floats) -> dict[str, str]:
+def why_not(task: Task, estimator_ms: Floats, before_ms: Floats) -> dict[str, str]:
     """By kernel type, why an estimator is not admitted for it; "" where its error is clearly smaller than that of what it
     replaces.
 
     Args:
-        own_ms, before_ms: the held-out times of the estimator, and of what it replaces.
+        estimator_ms, before_ms: the held-out times of the estimator, and of what it replaces.
     """
     reasons = {}
     for name in task.types:
-        own, before = (errors_of(task, times_ms, [name]) for times_ms in (own_ms, before_ms))
+        errors, before = (errors_of(task, times_ms, [name]) for times_ms in (estimator_ms, before_ms))
         kernels = len(set(task.rows.ids[task.tested & (task.rows.types == name)].tolist()))
         if kernels < LEAST_HELD_OUT:
             reasons[name] = f"fewer than {LEAST_HELD_OUT} kernels could be held out, too few to compare"
-        elif own.mape >= OWN_MARGIN * before.mape:
-            reasons[name] = (f"its error on held-out kernels is {own.mape:.1%}, and that of what it would replace "
+        elif errors.mape >= OWN_MARGIN * before.mape:
+            reasons[name] = (f"its error on held-out kernels is {errors.mape:.1%}, and that of what it would replace "
                              f"{before.mape:.1%}; admitted are errors below {OWN_MARGIN:g} times that")
         else:
             reasons[name] = ""
     return reasons
 
 
-def about_admitted(task: Task, found: Found, times_ms: Mapping[str, Floats], types: Sequence[str], forced: bool,
+def about_admitted(task: Task, known: KnownEstimator, times_ms: Mapping[str, Floats], types: Sequence[str], forced: bool,
                    created: str) -> dict[str, object]:
     """What `admit` is to list of an estimator.
 
@@ -199,11 +199,11 @@ def about_admitted(task: Task, found: Found, times_ms: Mapping[str, Floats], typ
         times_ms: held-out times by name: the estimator's, BEFORE and ROOFLINE.
         types: the kernel types that it is admitted for.
     """
-    own = times_ms[found.estimator.name]
-    ratios = (task.rows.times_ms[task.label] / own)[task.tested & np.isin(task.rows.types, list(types))]
-    return {"source": found.source, "code_sha256": found.code_sha256, "label": task.label,
+    estimator_ms = times_ms[known.estimator.name]
+    ratios = (task.rows.times_ms[task.label] / estimator_ms)[task.tested & np.isin(task.rows.types, list(types))]
+    return {"source": known.source, "code_sha256": known.code_sha256, "label": task.label,
             "types": tuple(types), "hold_out": task.hold_out,
-            "errors": errors_of(task, own, types), "errors_before": errors_of(task, times_ms[BEFORE], types),
+            "errors": errors_of(task, estimator_ms, types), "errors_before": errors_of(task, times_ms[BEFORE], types),
             "errors_of_roofline": errors_of(task, times_ms[ROOFLINE], types),
             "true_over_predicted": tuple(np.quantile(ratios, (0.05, 0.95)).tolist()), "forced": forced,
             "dataset_sha256": task.rows.sha256, "created": created}
@@ -213,6 +213,6 @@ def environment_error(estimator: type[Estimator], rows: TrainingSet) -> str:
     """What is wrong where an estimator does not hold for a dataset's target; "" where it does."""
     if estimator.holds_for(rows.header.target):
         return ""
-    stated = "; ".join(", ".join(f"{key} {value}" for key, value in one.model_dump().items() if value)
-                       for one in estimator.environments)
+    stated = "; ".join(", ".join(f"{key} {value}" for key, value in pattern.model_dump().items() if value)
+                       for pattern in estimator.environments)
     return f"estimator {estimator.name} does not hold for {rows.header.target.name} (it states: {stated})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
 from records.operators import OperatorClass, operator_row
-from training.kernels.schema import FeatureSchema
+from training.kernels.schema import FeatureSchema, KernelRows
 from utils.fingerprint import Target
 from utils.frozen import Frozen
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
 Floats = npt.NDArray[np.float64]
-Types = npt.NDArray[np.str_]
 
 
 class EnvironmentPattern(Frozen):
@@ -46,22 +45,18 @@ class EnvironmentPattern(Frozen):
                 and fnmatchcase(target.name, self.target or "*"))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What an estimator is fitted to.
+@dataclass(frozen=True, kw_only=True)
+class Measured(KernelRows):
+    """What an estimator is fitted to: kernels that were measured on an idle device.
 
     Attributes:
-        types: kernel type of each row.
-        features: rows × the estimator's features.
-        times_ms: of each row, measured on an idle device.
+        times_ms: of each row.
         target: device, runtime, threads.
         label: which time of a kernel it is (records/measurement.py).
         config: of the training.
         all_rows: everything that may be learned from: kernels of other types, and rows under load, too.
     """
 
-    types: Types
-    features: Floats
     times_ms: Floats
     target: Target
     label: str
@@ -74,8 +69,11 @@ class Measured:
         return self.all_rows.header.environment
 
 
+NO_FEATURES: FeatureSchema[Kernel] = FeatureSchema("none", 1, {}, lambda kernel: ())
+
+
 class Estimator(ABC):
-    """Predicts the times of kernels of some types on an idle device. A subclass states the attributes and has the four methods.
+    """Predicts the times of kernels. A subclass states the attributes and has the four methods.
 
     Attributes:
         name: unique among all estimators; letters, digits, `_` and `-`.
@@ -83,7 +81,7 @@ class Estimator(ABC):
         operators: ONNX operators that it is for, with whatever is fused into them.
         classes: classes of operators that it is for. Without operators and classes, it is for every kernel.
         environments: the targets that it holds for.
-        features: the numbers of a kernel that it reads, and how they are computed.
+        features: the numbers of a kernel that it reads besides its operations and bytes, and how they are computed.
         saved_classes: the classes whose instances its saved form holds. Any other is refused when it is read.
     """
 
@@ -92,7 +90,7 @@ class Estimator(ABC):
     operators: ClassVar[frozenset[str]] = frozenset()
     classes: ClassVar[frozenset[OperatorClass]] = frozenset()
     environments: ClassVar[tuple[EnvironmentPattern, ...]] = (EnvironmentPattern(),)
-    features: ClassVar[FeatureSchema[Kernel]]
+    features: FeatureSchema[Kernel] = NO_FEATURES
     saved_classes: ClassVar[tuple[type[BaseModel], ...]] = ()
 
     @abstractmethod
@@ -100,17 +98,13 @@ class Estimator(ABC):
         """Learns from measured kernels."""
 
     @abstractmethod
-    def predict_ms(self, types: Sequence[str], features: Floats) -> Floats:
-        """The time (ms) of each row.
-
-        Args:
-            types: kernel type of each row.
-            features: rows × the estimator's features.
-        """
+    def predict_ms(self, kernels: KernelRows) -> Floats:
+        """The time (ms) of each row. An admitted estimator is asked for idle times alone."""
 
     @abstractmethod
     def saved(self) -> dict[str, Any]:
-        """What was learned: numbers, text, lists, dictionaries, and instances of `saved_classes`."""
+        """What was learned: numbers, text, lists, dictionaries, numpy arrays, dictionaries of XGBoost boosters, and instances
+        of `saved_classes`."""
 
     @abstractmethod
     def restore(self, saved: Mapping[str, Any]) -> None:

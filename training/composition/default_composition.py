@@ -12,14 +12,19 @@ from pathlib import Path
 from graph_model.simulation.pipeline import PipelineCosts
 from records.measurement import GPU_LABEL, UNPROFILED
 from training.composition.fitted import Composition, composition_path
-from training.kernels.estimators import LEAST_LAUNCHES
+from training.kernels.estimators import LEAST_LAUNCHES, KernelModel, Roofline
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.measured_times import MeasuredTimes
 from training.kernels.predictors import Predictors
-from training.kernels.roofline import Roofline
-from training.kernels.saving import write_measured
+from training.kernels.saved_form import save_estimator
 from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import LabelPredictors, Sidecar, installed_packages, schema_fields, write_sidecar
+from training.kernels.sidecar import (
+    LabelPredictors,
+    MeasuredTimes,
+    Sidecar,
+    installed_packages,
+    write_measured,
+    write_sidecar,
+)
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Target, machine
@@ -67,13 +72,13 @@ def untrained(folder: Path, target: Target) -> Predictors:
         CPU_LABEL: ROOFLINES["cpu"]}
     sidecar = Sidecar(
         target=target, created=datetime.now(UTC).isoformat(timespec="seconds"), dataset_sha256="",
-        packages=installed_packages(), **schema_fields(KERNEL_FEATURES), metrics=(), idle_load={}, load_range={}, loaded_rows=0,
+        packages=installed_packages(), metrics=(), idle_load={}, load_range={}, loaded_rows=0,
         dtypes=DTYPES, held_out=(), config={}, machines=(machine(device),),
         feature_range=(NO_RANGE,) * len(KERNEL_FEATURES.names), measured="nothing",
         measured_sha256="", labels={
-            label: LabelPredictors(file=None, sha256="", roofline=roofline, type_codes={}, predictor_of={}, errors=())
+            label: LabelPredictors(**dict(save_estimator(folder, label, KernelModel(roofline=roofline))))
             for label, roofline in rooflines.items()})
-    return Predictors(folder, sidecar, MeasuredTimes(MeasuredTimes.text({})), {})
+    return Predictors(folder, sidecar, MeasuredTimes(MeasuredTimes.text({})))
 
 
 def save_default(folder: Path, predictors: Predictors) -> None:

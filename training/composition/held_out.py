@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from records.measurement import GPU_LABEL
+from training.admission.interface import Estimator
 from training.composition.formulas import LeftOut, can_fit, left_out_ms
 from training.composition.intervals import KNOWN, CalibratedInterval, Case, Novelty, Sources, calibrate, sources
 from training.composition.measured_models import (
@@ -26,9 +27,9 @@ from training.composition.measured_models import (
     measured_models,
     tracks_of,
 )
-from training.kernels.beyond import times_beyond
-from training.kernels.estimators import TimePredictor, fit_kernel_model, parallel_map, predict_kernels
+from training.kernels.estimators import fit_kernel_model, parallel_map, predict_kernels
 from training.kernels.predictors import ON_GPU, Predictors, leaves_gpu_idle, read_predictors
+from training.kernels.schema import times_beyond
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import trained_targets
@@ -99,7 +100,7 @@ def by_model(fold: Fold, times_ms: Mapping[str, float]) -> dict[str, dict[str, f
 
 def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: HeldOutKind,
                         label: str, own_types: Sequence[str], config: TrainingConfig,
-                        learn: Callable[[TrainingSet], TimePredictor] | None = None) -> dict[str, dict[str, float]]:
+                        learn: Callable[[TrainingSet], Estimator] | None = None) -> dict[str, dict[str, float]]:
     """For each model, the idle times (ms) of its kernels by id, predicted by a training without them (see `folds_of`).
 
     Args:
@@ -121,7 +122,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
             log.warning("%s: too few kernels are left to learn from without %s, so its kernels stay in the training, and the "
                         "errors below are too optimistic", label, ", ".join(sorted(fold.groups)))
             seen = np.ones(len(rows), dtype=bool)
-        fitted: TimePredictor = (
+        fitted: Estimator = (
             learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, own_types, config))
         listed = list(fold.kernels.values())
         times = predict_kernels(fitted, listed, rows.schema.matrix(listed), idle_load)

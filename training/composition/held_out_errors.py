@@ -20,7 +20,7 @@ from training.composition.held_out import PLURAL, HeldOut, HeldOutKind, gpu_targ
 from training.composition.intervals import Case, Sources, for_any_host, intervals_held_out
 from training.composition.measured_models import MeasuredModel, TimesOfModels
 from training.kernels import targets
-from training.kernels.roofline import fit_roofline
+from training.kernels.estimators import fit_roofline
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
 from utils import cli
@@ -151,12 +151,6 @@ def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
 def _interval_parts(cases: Sequence[Case]) -> dict[str, npt.NDArray[np.bool_]]:
     return parts_of([case.collection for case in cases]) | {
         name: np.array([holds(case.sources) for case in cases]) for name, holds in CONDITIONS.items()}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that the commands which hold out groups share."""
-    targets.add_options(parser, "name of a target in training/predictors (default: all with label gpu)")
-    parser.add_argument("--without-forests", action="store_true", help="omit nn-Meter's random forests, which take minutes")
 
 
 def judge_targets(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig, left_out: HeldOutKind) -> None:

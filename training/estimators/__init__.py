@@ -1,1 +1,4 @@
-"""The estimators that come with Hase. A file here that defines an `Estimator` is found without any other change."""
+"""The estimators that come with Hase beside the predictors of a target (`KernelModel` in training/kernels/estimators.py).
+
+A file here that defines an `Estimator` is found without any other change.
+"""

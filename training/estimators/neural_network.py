@@ -7,16 +7,14 @@ prediction needs no scikit-learn.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from training.admission.interface import Floats, Measured
-from training.admission.saved_form import SavedArray
-from training.estimators.on_roofline import Matrix, OnRoofline
+from training.kernels.estimators import Matrix, OnRoofline, problem_of
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.roofline import Roofline
 from utils.lazy import sklearn
 
 LAYERS = (64, 64)
@@ -28,24 +26,25 @@ class NeuralNetwork(OnRoofline):
     """scikit-learn's MLPRegressor with ReLU."""
 
     name = "neural_network"
-    saved_classes = (Roofline, SavedArray)
     middle: Floats
     spread: Floats
     weights: list[Floats]
     offsets: list[Floats]
 
-    def learn(self, matrix: Matrix, log_ratios: Floats, measured: Measured) -> None:
-        sizes = _as_sizes(matrix)
+    def fit(self, measured: Measured) -> None:
+        problem = problem_of(measured, measured.times_ms)
+        self.roofline, self.type_codes = problem.roofline, problem.type_codes
+        sizes = _as_sizes(problem.matrix)
         self.middle, self.spread = sizes.mean(axis=0), np.maximum(sizes.std(axis=0), 1e-6)
         network = sklearn.neural_network.MLPRegressor(
-            hidden_layer_sizes=LAYERS, max_iter=EPOCHS, early_stopping=len(matrix) >= 200, n_iter_no_change=15, alpha=1e-3,
+            hidden_layer_sizes=LAYERS, max_iter=EPOCHS, early_stopping=len(measured) >= 200, n_iter_no_change=15, alpha=1e-3,
             random_state=measured.config.seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", sklearn.exceptions.ConvergenceWarning)  # so many epochs are enough
-            network.fit(self._standardised(matrix), log_ratios)
+            network.fit(self._standardised(problem.matrix), problem.log_ratios)
         self.weights, self.offsets = network.coefs_, network.intercepts_
 
-    def log_ratios(self, matrix: Matrix) -> Floats:
+    def log_ratios(self, types: Sequence[str], matrix: Matrix) -> Floats:
         values = self._standardised(matrix)
         for layer, (weights, offsets) in enumerate(zip(self.weights, self.offsets, strict=True)):
             values = (np.maximum(values, 0.0) if layer else values) @ weights + offsets
@@ -53,13 +52,12 @@ class NeuralNetwork(OnRoofline):
 
     def saved(self) -> dict[str, Any]:
         return super().saved() | {
-            "middle": SavedArray.of(self.middle), "spread": SavedArray.of(self.spread),
-            "weights": [SavedArray.of(one) for one in self.weights], "offsets": [SavedArray.of(one) for one in self.offsets]}
+            "middle": self.middle, "spread": self.spread, "weights": self.weights, "offsets": self.offsets}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         super().restore(saved)
-        self.middle, self.spread = saved["middle"].values, saved["spread"].values
-        self.weights, self.offsets = ([one.values for one in saved[name]] for name in ("weights", "offsets"))
+        self.middle, self.spread = saved["middle"], saved["spread"]
+        self.weights, self.offsets = saved["weights"], saved["offsets"]
 
     def _standardised(self, matrix: Matrix) -> Floats:
         return np.clip((_as_sizes(matrix) - self.middle) / self.spread, -FURTHEST, FURTHEST)

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from records.kernel_record import Kernel
 from training.admission.interface import Estimator, Floats, Measured
-from training.kernels.roofline import Roofline, fit_roofline
-from training.kernels.schema import FeatureSchema
-
-
-def work(kernel: Kernel) -> list[float]:
-    return [float(kernel.flops), float(kernel.bytes_read + kernel.bytes_written)]
+from training.kernels.estimators import Roofline, fit_roofline
+from training.kernels.schema import KernelRows
 
 
 class RooflineEstimator(Estimator):
     """The time by arithmetic or by memory, whichever is longer, plus a floor; times the median ratio to that."""
 
     name = "roofline"
-    features = FeatureSchema("work", 1, {"work": ("flops", "bytes")}, work)
     saved_classes = (Roofline,)
     roofline: Roofline
 
     def fit(self, measured: Measured) -> None:
-        flops, moved = measured.features.T
-        self.roofline = fit_roofline(flops, moved, measured.times_ms)
+        self.roofline = fit_roofline(measured.flops, measured.bytes_moved, measured.times_ms)
 
-    def predict_ms(self, types: Sequence[str], features: Floats) -> Floats:
-        return self.roofline.bound_ms(*features.T) * self.roofline.scale
+    def predict_ms(self, kernels: KernelRows) -> Floats:
+        return self.roofline.bound_ms(kernels.flops, kernels.bytes_moved) * self.roofline.scale
 
     def saved(self) -> dict[str, Any]:
         return {"roofline": self.roofline}

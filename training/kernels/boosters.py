@@ -1,79 +1,46 @@
-"""XGBoost's boosters in a pickle that names no class, so that reading it can't run code."""
+"""XGBoost's boosters as plain arrays, which are small and hold nothing that could run.
+
+A prediction reads of each node only whether it is a leaf, the feature and the cut that split it, and the value of a leaf:
+
+- `tree_nodes`: how many nodes each tree has. Nodes lie level by level, so the k-th inner node has the nodes 2k + 1 and 2k + 2.
+- `is_leaf`: a bit for each node.
+- `missing_left`: a bit for each inner node, whether a missing value goes left. It is absent where none does.
+- `features`, `cut_places`: of each inner node, its feature, and the place of its cut among the cuts of that feature.
+- `cut_features`, `cuts`: all cuts, sorted by feature and value. XGBoost sorts values into bins, so there are few of them.
+- `leaves`: the values of the leaves as multiples of LEAF_STEP. Twice the amount, less one if it is negative.
+
+Numbers of several bytes lie as planes: the first bytes of all numbers, then the second ones, which compresses better.
+XGBoost's own file is more than three times as large after compression.
+"""
 
 from __future__ import annotations
 
 import importlib
-import io
-import pickle
-import re
-import struct
 import sys
-import zlib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from training.kernels.sidecar import TRAIN
+import numpy as np
+import numpy.typing as npt
+
+from training.kernels import ubjson
 from utils import cli
 from utils.errors import UserError
 
 if TYPE_CHECKING:
     import xgboost
 
-BOOSTER_COMPRESSION = 9  # of zlib; lzma makes it a quarter smaller but takes three times as long to read
-# The arrays of a tree that no prediction reads, as UBJSON names them.
-UNREAD_ARRAYS = re.compile(rb"(?:base_weights|loss_changes|sum_hessian)\[\$d#([UiIlL])")
-COUNT_FORMATS = {b"U": ">B", b"i": ">b", b"I": ">h", b"l": ">i", b"L": ">q"}  # UBJSON's whole numbers
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads plain data only. A pickle that names a class could run anything that is installed."""
-
-    def __init__(self, data: bytes, where: Path) -> None:
-        super().__init__(io.BytesIO(data))
-        self.where = where
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise UserError(f"{self.where}: refused: it holds {module}.{name}, which no saved predictor does; "
-                        f"don't use this file, train again: {TRAIN}")
-
-
-class SavedBoosters(Mapping[str, "xgboost.Booster"]):
-    """The boosters in the bytes of a saved predictor, by name. Each is read at its first look-up and predicts with one thread.
-
-    Raises:
-        UserError: the bytes name a class, or are no pickled boosters; at a look-up: the entry is no booster.
-    """
-
-    def __init__(self, data: bytes, where: Path) -> None:
-        try:
-            packed = _Unpickler(data, where).load()
-        except UserError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a pickle that is none can fail in any way
-            raise UserError(f"{where}: not a saved predictor ({error}); train again: {TRAIN}") from None
-        if not isinstance(packed, dict) or not all(isinstance(member, bytes) for member in packed.values()):
-            raise UserError(f"{where}: not a saved predictor; train again: {TRAIN}")
-        self._packed: dict[str, bytes] = packed
-        self._read: dict[str, xgboost.Booster] = {}
-        self._where = where
-
-    def __getitem__(self, name: str) -> xgboost.Booster:
-        if name not in self._read:
-            self._read[name] = open_booster(self._packed[name], self._where)
-        return self._read[name]
-
-    @property
-    def opened(self) -> set[str]:
-        """The names of the boosters that have been read."""
-        return set(self._read)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._packed)
-
-    def __len__(self) -> int:
-        return len(self._packed)
+Array = npt.NDArray[Any]
+Bits = npt.NDArray[np.bool_]
+# Leaves are rounded to multiples of this, or they would be half of a file. A sum over 400 leaves changes by 0.002 %, which is
+# the change of a time, too, since it is the logarithm of one.
+LEAF_STEP = 2.0 ** -18
+NO_PARENT = 2 ** 31 - 1
+UNREAD = ("base_weights", "loss_changes", "sum_hessian")  # of a node: XGBoost saves them, but no prediction reads them
+NO_CATEGORIES = {"categories": np.zeros(0, ">i4"), "categories_nodes": np.zeros(0, ">i4"),
+                 "categories_segments": np.zeros(0, ">i8"), "categories_sizes": np.zeros(0, ">i8")}
+SUMMED = ("reg:squarederror", "reg:absoluteerror")  # objectives whose predictions are the plain sum of leaves
 
 
 def import_xgboost() -> ModuleType:
@@ -91,28 +58,150 @@ def import_xgboost() -> ModuleType:
     return importlib.import_module("xgboost")
 
 
-def open_booster(packed: bytes, where: Path) -> xgboost.Booster:
-    """The booster that `pack_booster` packed. It predicts with one thread.
+def as_arrays(booster: xgboost.Booster) -> tuple[dict[str, float], dict[str, Array]]:
+    """What `from_arrays` makes a booster of: numbers (`base_score`, `features`), and the arrays above.
 
     Raises:
-        UserError: it is none; the message names `where` it lies.
+        UserError: its trees were not grown level by level, split by categories, or predict something else than a sum of leaves.
+    """
+    learner = ubjson.read(bytes(booster.save_raw("ubj")))["learner"]
+    trees = learner["gradient_booster"]["model"]["trees"]
+    left, right, features, cuts, missing_left, categorical = (
+        np.concatenate([np.zeros(0, dtype=np.int64), *(tree[name] for tree in trees)]) for name in (
+            "left_children", "right_children", "split_indices", "split_conditions", "default_left", "split_type"))
+    tree_nodes, is_leaf = np.array([len(tree["left_children"]) for tree in trees], dtype=np.int64), left < 0
+    expected = _left_children(tree_nodes, is_leaf)
+    if (categorical.any() or not np.array_equal(left, expected) or (right != left + 1)[~is_leaf].any()
+            or learner["objective"]["name"] not in SUMMED):
+        raise UserError("this booster can't be saved: only sums of trees can that were grown level by level (XGBoost's "
+                        f"grow_policy depthwise), without categories, with one of the objectives {', '.join(SUMMED)}")
+    cut_features, table, places = _cut_table(features[~is_leaf], cuts[~is_leaf].astype(np.float32))
+    steps = np.rint(cuts[is_leaf] / LEAF_STEP).astype(np.int64)
+    arrays = {
+        "tree_nodes": _planes(_small(tree_nodes)), "is_leaf": np.packbits(is_leaf),
+        "features": _planes(_small(features[~is_leaf])), "cut_places": _planes(_small(places)),
+        "cut_features": _planes(_small(cut_features)), "cuts": _planes(table),
+        "leaves": _planes(_small(2 * np.abs(steps) - (steps < 0)))}
+    if missing_left.any():
+        arrays["missing_left"] = np.packbits(missing_left[~is_leaf] != 0)
+    parameters = learner["learner_model_param"]
+    return {"base_score": float(parameters["base_score"].strip("[]")), "features": int(parameters["num_feature"])}, arrays
+
+
+def from_arrays(numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> xgboost.Booster:
+    """The booster that `as_arrays` took apart. It predicts with one thread.
+
+    Raises:
+        KeyError, ValueError, IndexError: the arrays are not those of a booster.
+        xgboost.core.XGBoostError: nor does XGBoost read them.
     """
     xgboost = import_xgboost()
-    try:
-        booster = xgboost.Booster(model_file=bytearray(zlib.decompress(packed)))
-    except (zlib.error, xgboost.core.XGBoostError, ValueError) as error:
-        raise UserError(f"{where}: not a saved predictor ({error}); train again: {TRAIN}") from None
+    tree_nodes = _whole(arrays["tree_nodes"])
+    total, starts = int(tree_nodes.sum()), np.cumsum(tree_nodes) - tree_nodes
+    is_leaf = np.unpackbits(arrays["is_leaf"], count=total).astype(bool)
+    inner, start_of = np.flatnonzero(~is_leaf), np.repeat(starts, tree_nodes)
+    left = _left_children(tree_nodes, is_leaf)
+    parents, right = np.full(total, NO_PARENT), np.where(is_leaf, -1, left + 1)
+    for children in (left, right):
+        parents[(start_of + children)[inner]] = (np.arange(total) - start_of)[inner]
+    features, values, missing_left = np.zeros(total, ">i4"), np.zeros(total, ">f4"), np.zeros(total, np.uint8)
+    features[inner] = split_features = _whole(arrays["features"])
+    first = np.searchsorted(_whole(arrays["cut_features"]), split_features)  # of a feature's cuts
+    values[inner] = _from_planes(arrays["cuts"], np.float32)[first + _whole(arrays["cut_places"])]
+    doubled = _whole(arrays["leaves"])
+    values[is_leaf] = LEAF_STEP * np.where(doubled % 2, -(doubled + 1) // 2, doubled // 2)
+    if "missing_left" in arrays:
+        missing_left[inner] = np.unpackbits(arrays["missing_left"], count=len(inner))
+    columns = {
+        "left_children": left.astype(">i4"), "right_children": right.astype(">i4"), "parents": parents.astype(">i4"),
+        "split_indices": features, "split_conditions": values, "default_left": missing_left,
+        "split_type": np.zeros(total, np.uint8), **dict.fromkeys(UNREAD, np.zeros(total, ">f4"))}
+    count = f"{numbers['features']:.0f}"
+    trees = [{**{name: column[start:start + nodes] for name, column in columns.items()}, **NO_CATEGORIES, "id": number,
+              "tree_param": {"num_deleted": "0", "num_feature": count, "num_nodes": str(nodes), "size_leaf_vector": "1"}}
+             for number, (start, nodes) in enumerate(zip(starts.tolist(), tree_nodes.tolist(), strict=True))]
+    model = {"cats": {"enc": [], "feature_segments": np.zeros(0, ">i4"), "sorted_idx": np.zeros(0, ">i4")},
+             "gbtree_model_param": {"num_parallel_tree": "1", "num_trees": str(len(trees))},
+             "iteration_indptr": list(range(len(trees) + 1)), "tree_info": [0] * len(trees), "trees": trees}
+    saved = {"learner": {
+        "attributes": {}, "feature_names": [], "feature_types": [],
+        "gradient_booster": {"model": model, "name": "gbtree"},
+        "learner_model_param": {"base_score": f"[{numbers['base_score']:.9E}]", "boost_from_average": "1", "num_class": "0",
+                                "num_feature": count, "num_target": "1"},
+        "objective": {"name": "reg:squarederror", "reg_loss_param": {"scale_pos_weight": "1"}}},
+        "version": [int(part) for part in xgboost.__version__.split(".")[:3]]}
+    booster = xgboost.Booster(model_file=bytearray(ubjson.write(saved)))
     booster.set_param({"nthread": 1})  # for a few dozen rows, starting threads would take longer than predicting
     return booster
 
 
-def pack_booster(booster: xgboost.Booster) -> bytes:
-    """A booster for `SavedBoosters`: XGBoost's own UBJSON, compressed; what no prediction reads is zero."""
-    saved = booster.save_raw("ubj")
-    at = 0
-    while found := UNREAD_ARRAYS.search(saved, at):
-        count_format = COUNT_FORMATS[found.group(1)]
-        start = found.end() + struct.calcsize(count_format)
-        at = start + 4 * struct.unpack_from(count_format, saved, found.end())[0]
-        saved[start:at] = bytes(at - start)
-    return zlib.compress(saved, BOOSTER_COMPRESSION)
+class SavedBoosters(Mapping[str, "xgboost.Booster"]):
+    """Boosters by name. Each is made at its first look-up.
+
+    Attributes:
+        names: of all boosters.
+        read: makes the booster of a name.
+    """
+
+    def __init__(self, names: Mapping[str, Any], read: Callable[[str], xgboost.Booster]) -> None:
+        self._names, self._read = tuple(names), read
+        self._opened: dict[str, xgboost.Booster] = {}
+
+    def __getitem__(self, name: str) -> xgboost.Booster:
+        if name not in self._opened:
+            if name not in self._names:
+                raise KeyError(name)
+            self._opened[name] = self._read(name)
+        return self._opened[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # does not read it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def opened(self) -> set[str]:
+        """The names of the boosters that have been read."""
+        return set(self._opened)
+
+
+def _left_children(tree_nodes: Array, is_leaf: Bits) -> Array:
+    """The left child of each node within its tree; -1 for a leaf."""
+    inner: Array = np.cumsum(~is_leaf) - ~is_leaf  # inner nodes before each node, of all trees
+    starts = np.cumsum(tree_nodes) - tree_nodes
+    return np.where(is_leaf, -1, 2 * (inner - np.repeat(inner[starts], tree_nodes)) + 1) if len(inner) else inner
+
+
+def _cut_table(features: Array, cuts: Array) -> tuple[Array, Array, Array]:
+    """The distinct cuts by feature and value (features, cuts), and the place of each of `cuts` among those of its feature."""
+    order = np.lexsort((cuts, features))
+    is_new = np.ones(len(order), dtype=bool)
+    is_new[1:] = (np.diff(features[order]) != 0) | (np.diff(cuts[order]) != 0)
+    table_features, table = features[order][is_new], cuts[order][is_new]
+    rows = np.empty(len(order), dtype=np.int64)
+    rows[order] = np.cumsum(is_new) - 1
+    return table_features, table, rows - np.searchsorted(table_features, features)
+
+
+def _small(numbers: Array) -> Array:
+    """Whole numbers in the smallest type that holds them."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
+
+
+def _planes(numbers: Array) -> Array:
+    """Bytes × numbers."""
+    little = np.ascontiguousarray(numbers, dtype=numbers.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(little.view(np.uint8).reshape(len(numbers), numbers.itemsize).T)
+
+
+def _from_planes(planes: Array, kind: npt.DTypeLike) -> Array:
+    return np.ascontiguousarray(planes.T).view(np.dtype(kind).newbyteorder("<")).reshape(-1).astype(kind)
+
+
+def _whole(planes: Array) -> Array:
+    """The whole numbers that `_planes` made of `_small` ones."""
+    return _from_planes(planes, f"u{len(planes)}").astype(np.int64)

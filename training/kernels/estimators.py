@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from records.measurement import GPU_LABEL
-from training.kernels.class_boosters import ClassBoosters, WithClasses, class_names, class_rows, kind_code
-from training.kernels.relatives import row_weights
-from training.kernels.roofline import Roofline, fit_roofline
-from training.kernels.schema import FeatureSchema
+from training.admission.interface import Estimator, Measured
+from training.kernels.class_boosters import (
+    ClassBoosters,
+    WithClasses,
+    class_names,
+    class_rows,
+    is_class,
+    kind_code,
+    row_weights,
+)
+from training.kernels.features import KERNEL_FEATURES
+from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
+from utils.config import Config
 from utils.lazy import sklearn, xgboost
 
 if TYPE_CHECKING:
@@ -24,81 +34,164 @@ if TYPE_CHECKING:
     from training.kernels.training_set import TrainingSet
 
 Floats = npt.NDArray[np.float64]
+Matrix = npt.NDArray[np.float32]
 T = TypeVar("T")
 R = TypeVar("R")
 TABLES = "tables"  # the feature that the roofline needs: how many tables a kernel copies to the GPU
 # A GPU's time of a type with so many rows is learned by twice as many trees. With collections left out in turn, that lowers the
 # error of convolutions on an H200 from 8.2 to 7.8 % (weighted by time: 8.9 to 8.6); types with fewer rows gain nothing.
 MANY_ROWS = 10_000
-SHARED = "shared"  # the predictor of all types without one of their own
+SHARED = "shared"  # the booster of all types without one of their own
+
+
+class Roofline(Config):
+    """The rates of a device, which bound the time of a kernel by arithmetic or by memory, and a floor for every kernel.
+
+    Attributes:
+        flops_per_ms, bytes_per_ms: the rates that efficient kernels reach.
+        floor_ms: the time of a kernel that does nothing.
+        scale: the median ratio of measured time to the bound. A kernel of unknown type is estimated as scale times its bound.
+        table_ms: the time to copy one of the tables that some kernels copy to a GPU (feature `tables`).
+    """
+
+    flops_per_ms: float
+    bytes_per_ms: float
+    floor_ms: float
+    scale: float
+    table_ms: float = 0.0
+
+    def bound_ms(self, flops: Floats, bytes_moved: Floats, tables: Floats | float = 0.0) -> Floats:
+        """The lower bound (ms) of each kernel's time."""
+        return (np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms
+                + self.table_ms * tables)
+
+
+def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats, tables: Floats | None = None) -> Roofline:
+    """The roofline of measured idle kernels: the rates that 2 % of them exceed, and as the floor the time that 2 % stay below.
+    With `tables`, the copy of a table takes the time of the floor too."""
+    rates = flops / times_ms, bytes_moved / times_ms
+    flops_per_ms, bytes_per_ms = (float(np.percentile(rate[rate > 0], 98)) if (rate > 0).any() else 1.0 for rate in rates)
+    floor_ms = float(np.percentile(times_ms, 2))
+    bare = Roofline(flops_per_ms=flops_per_ms, bytes_per_ms=bytes_per_ms, floor_ms=floor_ms, scale=1.0,
+                    table_ms=0.0 if tables is None else floor_ms)
+    bound_ms = bare.bound_ms(flops, bytes_moved, 0.0 if tables is None else tables)
+    return bare.model_copy(update={"scale": float(np.median(times_ms / bound_ms))})
 
 
 FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0)  # 1 for every kernel
 LEAST_LAUNCHES = FLAT.model_copy(update={"table_ms": 1.0})  # one for the kernel, and one for each table
 
 
-class TimePredictor(Protocol):
-    """Predicts the times of kernels from their shapes; arguments and result as of `KernelModel.predict_ms`."""
-
-    def predict_ms(self, types: Iterable[str], features: Floats, load: Floats, flops: Floats,
-                   bytes_moved: Floats) -> Floats: ...
-
-
-@dataclass(frozen=True)
-class KernelModel:
-    """The predictors of one label.
+class OnRoofline(Estimator):
+    """A roofline times a learned ratio, the logarithm of which a subclass learns.
 
     Attributes:
-        schema: of the features that the boosters read.
+        roofline: of the kernels that it was fitted to.
+        type_codes: kernel types as numbers, in the order of their median log(time / roofline).
+    """
+
+    features = KERNEL_FEATURES
+    saved_classes = (Roofline,)
+    roofline: Roofline
+    type_codes: Mapping[str, float]
+
+    @abstractmethod
+    def log_ratios(self, types: Sequence[str], matrix: Matrix) -> Floats:
+        """log(time / roofline) of each row of a `design_matrix`."""
+
+    def predict_ms(self, kernels: KernelRows) -> Floats:
+        types = [str(name) for name in kernels.types]
+        log_ratios = self.log_ratios(types, design_matrix(types, kernels.features, kernels.load, self.type_codes))
+        tables = table_counts(self.features, kernels.features)
+        return self.roofline.bound_ms(kernels.flops, kernels.bytes_moved, tables) * np.exp(log_ratios)
+
+    def saved(self) -> dict[str, Any]:
+        return {"roofline": self.roofline, "type_codes": dict(self.type_codes)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.roofline, self.type_codes = saved["roofline"], saved["type_codes"]
+
+
+@dataclass
+class KernelModel(OnRoofline):
+    """The predictors that training learns for a label: a booster for each type with enough kernels, a shared one for the rest.
+
+    A type that was not learned from gets the booster of its class of operators, or the scaled roofline where classes were not
+    learned. Under load, its time is multiplied by the slowdown that the shared booster gives for such a kernel.
+
+    Attributes:
+        features: what the boosters read.
         roofline: of the label.
         type_codes: kernel types as numbers, in the order of their median log(time / roofline).
         predictor_of: for each kernel type, the name of its booster.
-        boosters: by name, always with the shared one, and those of classes of operators (see `class_boosters`), if learned, for
-            types that were never measured; they predict log(time / roofline).
+        boosters: by name, with those of classes of operators (see class_boosters.py), if learned, for types that were never
+            measured; they predict log(time / roofline).
         idle_load: the load of an idle device.
+        own_types: what `fit` is to learn boosters of their own for; None: all types with as many kernels as the settings ask
+            for.
     """
 
-    schema: FeatureSchema
-    roofline: Roofline
-    type_codes: Mapping[str, float]
-    predictor_of: Mapping[str, str]
-    boosters: Mapping[str, xgboost.Booster]
-    idle_load: Sequence[float]
+    name = "in_use"  # other estimators are compared with it
+    features: FeatureSchema = KERNEL_FEATURES
+    roofline: Roofline = FLAT
+    type_codes: Mapping[str, float] = field(default_factory=dict)
+    predictor_of: Mapping[str, str] = field(default_factory=dict)
+    boosters: Mapping[str, xgboost.Booster] = field(default_factory=dict)
+    idle_load: Sequence[float] = ()
+    own_types: Sequence[str] | None = None
 
-    def predict_ms(self, types: Iterable[str], features: Floats, load: Floats, flops: Floats,
-                   bytes_moved: Floats) -> Floats:
-        """The time (ms) of each row, by the predictor of its kernel type.
+    def fit(self, measured: Measured) -> None:
+        rows, config = measured.all_rows, measured.config
+        rows = rows.rows(np.isfinite(rows.times_ms[measured.label]))
+        wanted = sorted(set(measured.types.tolist()))
+        own_types = self.own_types
+        if own_types is None:
+            own_types = [name for name in wanted if len(set(rows.ids[rows.types == name].tolist())) >= config.own_min_kernels]
+        learned = fit_kernel_model(rows, measured.label, own_types, config, types=wanted)
+        for attribute in fields(learned):
+            if attribute.name != "own_types":
+                setattr(self, attribute.name, getattr(learned, attribute.name))
 
-        A type without a predictor gets that of its class of operators, or the scaled roofline where classes were not learned.
-        Under load, it is multiplied by the slowdown that the shared predictor gives for such a kernel.
+    def predict_ms(self, kernels: KernelRows) -> Floats:
+        if kernels.load is None:
+            idle = np.tile(np.array(self.idle_load, dtype=float), (len(kernels), 1))
+            kernels = replace(kernels, load=idle)
+        return super().predict_ms(kernels)
 
-        Args:
-            types: kernel type of each row.
-            features: rows × the schema's features.
-            load: rows × metrics.
-            flops, bytes_moved: of each row.
-        """
-        types = list(types)
-        matrix = design_matrix(types, features, load, self.type_codes)
-        log_ratio = np.full(len(types), np.log(self.roofline.scale))
+    def log_ratios(self, types: Sequence[str], matrix: Matrix) -> Floats:
+        code = matrix.shape[1] - len(self.idle_load) - 1  # the column of the type's code; the load follows
+        log_ratios = np.full(len(types), np.log(self.roofline.scale))
         rows_of: dict[str, list[int]] = {}
         for row, name in enumerate(types):
             rows_of.setdefault(self.predictor_of.get(name) or self._class_predictor(name), []).append(row)
         for predictor, rows in rows_of.items():
             known = types[rows[0]] in self.predictor_of
-            seen = matrix[rows]
+            read = matrix[rows]
             if not known:
-                seen[:, features.shape[1]] = [kind_code(types[row]) for row in rows]
+                read[:, code] = [kind_code(types[row]) for row in rows]
             if predictor:
-                log_ratio[rows] = self.boosters[predictor].inplace_predict(seen)
+                log_ratios[rows] = self.boosters[predictor].inplace_predict(read)
             if known:
                 continue
             idle = matrix[rows]
-            idle[:, idle.shape[1] - len(self.idle_load):] = self.idle_load
-            if not np.array_equal(idle, matrix[rows], equal_nan=True):  # otherwise the shared predictor need not be read
+            idle[:, code + 1:] = self.idle_load
+            if not np.array_equal(idle, matrix[rows], equal_nan=True):  # otherwise the shared booster need not be read
                 shared = self.boosters[SHARED]
-                log_ratio[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
-        return self.roofline.bound_ms(flops, bytes_moved, table_counts(self.schema, features)) * np.exp(log_ratio)
+                log_ratios[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
+        return log_ratios
+
+    def saved(self) -> dict[str, Any]:
+        of_classes = filter(is_class, self.boosters)
+        used = sorted({*self.predictor_of.values(), *of_classes} | ({SHARED} & set(self.boosters)))
+        return super().saved() | {
+            "predictor_of": dict(self.predictor_of), "idle_load": list(self.idle_load),
+            "boosters": {name: self.boosters[name] for name in used}}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        super().restore(saved)
+        self.predictor_of, self.boosters, self.idle_load = saved["predictor_of"], saved["boosters"], saved["idle_load"]
+        if absent := sorted(set(self.predictor_of.values()) - set(self.boosters)):
+            raise ValueError(f"booster {absent[0]} is missing")
 
     def _class_predictor(self, kernel_type: str) -> str:
         """The booster of a type's kind, or of its class or of all where that was not measured, or "" where none was learned."""
@@ -110,11 +203,10 @@ def table_counts(schema: FeatureSchema, features: Floats) -> Floats:
     return features[:, schema.index(TABLES)] if TABLES in schema.names else np.zeros(len(features))
 
 
-def design_matrix(types: Iterable[str], features: Floats, load: Floats,
-                  codes: Mapping[str, float]) -> npt.NDArray[np.float32]:
-    """The input of the estimators: the features, the code of the kernel type (NaN: unknown), and the load."""
-    encoded = np.array([codes.get(name, np.nan) for name in types]).reshape(-1, 1)
-    return np.hstack([features, encoded, load]).astype(np.float32)
+def design_matrix(types: Iterable[str], features: Floats, load: Floats | None, codes: Mapping[str, float]) -> Matrix:
+    """The input of the estimators: the features, the code of the kernel type (NaN: unknown), and the load, if any."""
+    encoded = np.array([codes.get(name, np.nan) for name in types], dtype=float).reshape(-1, 1)
+    return np.hstack([features, encoded, *([] if load is None else [load])]).astype(np.float32)
 
 
 def encode_types(types: Iterable[str], log_ratios: Floats) -> dict[str, float]:
@@ -136,7 +228,7 @@ def assign_folds(ids: Iterable[str], types: Iterable[str], folds: int, seed: int
     return np.array([fold[str(name)] for name in ids], dtype=np.int64)
 
 
-def train_booster(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: XgboostSettings, seed: int,
+def train_booster(matrix: Matrix, log_ratios: Floats, settings: XgboostSettings, seed: int,
                   weights: Floats | None = None) -> xgboost.Booster:
     """A booster trained on log(time / roofline), with `weights` of the rows where they are given. It uses one thread, since
     several trainings run in parallel, and XGBoost's own threads stall on busy cores."""
@@ -149,7 +241,7 @@ def train_booster(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings:
     return xgboost.train(parameters, xgboost.DMatrix(matrix, log_ratios, weight=weights, nthread=1), settings.trees)
 
 
-def train_forest(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: ForestSettings, seed: int) -> Any:
+def train_forest(matrix: Matrix, log_ratios: Floats, settings: ForestSettings, seed: int) -> Any:
     """A random forest of unlimited depth, trained on the same numbers."""
     forest = sklearn.ensemble.RandomForestRegressor(
         n_estimators=settings.trees, max_features=settings.column_share, random_state=seed, n_jobs=1)
@@ -162,11 +254,28 @@ class Problem:
 
     roofline: Roofline
     type_codes: dict[str, float]
-    matrix: npt.NDArray[np.float32]
+    matrix: Matrix
     log_ratios: Floats
 
 
-def pose(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Problem:
+def problem_of(kernels: KernelRows, times_ms: Floats, roofline: Roofline | None = None,
+               tables: Floats | float = 0.0) -> Problem:
+    """The learning problem of measured kernels.
+
+    Args:
+        kernels: to learn from.
+        times_ms: of each of them.
+        roofline: in place of the one that is fitted to them.
+        tables: how many tables each kernel copies to the GPU.
+    """
+    roofline = roofline or fit_roofline(kernels.flops, kernels.bytes_moved, times_ms)
+    log_ratios = np.log(times_ms / roofline.bound_ms(kernels.flops, kernels.bytes_moved, tables))
+    types = kernels.types.tolist()
+    codes = encode_types(types, log_ratios)
+    return Problem(roofline, codes, design_matrix(types, kernels.features, kernels.load, codes), log_ratios)
+
+
+def learning_problem(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Problem:
     """The learning problem of `label`, from `rows` alone.
 
     Args:
@@ -174,38 +283,47 @@ def pose(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Pro
         label: the label whose times are learned.
         roofline: in place of the one that is fitted to the rows (for launches: in place of LEAST_LAUNCHES).
     """
-    times, tables = rows.times_ms[label], table_counts(rows.schema, rows.features)
+    times_ms, tables = rows.times_ms[label], table_counts(rows.schema, rows.features)
     base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
     if roofline is None:
         roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
-            rows.flops[base], rows.bytes_moved[base], times[base], tables[base] if label == GPU_LABEL else None)
-    log_ratios = np.log(times / roofline.bound_ms(rows.flops, rows.bytes_moved, tables))
-    codes = encode_types(rows.types, log_ratios)
-    return Problem(roofline, codes, design_matrix(rows.types, rows.features, rows.load, codes), log_ratios)
+            rows.flops[base], rows.bytes_moved[base], times_ms[base], tables[base] if label == GPU_LABEL else None)
+    return problem_of(rows.kernels, times_ms, roofline, tables)
 
 
-def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: TrainingConfig,
-                     problem: Problem | None = None, steady: frozenset[str] = frozenset()) -> KernelModel:
-    """Boosters for `label`: a shared one of all rows, and one for each kernel type in `own` that has rows.
+def fit_kernel_model(rows: TrainingSet, label: str, own_types: Sequence[str], config: TrainingConfig,
+                     problem: Problem | None = None, steady: frozenset[str] = frozenset(),
+                     types: Sequence[str] | None = None) -> KernelModel:
+    """Boosters for `label`: a shared one of all rows, and one for each of `own_types` that has rows. That of the GPU's
+    time of one type learns a little from related types, too (see `related_types`).
 
-    The shared booster is trained on the rows of all types; `predictor_of` says which booster predicts a type. That of the GPU's
-    time of one type learns a little from related types, too (see relatives.py). `steady` is as of `ClassBoosters`.
+    Args:
+        rows: to learn from; all have the label.
+        label: the label whose times are learned.
+        own_types: kernel types with boosters of their own.
+        config: of the training.
+        problem: of these rows, if it is known.
+        steady: classes of operators that boosters of classes give the median ratio (see `ClassBoosters`).
+        types: the only types that will be predicted, so that no booster is trained that none of them needs; default: all.
     """
-    problem, settings = problem or pose(rows, label), config.booster(label)
-    boosters = {SHARED: train_booster(problem.matrix, problem.log_ratios, settings, config.seed)}
-    predictor_of = dict.fromkeys(problem.type_codes, SHARED)
-    for name in own:
-        if (rows.types == name).any():
-            boosters[name] = train_own(name, rows, problem, settings, config.seed, label == GPU_LABEL)
-            predictor_of[name] = name
-    of_classes = learn_classes(rows, problem, config, steady=steady)
-    return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, WithClasses(boosters, of_classes),
+    problem, settings = problem or learning_problem(rows, label), config.booster(label)
+    own_types = [name for name in own_types if (rows.types == name).any() and (types is None or name in types)]
+    predictor_of = {name: name if name in own_types else SHARED for name in types or problem.type_codes}
+
+    def train(name: str) -> xgboost.Booster:
+        if name == SHARED:
+            return train_booster(problem.matrix, problem.log_ratios, settings, config.seed)
+        return train_own(name, rows, problem, settings, config.seed, label == GPU_LABEL)
+
+    needed = dict.fromkeys([SHARED, *own_types] if types is None else predictor_of.values())
+    boosters = WithClasses({name: train(name) for name in needed}, learn_classes(rows, problem, config, steady=steady))
+    return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, boosters,
                        tuple(rows.idle_load.values()))
 
 
 def train_own(name: str, rows: TrainingSet, problem: Problem, settings: XgboostSettings, seed: int,
-               on_gpu: bool) -> xgboost.Booster:
-    """The booster of one kernel type; `on_gpu`: of the GPU's time, learned from related types too (see relatives.py)."""
+              on_gpu: bool) -> xgboost.Booster:
+    """The booster of one kernel type; `on_gpu`: of the GPU's time, learned from related types too (see `related_types`)."""
     weights = row_weights(name, rows.types) if on_gpu else (rows.types == name).astype(float)
     mask = weights > 0
     alone = bool((weights[mask] == 1.0).all())
@@ -222,14 +340,14 @@ def learn_classes(rows: TrainingSet, problem: Problem, config: TrainingConfig, w
         rows, problem: to learn from.
         config: of the training.
         without: an operator that is left out; "" for none.
-        steady: as of `ClassBoosters`.
+        steady: classes that get the median ratio (see `ClassBoosters`).
     """
-    found = class_rows(problem.matrix, problem.log_ratios, rows.types, rows.idle, rows.schema.names, config.seed)
-    return ClassBoosters(found.without(without) if without else found, partial(
+    known = class_rows(problem.matrix, problem.log_ratios, rows.types, rows.idle, rows.schema.names, config.seed)
+    return ClassBoosters(known.without(without) if without else known, partial(
         _train_class, settings=config.xgboost_class, seed=config.seed), steady)
 
 
-def _train_class(matrix: npt.NDArray[np.float32], log_ratios: Floats, weights: Floats, settings: XgboostSettings,
+def _train_class(matrix: Matrix, log_ratios: Floats, weights: Floats, settings: XgboostSettings,
                  seed: int) -> xgboost.Booster:
     if not len(matrix):
         flat = xgboost.DMatrix(np.zeros((1, matrix.shape[1]), dtype=np.float32), np.zeros(1), nthread=1)
@@ -237,22 +355,19 @@ def _train_class(matrix: npt.NDArray[np.float32], log_ratios: Floats, weights: F
     return train_booster(matrix, log_ratios, settings, seed, weights)
 
 
-def predict_kernels(predictor: TimePredictor, kernels: Sequence[Kernel], features: Floats, load: Sequence[float]) -> Floats:
+def predict_kernels(predictor: Estimator, kernels: Sequence[Kernel], features: Floats, load: Sequence[float]) -> Floats:
     """The time (ms) of each kernel under one load.
 
     Args:
         features: kernels × the features that the predictor reads.
         load: one value per metric.
     """
-    return predictor.predict_ms(
-        [kernel.type for kernel in kernels], features, np.tile(np.array(load, dtype=float), (len(kernels), 1)),
-        np.array([kernel.flops for kernel in kernels], dtype=float),
-        np.array([kernel.bytes_read + kernel.bytes_written for kernel in kernels], dtype=float))
+    return predictor.predict_ms(KernelRows.of(kernels, features, load))
 
 
-def predict_rows(model: KernelModel, rows: TrainingSet) -> Floats:
-    """The times (ms) that `model` predicts for rows of a dataset."""
-    return model.predict_ms(rows.types, rows.features, rows.load, rows.flops, rows.bytes_moved)
+def predict_rows(predictor: Estimator, rows: TrainingSet) -> Floats:
+    """The times (ms) that `predictor` predicts for rows of a dataset."""
+    return predictor.predict_ms(rows.kernels)
 
 
 def parallel_map(task: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:

@@ -78,16 +78,6 @@ def kernel_features(kernel: Kernel) -> list[float]:
     ]
 
 
-def first_features(kernel: Kernel) -> list[float]:
-    """As `kernel_features`, in version 1 of the schema: reductions differ in `axis_inner`."""
-    values = kernel_features(kernel)
-    if kernel.op_type.startswith("Reduce"):
-        shape, out = (next((tensor.shape for tensor in tensors if tensor.dtype), ())
-                      for tensors in (kernel.inputs, kernel.outputs))
-        values[KERNEL_FEATURES.index("axis_inner")] = _first_behind_reduced(shape, out)
-    return values
-
-
 KERNEL_FEATURES = FeatureSchema("kernel", 2, {
     "sizes": Sizes._fields,
     "window": KernelWindow._fields,
@@ -103,9 +93,6 @@ KERNEL_FEATURES = FeatureSchema("kernel", 2, {
     # what kind of operation, on what
     "operation": ("op_class", "layout", "dtype", "bits"),
 }, kernel_features)
-FIRST_FEATURES = FeatureSchema("kernel", 1, KERNEL_FEATURES.groups, first_features)
-SCHEMAS = {(schema.name, schema.version): schema for schema in (FIRST_FEATURES, KERNEL_FEATURES)}  # of saved predictors
-
 
 def _channels_last(kernel: Kernel) -> bool:
     return (kernel.domain == "com.ms.internal.nhwc" or kernel.op_type.startswith("Nhwc")
@@ -165,8 +152,8 @@ def _product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int], 
                        window.group_channels * window.kernel_height * window.kernel_width, 0)
     if ("MatMul" in op or "Gemm" in op) and len(out) >= 2:
         return _matrix_product(kernel, inputs, out)
-    if op == "Einsum" and (found := einsum_product(kernel.attributes, inputs)):
-        return Product(*found, 0)
+    if op == "Einsum" and (product := einsum_product(kernel.attributes, inputs)):
+        return Product(*product, 0)
     if out_elements and kernel.flops > 8 * out_elements:  # Attention and similar: a mean depth
         width = (out or (1,))[-1]
         return Product(1, out_elements // width, width, kernel.flops // (2 * out_elements), 0)
@@ -259,13 +246,6 @@ def _behind_reduced(shape: Sequence[int], out: Sequence[int]) -> int:
     while behind < min(len(shape), len(out)) and shape[-1 - behind] == out[-1 - behind]:
         behind += 1
     return math.prod(shape[len(shape) - behind:])
-
-
-def _first_behind_reduced(shape: Sequence[int], out: Sequence[int]) -> int:
-    """As `_behind_reduced` in version 1 of the schema: the last dimension, 1 where it is reduced, and 0 where axes vanish."""
-    if not shape or len(shape) != len(out):
-        return 0
-    return shape[-1] if shape[-1] == out[-1] else int(all(size for size, kept in zip(shape, out, strict=True) if size == kept))
 
 
 def _permuted_blocks(kernel: Kernel, shape: Sequence[int]) -> list[tuple[int, int]]:

@@ -47,37 +47,37 @@ class Trained:
 class LeftOut:
     """The times (ms) that each estimator predicts for the rows that were held out of its training; NaN where it has none."""
 
-    shared: Floats
-    own: Floats
-    forest: Floats
-    roofline: Floats
+    shared_ms: Floats
+    own_ms: Floats
+    forest_ms: Floats
+    roofline_ms: Floats
 
-    def from_ratios(self, there_ms: Floats, plain: LeftOut) -> LeftOut:
+    def from_ratios(self, other_ms: Floats, plain: LeftOut) -> LeftOut:
         """The times that predicted ratios to the times of another device give; what is for comparison is taken from `plain`."""
-        return LeftOut(self.shared * there_ms, self.own * there_ms, plain.forest, plain.roofline)
+        return LeftOut(self.shared_ms * other_ms, self.own_ms * other_ms, plain.forest_ms, plain.roofline_ms)
 
-    def shipped(self, rows: TrainingSet, own: Sequence[str]) -> Floats:
-        """The times by the predictors that are saved if the types in `own` get predictors of their own."""
-        return np.where(np.isin(rows.types, own) & np.isfinite(self.own), self.own, self.shared)
+    def shipped(self, rows: TrainingSet, own_types: Sequence[str]) -> Floats:
+        """The times by the predictors that are saved if `own_types` get predictors of their own."""
+        return np.where(np.isin(rows.types, own_types) & np.isfinite(self.own_ms), self.own_ms, self.shared_ms)
 
 
-def cross_validate(rows: TrainingSet, label: str, own: list[str], config: TrainingConfig) -> LeftOut:
+def cross_validate(rows: TrainingSet, label: str, own_types: list[str], config: TrainingConfig) -> LeftOut:
     """Predictions of every row by estimators that were trained without the rows of its kernel."""
     folds = estimators.assign_folds(rows.ids, rows.types, config.folds, config.seed)
 
     def one_fold(fold: int) -> tuple[npt.NDArray[np.bool_], Floats]:
         test = folds == fold
         train, left = rows.rows(~test), rows.rows(test)
-        problem = estimators.pose(train, label)
-        model = estimators.fit_kernel_model(train, label, own, config, problem)
+        problem = estimators.learning_problem(train, label)
+        model = estimators.fit_kernel_model(train, label, own_types, config, problem)
         alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, estimators.SHARED))
         bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, estimators.table_counts(left.schema, left.features))
-        seen = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
+        read = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
         forest = estimators.train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed)
         has_own = np.array([model.predictor_of.get(name, estimators.SHARED) != estimators.SHARED for name in left.types])
         return test, np.column_stack([
             estimators.predict_rows(alone, left), np.where(has_own, estimators.predict_rows(model, left), np.nan),
-            bound * np.exp(forest.predict(seen)), bound * problem.roofline.scale])
+            bound * np.exp(forest.predict(read)), bound * problem.roofline.scale])
 
     predicted = np.full((len(rows), 4), np.nan)
     for test, times in estimators.parallel_map(one_fold, sorted(set(folds.tolist())), config.workers):
@@ -89,19 +89,20 @@ def choose_own(rows: TrainingSet, label: str, left_out: LeftOut, candidates: lis
     """The kernel types whose own predictor has a clearly smaller error than the shared one on idle rows."""
     measured, chosen = rows.times_ms[label], []
     for name in candidates:
-        mask = (rows.types == name) & rows.idle & np.isfinite(left_out.own)
-        own, shared = (np.abs(times[mask] / measured[mask] - 1).mean() if mask.any() else np.inf
-                       for times in (left_out.own, left_out.shared))
-        if own < OWN_MARGIN * shared:
+        mask = (rows.types == name) & rows.idle & np.isfinite(left_out.own_ms)
+        own_error, shared_error = (np.abs(times[mask] / measured[mask] - 1).mean() if mask.any() else np.inf
+                                   for times in (left_out.own_ms, left_out.shared_ms))
+        if own_error < OWN_MARGIN * shared_error:
             chosen.append(name)
     return chosen
 
 
-def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str], short_ms: float) -> tuple[TypeErrors, ...]:
+def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own_types: list[str],
+                short_ms: float) -> tuple[TypeErrors, ...]:
     """Errors on held-out kernels, of all types together and of each: on idle rows, on idle rows of at least `short_ms` (where
     the label is a time), on all rows, and on rows under load."""
     measured = rows.times_ms[label]
-    shipped = left_out.shipped(rows, own)
+    shipped = left_out.shipped(rows, own_types)
     sets: dict[str, Any] = {"idle": rows.idle}
     if label != LAUNCHES:
         idle_time = dict(zip(rows.ids[rows.idle], measured[rows.idle], strict=True))
@@ -109,7 +110,7 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str]
         sets[f"idle, {short_ms * 1000:g} µs and more"] = rows.idle & long
     if not rows.idle.all():
         sets |= {"all levels": np.ones(len(rows), dtype=bool), "under load": ~rows.idle}
-    found = []
+    table = []
     for rows_of, chosen in sets.items():
         counts = {name: len(set(rows.ids[chosen & (rows.types == name)])) for name in sorted(set(rows.types.tolist()))}
         for name in ["all", *sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])]:
@@ -117,12 +118,12 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str]
             if not mask.any():
                 continue
             errors, forest, roofline = (error_statistics(times[mask], measured[mask])
-                                        for times in (shipped, left_out.forest, left_out.roofline))
-            found.append(TypeErrors(
+                                        for times in (shipped, left_out.forest_ms, left_out.roofline_ms))
+            table.append(TypeErrors(
                 type=name, rows_of=rows_of, kernels=len(set(rows.ids[mask])), mape=errors.mape, median=errors.median,
                 within_10=errors.within_10, forest_mape=forest.mape, roofline_mape=roofline.mape,
-                predictor=("mixed" if own else SHARED) if name == "all" else name if name in own else SHARED))
-    return tuple(found)
+                predictor=("mixed" if own_types else SHARED) if name == "all" else name if name in own_types else SHARED))
+    return tuple(table)
 
 
 def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tuple[float, float]]:
@@ -137,11 +138,11 @@ class Chosen:
     """What cross-validation says of one way to learn: its predictions, the types with predictors of their own, its errors."""
 
     left_out: LeftOut
-    own: list[str]
+    own_types: list[str]
     errors: tuple[TypeErrors, ...]
 
 
-def train_label(rows: TrainingSet, label: str, config: TrainingConfig, other: OtherPredictors | None = None) -> Trained:
+def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_from: OtherPredictors | None = None) -> Trained:
     """The predictors of one label, chosen by cross-validation and trained on all of its rows, with their errors.
 
     With the predictors of another target, those that correct them are trained too, and kept if they err less.
@@ -161,23 +162,24 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, other: Ot
     candidates = [name for name, count in counts.items() if which != "none" and count >= config.own_min_kernels]
 
     def chosen(left_out: LeftOut) -> Chosen:
-        own = choose_own(rows, label, left_out, candidates) if which == "better" else candidates
-        return Chosen(left_out, own, type_errors(rows, label, left_out, own, config.short_ms))
+        own_types = choose_own(rows, label, left_out, candidates) if which == "better" else candidates
+        return Chosen(left_out, own_types, type_errors(rows, label, left_out, own_types, config.short_ms))
 
     best, start = chosen(cross_validate(rows, label, candidates, config)), None
-    if other is not None:
-        ratios, there_ms = as_ratios(rows, label, other.model)
-        corrected = chosen(cross_validate(ratios, label, candidates, config).from_ratios(there_ms, best.left_out))
+    if start_from is not None:
+        ratios, other_ms = as_ratios(rows, label, start_from.model)
+        corrected = chosen(cross_validate(ratios, label, candidates, config).from_ratios(other_ms, best.left_out))
         log.info("%s: starting from %s, kernels that were held out are predicted with an error of %.1f %% (without: %.1f %%)",
-                 label, other.target, 100 * corrected.errors[0].mape, 100 * best.errors[0].mape)
+                 label, start_from.target, 100 * corrected.errors[0].mape, 100 * best.errors[0].mape)
         if corrected.errors[0].mape < best.errors[0].mape:
-            best, start = corrected, other
-    own, errors = best.own, best.errors
-    log.info("%s: %d rows of %d kernels; predictors of their own: %s", label, len(rows), len(kernels), ", ".join(own) or "none")
+            best, start = corrected, start_from
+    own_types, errors = best.own_types, best.errors
+    log.info("%s: %d rows of %d kernels; predictors of their own: %s", label, len(rows), len(kernels),
+             ", ".join(own_types) or "none")
     if errors[0].forest_mape < errors[0].mape:
         log.info("%s: the random forest has a smaller error on held-out kernels (%.1f %%, boosters %.1f %%), but is not saved, "
                  "since it is a hundred times as large", label, 100 * errors[0].forest_mape, 100 * errors[0].mape)
     left_out = leave_operators_out(rows, label, config)
-    model = fit_transferred(rows, label, own, config, start) if start else fit_kernel_model(
-        rows, label, own, config, steady=steady_classes(left_out))
-    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, own)), tuple(left_out))
+    model = fit_transferred(rows, label, own_types, config, start) if start else fit_kernel_model(
+        rows, label, own_types, config, steady=steady_classes(left_out))
+    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, own_types)), tuple(left_out))

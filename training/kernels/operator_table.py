@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kernel_model.sampling.kernel_errors import KernelError
+from kernel_model.sampling.kernel_errors import REMAKE, KernelError, read_errors
+from records.dataset_files import read_kernels
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
+from records.measurement import GPU_LABEL
 from records.operators import VIEWS, operator_row
 from runtimes.ort.cuda.placement import cuda_operators
-from training.kernels.operators_left_out import LeftOutOperator
-from training.kernels.training_set import TrainingSet
+from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out
+from training.kernels.settings import LAUNCHES, TrainingConfig
+from training.kernels.targets import Show
+from training.kernels.training_set import TrainingSet, read_training_set
+from utils import files
+from utils.logger import get_logger
 from utils.markdown import markdown_table
+from utils.paths import Workspace
 
+log = get_logger("training")
 BAR = 0.30  # median error that an estimate should stay below
 Rows = list[dict[str, Any]]
 HOW = (
@@ -96,7 +105,7 @@ def markdown(target: str, label: str, operators: Rows, summary: Rows, launches: 
     parts = [
         "# Operators", "",
         f"What the predictors of `{target}` know of each operator (label `{label}`). Written by "
-        f"`python training/leave_operators_out.py --target {target} --markdown docs/operators.md`.", "",
+        f"`python training/held_out.py --by operator --target {target} --markdown docs/operators.md`.", "",
         "*Cross-validated*: the median error of kernels that were held out one by one. *Left out*: the median error when no "
         "kernel of the operator was seen at all, so that its time is estimated from the other operators of its class.", "",
         "## An operator that was never measured", "", HOW, "",
@@ -112,3 +121,33 @@ def markdown(target: str, label: str, operators: Rows, summary: Rows, launches: 
     parts += ["", "In models, but in no dataset of kernels:", "", *(f"- {names}: {why}" for names, why in APART), "",
               "## Adding an operator", "", ADDING, ""]
     return "\n".join(parts)
+
+
+def cross_validated(workspace: Workspace, target: str, rows: TrainingSet, label: str) -> tuple[KernelError, ...]:
+    """The errors of kernels held out alone in training. None, and a warning, where it wrote none of this dataset and label."""
+    path = workspace.kernel_errors(target)
+    errors = read_errors(path) if path.is_file() else None
+    if errors is not None and (errors.label, errors.dataset_sha256) == (label, rows.sha256):
+        return errors.kernels
+    log.warning("%s: %s, so the table has no cross-validated errors; make them with: %s", path,
+                "no such file" if errors is None else "not of the present dataset", REMAKE)
+    return ()
+
+
+def operator_report(workspace: Workspace, target: str, config: TrainingConfig, page: Path | None, show: Show) -> dict[str, Any]:
+    """The tables of one target, each measured operator left out of everything in turn; also writes them to `page`, with the
+    operators of the CUDA provider that no dataset holds."""
+    rows = read_training_set(workspace, target)
+    kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(target))}
+    label = GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms))
+    held_out = leave_operators_out(rows, label, config)
+    operators = operator_rows(rows, label, kernels, cross_validated(workspace, target, rows, label), held_out)
+    summary = summary_rows(held_out)
+    launches = summary_rows(leave_operators_out(rows, LAUNCHES, config)) if LAUNCHES in rows.times_ms else []
+    show(operators, f"{target}, label {label}: kernels by operator and type; errors in per cent")
+    show(summary, f"{target}, label {label}: an operator left out, its time estimated from its class")
+    if launches:
+        show(launches, f"{target}: an operator left out, its launches estimated from its class")
+    if page is not None:
+        files.write_text(page, markdown(target, label, operators, summary, launches, kernels.values()))
+    return {"operators": operators, "classes": summary, "launches": launches}

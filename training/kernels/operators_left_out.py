@@ -12,7 +12,7 @@ import numpy.typing as npt
 from records.kernel_types import operator_of
 from records.operators import OperatorClass, operator_row
 from training.kernels.class_boosters import LEAST_KERNELS, PREFIX, class_names, kind_code
-from training.kernels.estimators import learn_classes, parallel_map, pose, table_counts
+from training.kernels.estimators import learn_classes, learning_problem, parallel_map, table_counts
 
 if TYPE_CHECKING:
     from training.kernels.settings import TrainingConfig
@@ -75,7 +75,7 @@ def leave_operators_out(rows: TrainingSet, label: str, config: TrainingConfig,
     known = rows.rows(rows.idle & np.isfinite(rows.times_ms[label]))
     if not len(known):
         return []
-    problem = pose(known, label)
+    problem = learning_problem(known, label)
     of_rows = np.array([operator_of(name) for name in known.types.tolist()], dtype=np.str_)
     names, counts = np.unique(of_rows, return_counts=True)
     chosen = [str(name) for name, count in zip(names, counts, strict=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,30 +14,19 @@ import numpy.typing as npt
 
 from records.kernel_record import Kernel
 from records.measurement import GPU_LABEL
-from training.kernels.beyond import times_beyond
-from training.kernels.boosters import SavedBoosters
-from training.kernels.estimators import SHARED, KernelModel, predict_kernels
-from training.kernels.measured_times import MeasuredTimes
-from training.kernels.schema import FeatureSchema
+from training.kernels.estimators import KernelModel, predict_kernels
+from training.kernels.features import KERNEL_FEATURES
+from training.kernels.saved_form import open_estimator
+from training.kernels.schema import times_beyond
 from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import (
-    TRAIN,
-    LabelPredictors,
-    OtherDevice,
-    Sidecar,
-    read_checked,
-    read_sidecar,
-    schema_of,
-)
-from training.kernels.transfer import CORRECTION_FEATURES, OtherPredictors, Transferred
+from training.kernels.sidecar import REMEDY, Sidecar, read_measured, read_sidecar, sidecar_path
+from training.kernels.transfer import OtherPredictors, Transferred
 from utils import files
 from utils.errors import UserError
 from utils.logger import get_logger
-from utils.paths import ADMITTED
+from utils.paths import ADMITTED, SHIPPED, Workspace
 
 if TYPE_CHECKING:
-    import xgboost
-
     from training.admission.admitted import AdmittedEstimators
 
 log = get_logger("predictors")
@@ -59,29 +47,6 @@ def leaves_gpu_idle(kernel: Kernel, label: str) -> bool:
     return label in ON_GPU and not kernel.moves_data
 
 
-class CheckedFiles(Mapping[str, bytes]):
-    """The bytes of files by name, each read and checked at its first look-up; errors as of `read_checked`.
-
-    Args:
-        files: by name, each file and the SHA-256 that it must have.
-    """
-
-    def __init__(self, files: Mapping[str, tuple[Path, str]]) -> None:
-        self._files = dict(files)
-        self._read: dict[str, bytes] = {}
-
-    def __getitem__(self, name: str) -> bytes:
-        if name not in self._read:
-            self._read[name] = read_checked(*self._files[name])
-        return self._read[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
 @dataclass
 class Predictors:
     """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it.
@@ -90,23 +55,16 @@ class Predictors:
         folder: of the files.
         sidecar: what it says of them.
         measured: idle times (ms) by kernel id and label.
-        pickles: the bytes of the files with boosters, by file name, checked when they are read.
         admitted: estimators that were admitted for some kernel types, which they predict in place of the boosters.
     """
 
     folder: Path
     sidecar: Sidecar
     measured: Mapping[str, dict[str, float]]
-    pickles: Mapping[str, bytes]
     admitted: AdmittedEstimators | None = None
     _models: dict[str, KernelModel | Transferred] = field(default_factory=dict, repr=False)
     _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
-
-    @property
-    def schema(self) -> FeatureSchema:
-        """Of the features that the boosters read."""
-        return schema_of(self.sidecar)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -116,28 +74,15 @@ class Predictors:
         """The predictors of a label.
 
         Raises:
-            UserError: there is no such label, or a file holds something else.
+            UserError: there is no such label, or its file is missing, damaged or holds something else.
         """
         if label not in self.sidecar.labels:
-            raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (there: {', '.join(self.labels)})")
+            raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (measured: {', '.join(self.labels)})")
         if label not in self._models:
-            about, idle_load = self.sidecar.labels[label], tuple(self.sidecar.idle_load.values())
-            if about.start:
-                there = self._model(about.start, self.schema, about.start.idle_load)
-                self._models[label] = Transferred(OtherPredictors(about.start.target, there),
-                                                  self._model(about, CORRECTION_FEATURES, idle_load))
-            else:
-                self._models[label] = self._model(about, self.schema, idle_load)
+            about = self.sidecar.labels[label]
+            self._models[label] = (open_estimator(about, Transferred, self.folder, REMEDY) if about.start else
+                                   open_estimator(about, KernelModel, self.folder, REMEDY))
         return self._models[label]
-
-    def _model(self, about: LabelPredictors | OtherDevice, schema: FeatureSchema, idle_load: Sequence[float]) -> KernelModel:
-        """The predictors in one file; errors as of `kernel_model`."""
-        boosters: Mapping[str, xgboost.Booster] = {}
-        if about.file is not None:
-            boosters = SavedBoosters(self.pickles[about.file], self.folder / about.file)
-        if about.file and (absent := sorted({SHARED, *about.predictor_of.values()} - set(boosters))):
-            raise UserError(f"{self.folder / about.file}: predictor {absent[0]} is missing; train again: {TRAIN}")
-        return KernelModel(schema, about.roofline, about.type_codes, about.predictor_of, boosters, idle_load)
 
     def load_vector(self, load: Mapping[str, float]) -> tuple[float, ...]:
         """The load as numbers in the order of the sidecar's metrics; an empty mapping means an idle device.
@@ -177,20 +122,20 @@ class Predictors:
         label = label if label is not None else self.labels[0]
         vector = self.load_vector(load)
         known = files.cached(self._times, (label, vector, bool(load), strict), dict, REMEMBERED_LOADS)
-        found = {kernel.id: known.get(kernel.id) for kernel in kernels}  # first, since another thread may clear the cache
-        new = {kernel.id: kernel for kernel in kernels if found[kernel.id] is None}
+        times = {kernel.id: known.get(kernel.id) for kernel in kernels}  # first, since another thread may clear the cache
+        new = {kernel.id: kernel for kernel in kernels if times[kernel.id] is None}
         if new:
-            made = self._time(new, vector, label, look_up=not load and not strict)
+            new_times = self._time(new, vector, label, look_up=not load and not strict)
             if len(known) > REMEMBERED_KERNELS:
                 known.clear()
-            known.update(made)
-            found.update(made)
-        pairs = [pair for kernel in kernels if (pair := found[kernel.id])]
+            known.update(new_times)
+            times.update(new_times)
+        pairs = [pair for kernel in kernels if (pair := times[kernel.id])]
         return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
     def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
-        """kernels × the schema's features; those of a kernel are computed once and kept."""
-        return np.array([files.cached(self._features, kernel.id, partial(self.schema.compute, kernel), REMEMBERED_KERNELS)
+        """kernels × KERNEL_FEATURES; those of a kernel are computed once and kept."""
+        return np.array([files.cached(self._features, kernel.id, partial(KERNEL_FEATURES.compute, kernel), REMEMBERED_KERNELS)
                          for kernel in kernels], dtype=float)
 
     def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
@@ -200,8 +145,8 @@ class Predictors:
         if not moving:
             return {}
         low, high = np.array(self.sidecar.feature_range).T
-        times = times_beyond(self.schema, self.features_of(moving), low, high)
-        return {kernel.id: float(found) for kernel, found in zip(moving, times, strict=True) if found > 1.0}
+        times = times_beyond(KERNEL_FEATURES, self.features_of(moving), low, high)
+        return {kernel.id: float(factor) for kernel, factor in zip(moving, times, strict=True) if factor > 1.0}
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
@@ -209,8 +154,8 @@ class Predictors:
         times: dict[str, tuple[float, str]] = {
             name: (0.0, "measured") for name, kernel in kernels.items() if leaves_gpu_idle(kernel, label)}
         if look_up:
-            times |= {name: (found[label], "measured") for name in kernels
-                      if name not in times and (found := self.measured.get(name)) and label in found}
+            times |= {name: (measured[label], "measured") for name in kernels
+                      if name not in times and (measured := self.measured.get(name)) and label in measured}
         rest = [kernel for name, kernel in kernels.items() if name not in times]
         if not rest:
             return times
@@ -246,11 +191,6 @@ class Predictors:
         return times
 
 
-def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
-    """The measured idle times (ms) by kernel id and label; errors as of `read_checked`."""
-    return MeasuredTimes(gzip.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256)))
-
-
 def read_predictors(folder: Path, estimators: Sequence[Path] = ()) -> Predictors:
     """The predictors in `folder`. Every file is checked against the sidecar when it is read. Boosters and admitted estimators
     are read at the first prediction that needs them, which then raises the same errors.
@@ -263,14 +203,51 @@ def read_predictors(folder: Path, estimators: Sequence[Path] = ()) -> Predictors
         UserError: there are none, they are of another version, or a file is missing or damaged.
     """
     sidecar = read_sidecar(folder)
-    parts = [part for about in sidecar.labels.values() for part in (about, about.start) if part and part.file]
-    files_of = {str(part.file): (folder / str(part.file), part.sha256) for part in parts}
-    for path, sha256 in files_of.values():
-        if not path.is_file():
-            read_checked(path, sha256)
-    predictors = Predictors(folder, sidecar, read_measured(folder, sidecar), CheckedFiles(files_of))
+    for about in sidecar.labels.values():
+        if about.file and not (folder / about.file).is_file():
+            raise UserError(f"{folder / about.file}: named in {sidecar_path(folder)} but missing; {REMEDY}")
+    predictors = Predictors(folder, sidecar, read_measured(folder, sidecar))
     if (folder / ADMITTED).is_file():
         from training.admission.admitted import read_admitted
 
         predictors.admitted = read_admitted(folder, sidecar.target, estimators)
     return predictors
+
+
+class StartFrom(NamedTuple):
+    """Another target's predictors."""
+
+    target: str
+    predictors: Predictors
+
+    @classmethod
+    def named(cls, workspace: Workspace, name: str) -> StartFrom:
+        """The predictors of target `name` in the workspace, or else those that come with Hase.
+
+        Raises:
+            UserError: there are none, or they are of another version.
+        """
+        folders = [folder for folder in (workspace.predictors(name), SHIPPED / name) if sidecar_path(folder).is_file()]
+        if not folders:
+            shipped = sorted(path.parent.name for path in SHIPPED.glob(f"*/{sidecar_path(SHIPPED).name}"))
+            raise UserError(f"--start-from {name}: no predictors of that target in {workspace.predictors('')}, nor with Hase "
+                            f"(which has: {', '.join(shipped) or 'none'})")
+        return cls(name, read_predictors(folders[0]))
+
+    def of(self, target: str, label: str) -> OtherPredictors | None:
+        """The predictors to start from for a label of `target`: those of the same label, else of the other target's first one.
+
+        None for the target itself, and where the labels mean different things: launches are no times.
+
+        Raises:
+            UserError: the predictors start from another target themselves.
+        """
+        labels = self.predictors.labels
+        theirs = label if label in labels else labels[0]
+        if target == self.target or (label == LAUNCHES) != (theirs == LAUNCHES):
+            return None
+        model = self.predictors.kernel_model(theirs)
+        if not isinstance(model, KernelModel):
+            raise UserError(f"--start-from {self.target}: its predictors start from {model.start.target} themselves; name that "
+                            "target instead")
+        return OtherPredictors(self.target, model)

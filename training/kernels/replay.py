@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from kernel_model.sampling.usefulness import Points, error_weights, order_by_usefulness
 from records.dataset_files import read_kernels
-from training.kernels.estimators import TimePredictor, assign_folds, fit_kernel_model, parallel_map
+from training.admission.interface import Estimator
+from training.kernels.estimators import assign_folds, fit_kernel_model, parallel_map, predict_rows
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.transfer import OtherPredictors, fit_transferred
 from utils.timing import time_weighted_error
@@ -109,8 +110,8 @@ def half_from_single(replay: Replay, kernels: Mapping[str, Kernel], count: int, 
     for fold in whole.folds:
         if fold.tested[is_half].any():
             single = replay.rows.rows(fold.pool & ~is_half)
-            other = fit_kernel_model(single, replay.label, own_types(single, replay.label, config), config)
-            folds.append(Fold(fold.pool[is_half], fold.tested[is_half], OtherPredictors(SINGLE, other)))
+            single_model = fit_kernel_model(single, replay.label, own_types(single, replay.label, config), config)
+            folds.append(Fold(fold.pool[is_half], fold.tested[is_half], OtherPredictors(SINGLE, single_model)))
     return Replay(half, replay.label, replay.points.only(is_half), replay.of_models[is_half], tuple(folds))
 
 
@@ -129,15 +130,10 @@ def own_types(rows: TrainingSet, label: str, config: TrainingConfig) -> list[str
             if count >= config.own_min_kernels and config.booster(label).own_predictors == "all"]
 
 
-def fit(rows: TrainingSet, label: str, config: TrainingConfig, start: OtherPredictors | None = None) -> TimePredictor:
+def fit(rows: TrainingSet, label: str, config: TrainingConfig, start: OtherPredictors | None = None) -> Estimator:
     """Predictors of a label from some rows; with `start`, from those of another device."""
-    own = own_types(rows, label, config)
-    return fit_transferred(rows, label, own, config, start) if start else fit_kernel_model(rows, label, own, config)
-
-
-def predicted_ms(model: TimePredictor, rows: TrainingSet) -> Floats:
-    """The time (ms) of each row."""
-    return model.predict_ms(rows.types, rows.features, rows.load, rows.flops, rows.bytes_moved)
+    types = own_types(rows, label, config)
+    return fit_transferred(rows, label, types, config, start) if start else fit_kernel_model(rows, label, types, config)
 
 
 def grow(replay: Replay, fold: Fold, sizes: Sequence[int], order: Order, config: TrainingConfig,
@@ -174,7 +170,7 @@ def left_out_log_errors(replay: Replay, known: npt.NDArray[np.int64], config: Tr
         out = folds == number
         left = rows.rows(out)
         model = fit(rows.rows(~out), replay.label, config)
-        errors[out] = np.log(predicted_ms(model, left) / left.times_ms[replay.label])
+        errors[out] = np.log(predict_rows(model, left) / left.times_ms[replay.label])
     return errors
 
 
@@ -190,7 +186,7 @@ def errors_of(replay: Replay, sizes: Sequence[int], order: Order, config: Traini
         seed: of the order.
         start: whether a training starts from the other device's predictors of the fold.
     """
-    found: list[list[tuple[Floats, Floats]]] = [[] for _ in sizes]
+    pairs_of: list[list[tuple[Floats, Floats]]] = [[] for _ in sizes]
 
     def one_fold(fold: Fold) -> list[tuple[Floats, Floats]]:
         tested = replay.rows.rows(fold.tested)
@@ -198,15 +194,15 @@ def errors_of(replay: Replay, sizes: Sequence[int], order: Order, config: Traini
         for chosen in grow(replay, fold, sizes, order, config, seed):
             rows = replay.rows.rows(np.isin(np.arange(len(replay.rows)), chosen))
             model = fit(rows, replay.label, config, fold.start if start else None)
-            pairs.append((predicted_ms(model, tested), tested.times_ms[replay.label]))
+            pairs.append((predict_rows(model, tested), tested.times_ms[replay.label]))
         return pairs
 
     for pairs in parallel_map(one_fold, replay.folds, config.workers):
         for place, pair in enumerate(pairs):
-            found[place].append(pair)
+            pairs_of[place].append(pair)
     table = []
-    for parts in found:
-        predicted, measured = (np.concatenate(one) for one in zip(*parts, strict=True))
+    for parts in pairs_of:
+        predicted, measured = (np.concatenate(times) for times in zip(*parts, strict=True))
         errors = np.abs(predicted / measured - 1)
         table.append({"MAPE_%": 100 * float(errors.mean()), "median_%": 100 * float(np.median(errors)),
                       "time_weighted_MAPE_%": 100 * time_weighted_error(predicted, measured), "tested": len(errors)})

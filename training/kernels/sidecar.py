@@ -1,14 +1,31 @@
-"""The sidecar of saved predictors, `predictors.json`: their target, what they read, and their errors."""
+"""What training saves for a target, in training/predictors/<target>/.
+
+- `predictors.json`, the sidecar: the target, the predictors of each label (saved_form.py), and their errors.
+- `<label>-<hash>.npz`: the boosters of a label.
+- `measured-<hash>.json.gz`: idle times by kernel and label, for look-up. Also renewed without a training, after kernels were
+  measured for one model (inference/core/missing_kernels.py).
+
+The sidecar holds the SHA-256 of each file, which protects against damage.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.kernels.features import SCHEMAS
-from training.kernels.roofline import Roofline
-from training.kernels.schema import FeatureSchema
+from training.kernels.estimators import KernelModel
+from training.kernels.saved_form import (
+    ESTIMATOR_PREFIX,
+    Saved,
+    features_of,
+    read_checked,
+    save_estimator,
+    write_hashed,
+)
+from training.kernels.transfer import Transferred
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, package_version
@@ -16,9 +33,11 @@ from utils.frozen import Frozen
 from utils.paths import SIDECAR
 from utils.safe_names import FileName
 
-SIDECAR_VERSION = 3
+SIDECAR_VERSION = 4
 TRAIN = "python training/train_kernel_model.py"
+REMEDY = f"train again: {TRAIN}"
 XGBOOST = ("xgboost-cpu", "xgboost")  # the names under which it is installed
+TIMES_COMPRESSION = 6  # of gzip, for measured times: somebody waits while they are renewed
 
 
 class TypeErrors(Frozen):
@@ -42,35 +61,18 @@ class TypeErrors(Frozen):
     roofline_mape: float
 
 
-class OtherDevice(Frozen):
-    """The predictors of another target that a label's predictors correct (training/kernels/transfer.py). They read the same
-    features, and are copied, since that target may be trained again."""
+class LabelPredictors(Saved):
+    """The predictors of one label: `KernelModel`, or `Transferred` where they correct those of another target.
 
-    target: str
-    file: FileName
-    sha256: str
-    roofline: Roofline
-    type_codes: dict[str, float]
-    predictor_of: dict[str, str]
-    idle_load: tuple[float, ...]
+    Attributes:
+        own_types: the kernel types that have a booster of their own.
+        errors: on kernels that were held out; empty where nothing was trained, and there is only a guessed roofline.
+        start: the other target, whose predictors are a part of these; "" for none.
+    """
 
-
-class LabelPredictors(Frozen):
-    """The predictors of one label. Without a `file` nothing was trained, and there is only the roofline. With `start`, they
-    predict the ratio to the times of another device, and `roofline` is that of the ratios."""
-
-    file: FileName | None
-    sha256: str
-    roofline: Roofline
-    type_codes: dict[str, float]
-    predictor_of: dict[str, str]
-    errors: tuple[TypeErrors, ...]
-    start: OtherDevice | None = None
-
-    @property
-    def own_types(self) -> list[str]:
-        """The kernel types that have a predictor of their own."""
-        return [name for name, predictor in self.predictor_of.items() if predictor == name]
+    own_types: tuple[str, ...] = ()
+    errors: tuple[TypeErrors, ...] = ()
+    start: str = ""
 
 
 class Sidecar(Frozen):
@@ -80,8 +82,6 @@ class Sidecar(Frozen):
         target: what the predictors are valid for.
         dataset_sha256: of the kernel table they were trained on; `measured` may be of a newer one.
         packages: versions of the packages that made them.
-        feature_schema, feature_version: the schema of the features.
-        features: what the boosters read, in order; the code of the type and the load follow.
         metrics: names of the load's features.
         idle_load: the load of an idle device.
         load_range: least and greatest value of each metric in training; both the same where only an idle device was measured.
@@ -89,7 +89,7 @@ class Sidecar(Frozen):
         held_out: model families that nothing is fitted to.
         config: the settings of the training.
         machines: the machines that measured the dataset.
-        feature_range: least and greatest value of each of `features` in training.
+        feature_range: least and greatest value of each of KERNEL_FEATURES in training.
         measured, measured_sha256: the file of measured idle times.
         labels: by name.
     """
@@ -99,9 +99,6 @@ class Sidecar(Frozen):
     created: str
     dataset_sha256: str
     packages: dict[str, str]
-    feature_schema: str
-    feature_version: int
-    features: tuple[str, ...]
     metrics: tuple[str, ...]
     idle_load: dict[str, float]
     load_range: dict[str, tuple[float, float]]
@@ -116,14 +113,47 @@ class Sidecar(Frozen):
     labels: dict[str, LabelPredictors]
 
 
-def schema_of(sidecar: Sidecar) -> FeatureSchema:
-    """The feature schema of a sidecar that `read_sidecar` has checked."""
-    return SCHEMAS[sidecar.feature_schema, sidecar.feature_version]
+class MeasuredTimes(Mapping[str, dict[str, float]]):
+    """Idle times (ms) by kernel id and label, from JSON with one line per kernel, sorted, between a line `{` and a line `}`.
+    Only the lines that are looked up are parsed."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+
+    def __getitem__(self, kernel: str) -> dict[str, float]:
+        text, key = self._text, _line_start(kernel)
+        low, high = text.find(b"\n") + 1, text.rfind(b"\n") + 1  # the lines to search
+        while low < high:
+            start = max(text.rfind(b"\n", low, (low + high) // 2) + 1, low)
+            end = text.index(b"\n", start)
+            line = text[start:end]
+            if line.startswith(key):
+                times: dict[str, float] = json.loads(line[len(key):].removesuffix(b","))
+                return times
+            low, high = (end + 1, high) if line < key else (low, start)
+        raise KeyError(kernel)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole())
+
+    def __len__(self) -> int:
+        return max(self._text.count(b"\n") - 1, 0)
+
+    def whole(self) -> dict[str, dict[str, float]]:
+        """All times, parsed at once."""
+        times: dict[str, dict[str, float]] = json.loads(self._text)
+        return times
+
+    @staticmethod
+    def text(times: Mapping[str, Mapping[str, float]]) -> bytes:
+        """The JSON that this class reads."""
+        lines = sorted(_line_start(kernel) + json.dumps(dict(of_kernel), separators=(",", ":")).encode()
+                       for kernel, of_kernel in times.items())
+        return b"\n".join([b"{", *([b",\n".join(lines)] if lines else []), b"}"])
 
 
-def schema_fields(schema: FeatureSchema) -> dict[str, Any]:
-    """The fields of a sidecar that describe a feature schema."""
-    return {"feature_schema": schema.name, "feature_version": schema.version, "features": schema.names}
+def _line_start(kernel: str) -> bytes:
+    return json.dumps(kernel).encode() + b":"
 
 
 def sidecar_path(folder: Path) -> Path:
@@ -146,55 +176,104 @@ def read_sidecar(folder: Path) -> Sidecar:
     if not path.is_file():
         raise UserError(f"{folder}: no predictors; train them with: {TRAIN}")
     sidecar = files.read_record(path, Sidecar, SIDECAR_VERSION, TRAIN)
-    check_schema(path, sidecar)
+    for label, about in sidecar.labels.items():
+        check_features(path, label, about)
     made, here = sidecar.packages["xgboost"], package_version(*XGBOOST)  # alone: to look one up takes a millisecond
     if made.split(".")[:2] != here.split(".")[:2]:
         raise UserError(f"{path}: made with xgboost {made}, here is {here}, which may not read it; train again: {TRAIN}")
     return sidecar
 
 
-def check_schema(path: Path, sidecar: Sidecar) -> None:
-    """Checks that this Hase computes the features that the predictors read.
+def check_features(path: Path, label: str, saved: Saved) -> None:
+    """Checks that this Hase computes the features that the predictors of a label read.
 
     Args:
         path: of the sidecar.
-        sidecar: what it holds.
+        label: their label.
+        saved: what the sidecar says of them.
 
     Raises:
-        UserError: this Hase has no such feature schema, or one with other features.
+        UserError: they read others.
     """
-    asked = f"{sidecar.feature_schema} {sidecar.feature_version}"
-    schema = SCHEMAS.get((sidecar.feature_schema, sidecar.feature_version))
-    if schema is None:
-        raise UserError(f"{path}: these predictors read feature schema {asked}, which this Hase does not have (it has: "
-                        f"{', '.join(map(str, SCHEMAS.values()))}); use the Hase that trained them, or train again: {TRAIN}")
-    if sidecar.features != schema.names:
-        odd = sorted(set(sidecar.features) ^ set(schema.names))
-        raise UserError(f"{path}: made by another version of Hase, with other features in feature schema {asked} "
-                        f"({', '.join(odd[:3]) or 'in another order'}{', …' if len(odd) > 3 else ''}); train again: {TRAIN}")
+    if saved.features == (here := features_of(KernelModel)):
+        return
+    odd = sorted(set(saved.features[1:]) ^ set(here[1:]))
+    raise UserError(f"{path}: made by another version of Hase: the predictors of label {label} read feature schema "
+                    f"{saved.features[0] if saved.features else 'none'}, here is {here[0]} (they differ in: "
+                    f"{', '.join(odd[:3]) or 'what the values mean, or their order'}{', …' if len(odd) > 3 else ''}); {REMEDY}")
 
 
-def read_checked(path: Path, sha256: str) -> bytes:
-    """The bytes of `path`.
+def save_predictors(folder: Path, models: Mapping[str, KernelModel | Transferred], errors: Mapping[str, Sequence[TypeErrors]],
+                    measured: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> Sidecar:
+    """Saves a target's predictors. The sidecar is written last: until then, the old predictors stay valid.
+
+    Args:
+        folder: of the target.
+        models, errors: by label.
+        measured: idle times (ms) by kernel id and label.
+        about: the other fields of the sidecar.
+    """
+    labels = {}
+    for label, model in models.items():
+        saved, start = save_estimator(folder, label, model), model.start.target if isinstance(model, Transferred) else ""
+        own_types = tuple(name for name, booster in model.predictor_of.items() if booster == name)
+        labels[label] = LabelPredictors(**dict(saved), own_types=own_types, errors=tuple(errors[label]), start=start)
+    name, sha256 = write_measured(folder, measured)
+    sidecar = Sidecar(packages=installed_packages(), measured=name, measured_sha256=sha256, labels=labels, **about)
+    write_sidecar(folder, sidecar)
+    return sidecar
+
+
+def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
+    """The measured idle times (ms) by kernel id and label.
 
     Raises:
-        UserError: the file is missing, or its SHA-256 is not the one that the sidecar holds.
+        UserError: their file is missing or damaged.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path}: named in {sidecar_path(path.parent)} but missing; train again: {TRAIN}") from None
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f"{path}: damaged or changed after training (its SHA-256 is not the one in {SIDECAR}); "
-                        f"train again: {TRAIN}")
-    return data
+    return MeasuredTimes(gzip.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256, REMEDY)))
+
+
+def write_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
+    """Writes the times to look up; returns the file's name and its SHA-256."""
+    data = gzip.compress(MeasuredTimes.text(measured), TIMES_COMPRESSION, mtime=0)
+    return write_hashed(folder, "measured", "json.gz", data)
+
+
+def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> Sidecar:
+    """Adds measured times for look-up. The predictors stay as they are, and so does the hash of the dataset that they were
+    trained on, so that the next training sees that the dataset is newer.
+
+    Args:
+        folder: of the target's predictors.
+        measured: idle times (ms) by kernel id and label; they replace existing ones.
+
+    Raises:
+        UserError: there are no predictors, they are of another version, or a file is damaged.
+    """
+    sidecar = read_sidecar(folder)
+    times = read_measured(folder, sidecar).whole()
+    name, sha256 = write_measured(folder, times | {kernel: times.get(kernel, {}) | dict(new_times)
+                                                   for kernel, new_times in measured.items()})
+    sidecar = sidecar.model_copy(update={"measured": name, "measured_sha256": sha256})
+    write_sidecar(folder, sidecar)
+    return sidecar
 
 
 def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
     """Writes the sidecar, then removes the files that only the previous sidecar names."""
     files.write_json(sidecar_path(folder), sidecar)
-    kept = {sidecar.measured, *(about.file for about in sidecar.labels.values()),
-            *(about.start.file for about in sidecar.labels.values() if about.start)}
-    for old in [*folder.glob("*-*.pkl"), *folder.glob("measured-*.json.gz")]:
-        if old.name not in kept:
+    kept = {sidecar.measured, *(about.file for about in sidecar.labels.values())}
+    for old in [*folder.glob("*-*.npz"), *folder.glob("measured-*.json.gz")]:
+        if old.name not in kept and not old.name.startswith(ESTIMATOR_PREFIX):
             old.unlink()
+
+
+def copy_predictors(source: Path, folder: Path) -> None:
+    """Copies all that was learned for a target, its composition and its host's kernels too. The sidecar is copied last, which
+    makes the copy valid."""
+    paths = [path for path in source.iterdir() if not path.name.startswith(".")]  # without locks and unfinished files
+    for path in sorted(paths, key=lambda path: (path == sidecar_path(source), path)):
+        if path.is_dir():
+            copy_predictors(path, folder / path.name)
+        else:
+            files.write_bytes(folder / path.name, path.read_bytes())

@@ -22,7 +22,7 @@ from records.kernel_record import Kernel
 from records.kernel_types import form_of
 from records.measurement import COLLECT, LABELS
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.schema import FeatureSchema
+from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import LAUNCHES
 from utils import files
 from utils.errors import UserError
@@ -84,6 +84,12 @@ class TrainingSet:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def kernels(self) -> KernelRows:
+        """The rows as estimators read them."""
+        return KernelRows(types=self.types, features=self.features, flops=self.flops, bytes_moved=self.bytes_moved,
+                          load=self.load)
+
     def rows(self, mask: npt.NDArray[np.bool_]) -> TrainingSet:
         """The rows where `mask` is true."""
         return replace(
@@ -104,8 +110,8 @@ def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema =
     folder = workspace.dataset(target)
     header = read_header(folder)
     table = read_kernel_table(workspace, target)
-    described = {one.kernel.id: one for one in read_kernels(folder)}
-    kernels = {name: one.kernel for name, one in described.items()}
+    described = {entry.kernel.id: entry for entry in read_kernels(folder)}
+    kernels = {name: entry.kernel for name, entry in described.items()}
     table = _measured(table)
     excluded = table["Background"].isin(header.held_out_backgrounds)
     if header.held_out_backgrounds:
@@ -143,11 +149,11 @@ def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, flo
     """
     header, table = read_header(workspace.dataset(target)), read_kernel_table(workspace, target)
     idle = table[table["Status"].isin(["ok", UNFINISHED]) & (table["Level"] == 0)]
-    found: dict[str, dict[str, float]] = {}
+    measured: dict[str, dict[str, float]] = {}
     for label, times in _times(idle, header.target.flavour.device).items():
         for name, time_ms in pd.Series(times).groupby(idle["Kernel_ID"].to_numpy()).median().dropna().items():
-            found.setdefault(str(name), {})[label] = float(time_ms)
-    return found
+            measured.setdefault(str(name), {})[label] = float(time_ms)
+    return measured
 
 
 def _measured(table: pd.DataFrame) -> pd.DataFrame:
@@ -197,9 +203,9 @@ def _times(table: pd.DataFrame, device: str) -> dict[str, Floats]:
     times = {"run": run_ms(table, device)}
     for label in LABELS:
         if label != "run" and f"{label}_ms" in table.columns and table[f"{label}_ms"].notna().any():
-            found = table[f"{label}_ms"].to_numpy(dtype=float)
-            times[label] = np.where(found > 0, found, np.nan)  # nothing to learn from a kernel without work
+            column = table[f"{label}_ms"].to_numpy(dtype=float)
+            times[label] = np.where(column > 0, column, np.nan)  # nothing to learn from a kernel without work
     if "gpu_launches" in table.columns:
         launches = table["gpu_launches"].to_numpy(dtype=float)
         times[LAUNCHES] = np.where(launches > 0, launches, np.nan)
-    return {label: found for label, found in times.items() if np.isfinite(found).any()}
+    return {label: times_ms for label, times_ms in times.items() if np.isfinite(times_ms).any()}

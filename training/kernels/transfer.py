@@ -8,20 +8,20 @@ kernels that were held out (training/kernels/label_training.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from training.kernels.estimators import TABLES, KernelModel, TimePredictor, fit_kernel_model, table_counts
+from training.admission.interface import Estimator, Measured
+from training.kernels.estimators import TABLES, KernelModel, Roofline, fit_kernel_model, table_counts
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.roofline import Roofline
-from training.kernels.schema import FeatureSchema
+from training.kernels.schema import FeatureSchema, KernelRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from records.kernel_record import Kernel
     from training.kernels.settings import TrainingConfig
@@ -49,8 +49,8 @@ class OtherPredictors(NamedTuple):
     model: KernelModel
 
 
-@dataclass(frozen=True)
-class Transferred:
+@dataclass
+class Transferred(Estimator):
     """Predicts the times of one label here from those of another device.
 
     Attributes:
@@ -58,18 +58,11 @@ class Transferred:
         correction: predicts time here / time there, from CORRECTION_FEATURES.
     """
 
-    start: OtherPredictors
-    correction: KernelModel
-
-    @property
-    def other(self) -> KernelModel:
-        """The other device's predictors."""
-        return self.start.model
-
-    @property
-    def schema(self) -> FeatureSchema:
-        """Of the features that `predict_ms` takes."""
-        return self.other.schema
+    name = "in_use_from_another_device"
+    features = KERNEL_FEATURES
+    saved_classes = (Roofline,)
+    start: OtherPredictors = field(default_factory=lambda: OtherPredictors("", KernelModel()))
+    correction: KernelModel = field(default_factory=lambda: KernelModel(features=CORRECTION_FEATURES))
 
     @property
     def predictor_of(self) -> Mapping[str, str]:
@@ -79,57 +72,61 @@ class Transferred:
     @property
     def roofline(self) -> Roofline:
         """The roofline there, as slow as this device is in the median."""
-        there, slower = self.other.roofline, self.correction.roofline.floor_ms * self.correction.roofline.scale
-        return there.model_copy(update={
-            "flops_per_ms": there.flops_per_ms / slower, "bytes_per_ms": there.bytes_per_ms / slower,
-            "floor_ms": there.floor_ms * slower, "table_ms": there.table_ms * slower})
+        roofline, slower = self.start.model.roofline, self.correction.roofline.floor_ms * self.correction.roofline.scale
+        return roofline.model_copy(update={
+            "flops_per_ms": roofline.flops_per_ms / slower, "bytes_per_ms": roofline.bytes_per_ms / slower,
+            "floor_ms": roofline.floor_ms * slower, "table_ms": roofline.table_ms * slower})
 
-    def predict_ms(self, types: Iterable[str], features: Floats, load: Floats, flops: Floats,
-                   bytes_moved: Floats) -> Floats:
-        """As of `KernelModel`. A type that was not measured here is as much slower as the median kernel."""
-        types, zeros = list(types), np.zeros(len(features))
-        there_ms, extended = from_there(self.other, types, features, flops, bytes_moved)
-        return there_ms * self.correction.predict_ms(types, extended, load, zeros, zeros)
+    def fit(self, measured: Measured) -> None:
+        raise NotImplementedError("it is learned by fit_transferred")
+
+    def predict_ms(self, kernels: KernelRows) -> Floats:
+        """The time (ms) of each row. A type that was not measured here is as much slower as the median kernel."""
+        other_ms, extended = from_other_device(self.start.model, kernels)
+        return other_ms * self.correction.predict_ms(extended)
+
+    def saved(self) -> dict[str, Any]:
+        return {"target": self.start.target, "start": self.start.model.saved(), "correction": self.correction.saved()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.start = OtherPredictors(saved["target"], KernelModel())
+        self.start.model.restore(saved["start"])
+        self.correction.restore(saved["correction"])
 
 
-def from_there(other: KernelModel, types: Sequence[str], features: Floats, flops: Floats,
-               bytes_moved: Floats) -> tuple[Floats, Floats]:
-    """The times (ms) of kernels on the other device, idle, and their CORRECTION_FEATURES.
+def from_other_device(other: KernelModel, kernels: KernelRows) -> tuple[Floats, KernelRows]:
+    """The times (ms) of kernels on the other device, idle, and the rows that a correction reads: with CORRECTION_FEATURES, and
+    without operations and bytes, which makes the roofline of the ratios a constant.
 
     A fused type that the other device does not have counts as its first operation.
-
-    Args:
-        other: its predictors.
-        types, features, flops, bytes_moved: of each kernel, as of `KernelModel.predict_ms`.
     """
-    meant = [name if name in other.predictor_of else name.partition("_")[0] for name in types]
-    idle = np.tile(np.array(other.idle_load, dtype=float), (len(meant), 1))
-    there_ms = other.predict_ms(meant, features, idle, flops, bytes_moved)
-    bound_ms = other.roofline.bound_ms(flops, bytes_moved, table_counts(other.schema, features))
-    return there_ms, np.column_stack([features, np.log2(there_ms / bound_ms)])
+    types = np.array([name if name in other.predictor_of else name.partition("_")[0] for name in kernels.types.tolist()],
+                     dtype=np.str_)
+    other_ms = other.predict_ms(replace(kernels, types=types, load=None))
+    bound_ms = other.roofline.bound_ms(kernels.flops, kernels.bytes_moved, table_counts(other.features, kernels.features))
+    zeros = np.zeros(len(kernels))
+    return other_ms, replace(kernels, features=np.column_stack([kernels.features, np.log2(other_ms / bound_ms)]), flops=zeros,
+                             bytes_moved=zeros)
 
 
 def as_ratios(rows: TrainingSet, label: str, other: KernelModel) -> tuple[TrainingSet, Floats]:
-    """The learning problem of a correction: `rows` with the ratio to the time there in place of the time; and the times there.
-
-    Operations and bytes are zero, which makes the roofline of the ratios a constant.
-    """
-    there_ms, features = from_there(other, rows.types.tolist(), rows.features, rows.flops, rows.bytes_moved)
-    zeros = np.zeros(len(rows))
-    return replace(rows, schema=CORRECTION_FEATURES, features=features, flops=zeros, bytes_moved=zeros,
-                   times_ms={label: rows.times_ms[label] / there_ms}), there_ms
+    """The learning problem of a correction: `rows` with the ratio to the time on the other device in place of the time; and the
+    times (ms) there."""
+    other_ms, extended = from_other_device(other, rows.kernels)
+    return replace(rows, schema=CORRECTION_FEATURES, features=extended.features, flops=extended.flops,
+                   bytes_moved=extended.bytes_moved, times_ms={label: rows.times_ms[label] / other_ms}), other_ms
 
 
-def fit_transferred(rows: TrainingSet, label: str, own: Sequence[str], config: TrainingConfig,
+def fit_transferred(rows: TrainingSet, label: str, own_types: Sequence[str], config: TrainingConfig,
                     start: OtherPredictors) -> Transferred:
     """As `fit_kernel_model`, starting from the predictors of another target."""
-    return Transferred(start, fit_kernel_model(as_ratios(rows, label, start.model)[0], label, own, config))
+    return Transferred(start, fit_kernel_model(as_ratios(rows, label, start.model)[0], label, own_types, config))
 
 
-def learner(model: TimePredictor, label: str, own: Sequence[str],
+def learner(model: Estimator, label: str, own_types: Sequence[str],
             config: TrainingConfig) -> Callable[[TrainingSet], Transferred] | None:
     """A function that learns from fewer rows as `model` did, if that starts from another target; else None."""
     if not isinstance(model, Transferred):
         return None
     start = model.start
-    return lambda rows: fit_transferred(rows, label, own, config, start)
+    return lambda rows: fit_transferred(rows, label, own_types, config, start)

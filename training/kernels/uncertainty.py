@@ -1,4 +1,4 @@
-"""How wrong the estimated time of an unmeasured operator may be: ranges of true over estimated time, kept in `doubt.json`.
+"""How wrong the estimated time of an unmeasured operator may be: ranges of true over estimated time (`uncertainty.json`).
 
 The time of a kernel whose operator was never measured is estimated from the measured operators of its class. To see how wrong
 that is, each measured operator is left out in turn, and its measured times are compared with the estimate. The range of a class
@@ -6,7 +6,7 @@ of operators (elementwise, reduction, …) holds 90 % of these ratios, each oper
 LEAST_OPERATORS measured operators has a range at least as wide as in DEFAULT_RANGES.
 
 The file also lists the forms (element type and rank) in which each operator was measured. An operator that was measured in
-other forms only is predicted, but with a wider interval. History of the schema: version 1 is the first.
+other forms only is predicted, but with a wider interval.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
 UNCERTAINTY_VERSION = 1
-FILE = "doubt.json"
+FILE = "uncertainty.json"
 LEAST_OPERATORS = 3
 TAIL = 0.05  # share of the ratios that is cut off at each end, which leaves 90 %
 PARTS = 101  # quantiles that stand for the kernels of an operator, so that operators count alike
@@ -76,7 +76,7 @@ FORMLESS: frozenset[OperatorClass] = frozenset({"elementwise", "movement"})  # m
 
 
 class Uncertainty(Frozen):
-    """`doubt.json`.
+    """`uncertainty.json`.
 
     Attributes:
         dataset_sha256: of the kernel table that it was learned from; "" for the defaults.
@@ -119,18 +119,18 @@ def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel],
     forms: dict[str, set[str]] = {}
     for name in set(rows.ids.tolist()):
         forms.setdefault(by_id[name].type, set()).add(form_of(by_id[name]))
-    return Uncertainty(dataset_sha256=rows.sha256, forms={name: tuple(sorted(found)) for name, found in sorted(forms.items())},
-                       ranges={label: ranges_of(found, label) for label, found in left_out.items()})
+    return Uncertainty(dataset_sha256=rows.sha256, forms={name: tuple(sorted(forms[name])) for name in sorted(forms)},
+                       ranges={label: ranges_of(operators, label) for label, operators in left_out.items()})
 
 
 def ranges_of(left_out: Iterable[LeftOutOperator], label: str) -> dict[str, Range]:
     """The range of each class of operators that were left out."""
-    found: dict[OperatorClass, list[Floats]] = {}
-    for one in left_out:
-        found.setdefault(one.kind, []).append(np.quantile(one.ratios, np.linspace(0.0, 1.0, PARTS)))
+    ratios_of: dict[OperatorClass, list[Floats]] = {}
+    for operator in left_out:
+        ratios_of.setdefault(operator.kind, []).append(np.quantile(operator.ratios, np.linspace(0.0, 1.0, PARTS)))
     defaults = DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES
     ranges: dict[str, Range] = {}
-    for kind, ratios in found.items():
+    for kind, ratios in ratios_of.items():
         low, high = np.quantile(np.concatenate(ratios), [TAIL, 1.0 - TAIL])
         learned = Range(low=min(1.0, float(low)), high=max(1.0, float(high)), operators=len(ratios))
         ranges[kind] = learned if len(ratios) >= LEAST_OPERATORS else learned.joined(defaults[kind])

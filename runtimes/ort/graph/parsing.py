@@ -21,7 +21,7 @@ from runtimes.ort.graph.source import Source, open_dims, read_source, tensor_of_
 from runtimes.ort.graph.tensor_shapes import infer_tensors, shapes_of_any_size
 from runtimes.targets import flavour_of
 from utils.errors import UserError
-from utils.fingerprint import Flavour, has_cuda, resolve_device
+from utils.fingerprint import Flavour, graph_device, has_cuda
 from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.ort_sessions import open_session
@@ -212,7 +212,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
     Raises:
         UserError: as `read_source`, and where ORT can't load the model.
     """
-    provider = resolve_device(device) if device == "auto" else device
+    provider = graph_device(device)
     flavour = flavour_of(provider)
     derived = provider == "cuda" and not has_cuda()
     source = read_source(model, dims, name)

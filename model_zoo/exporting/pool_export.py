@@ -1,8 +1,7 @@
-"""What the exporters of networks have in common: their options, several models at a time, and the table of what was written."""
+"""Exports networks of the pool's collections, several at a time, each in a process of its own."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from model_zoo.exporting.collections import network_source
-from model_zoo.exporting.export_report import report
 from model_zoo.exporting.network_export import network_stamp, stem_of, write_network
 from model_zoo.exporting.onnx_export import is_done, short
-from model_zoo.exporting.pool_config import POOL_FILE, Collection, read_pool
-from utils import cli
+from model_zoo.exporting.pool_config import Collection
 from utils.fingerprint import resolve_device
 from utils.lazy import torch
 from utils.logger import get_logger
@@ -92,27 +89,3 @@ def export_networks(workspace: Workspace, collection: Collection, families: Mapp
         if row["status"] == "failed":
             log.error("%s: %s", Path(row["file"]).name, row["error"])
     return rows
-
-
-def network_parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
-    """The options that all exporters of networks share."""
-    parser = cli.parser(doc, examples)
-    parser.add_argument("--pool", type=Path, default=POOL_FILE, metavar="FILE",
-                        help="which models, where none are named (default: model_zoo/pool.yaml)")
-    parser.add_argument("--model", action="append", default=[], metavar="NAME", help="this one (repeatable)")
-    parser.add_argument("--dtype", action="append", choices=("fp32", "fp16"), help="(repeatable; default: fp32)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="cpu",
-                        help="where the files are checked (default: cpu)")
-    parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="models at a time (default: 1)")
-    parser.add_argument("--force", action="store_true", help="make files anew that are there")
-    return parser
-
-
-def export_as_asked(args: argparse.Namespace, collections: Sequence[Collection]) -> int:
-    """Exports what the options say, and reports it; the exit code."""
-    workspace, pool = cli.start(args, begins=True), read_pool(args.pool)
-    rows: list[dict[str, Any]] = []
-    for collection in collections:
-        rows += export_networks(workspace, collection, pool.chosen(collection, args.model), args.dtype or ["fp32"], args.device,
-                                args.jobs, args.force)
-    return report(rows, workspace.models, args.json)

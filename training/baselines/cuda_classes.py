@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from training.kernels.estimators import KernelModel, assign_folds, design_matrix, fit_kernel_model, pose
+from training.kernels.estimators import KernelModel, assign_folds, design_matrix, fit_kernel_model, learning_problem
+from training.kernels.schema import KernelRows
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
 from utils.lazy import sklearn
@@ -45,9 +46,9 @@ class Classifier:
 
     def probabilities(self, matrix: npt.NDArray[np.float32]) -> Floats:
         """Probabilities, shape (rows, classes), of rows of a `design_matrix`."""
-        found = np.zeros((len(matrix), self.count))
-        found[:, self.forest.classes_] = self.forest.predict_proba(np.nan_to_num(matrix, nan=-1.0))
-        return found
+        probabilities = np.zeros((len(matrix), self.count))
+        probabilities[:, self.forest.classes_] = self.forest.predict_proba(np.nan_to_num(matrix, nan=-1.0))
+        return probabilities
 
 
 def train_classifier(matrix: npt.NDArray[np.float32], classes: npt.NDArray[np.int64], count: int, seed: int) -> Classifier:
@@ -57,19 +58,19 @@ def train_classifier(matrix: npt.NDArray[np.float32], classes: npt.NDArray[np.in
     return Classifier(forest.fit(np.nan_to_num(matrix, nan=-1.0), classes), count)
 
 
-@dataclass(frozen=True)
-class TwoStages:
-    """Predicts the class of a kernel, then its time from its class and shape."""
+class TwoStages(KernelModel):
+    """Predicts the class of a kernel, then its time from its class and shape; not saved."""
 
-    classifier: Classifier
-    times: KernelModel
+    name = "two_stages"
 
-    def predict_ms(self, types: Iterable[str], features: Floats, load: Floats, flops: Floats,
-                   bytes_moved: Floats) -> Floats:
-        """As of `KernelModel`."""
-        types = list(types)
-        guessed = self.classifier.probabilities(design_matrix(types, features, load, self.times.type_codes))
-        return self.times.predict_ms(types, np.hstack([features, guessed]), load, flops, bytes_moved)
+    def __init__(self, classifier: Classifier, times: KernelModel) -> None:
+        super().__init__(times.features, times.roofline, times.type_codes, times.predictor_of, times.boosters, times.idle_load)
+        self.classifier = classifier
+
+    def predict_ms(self, kernels: KernelRows) -> Floats:
+        matrix = design_matrix(kernels.types.tolist(), kernels.features, kernels.load, self.type_codes)
+        guessed = self.classifier.probabilities(matrix)
+        return super().predict_ms(replace(kernels, features=np.hstack([kernels.features, guessed])))
 
 
 def fit_two_stages(rows: TrainingSet, label: str, class_of: Mapping[str, str], config: TrainingConfig) -> TwoStages:
@@ -84,7 +85,7 @@ def fit_two_stages(rows: TrainingSet, label: str, class_of: Mapping[str, str], c
         class_of: the class of each row's kernel, by kernel id.
         config: of the training.
     """
-    problem = pose(rows, label)
+    problem = learning_problem(rows, label)
     named = [class_of[name] for name in rows.ids]
     numbers = {name: place for place, (name, _) in enumerate(Counter(named).most_common(MOST_CLASSES))}
     classes = np.array([numbers.get(name, len(numbers)) for name in named])

@@ -1,0 +1,155 @@
+"""The pages of docs/ and the README: tables agree with themselves, names and links exist, what is generated is up to date."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_layers import ORDER
+
+from recipes.commands_page import PAGE, all_commands, anchor, page
+from runtimes import MODULES as RUNTIMES
+from utils.paths import ROOT
+
+DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("[!.]*/README.md")])  # those that the README leads to
+PAGES = [ROOT / "README.md", *DOCUMENTS, *sorted(ROOT.glob("recipes/*/*.md"))]
+PYTHON = re.compile(r"^```python\n.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+FILE = re.compile(r"(?<![\w/<>.…-])((?:\w+/)+[\w.]+\.(?:py|sh|yaml))\b")
+WRITTEN = ("--out", "--raw", "--trace", "--markdown", "--plot", "--output-dir")  # options that name what a command writes
+MADE = {"resnet18.onnx", "resnet18_fp32_b16_224x224.json"}  # by the first phases, as the configs say
+NUMBER = re.compile(r"-?[\d,]*\.?\d+")
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def cells(line: str) -> list[str]:
+    """The cells of a line of a Markdown table."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+def tables(text: str) -> Iterator[list[dict[str, str]]]:
+    """The tables of a page: their rows by the columns' names."""
+    for block in re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE):
+        header, _, *rows = map(cells, block.splitlines())
+        yield [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def is_met(bar: str, reached: str) -> bool:
+    """Whether a row says that its bar is met. A bar is "at most 8%", "at least 90%", or a number, which is at most that."""
+    limit, value = (float(match[0].replace(",", "")) for match in (NUMBER.search(bar), NUMBER.search(reached)) if match)
+    assert ("%" in bar) == ("%" in reached.split(",")[0].split(" of ")[0].split(":")[0]), (bar, reached)
+    return value >= limit if bar.startswith("at least") else value <= limit
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_met_agrees_with_its_row(path: Path) -> None:
+    """In each table with a column `met`: "yes" or "no" where there is a bar, "-" where there is none."""
+    for table in tables(path.read_text(encoding="utf-8")):
+        for row in table:
+            if "met" in row:
+                assert row["met"] == (("yes" if is_met(row["bar"], row["reached"]) else "no") if row["bar"] else "-"), row
+
+
+def test_a_row_that_contradicts_itself_is_found() -> None:
+    assert not is_met("at most 33.3%", "52.0%, 13: qdq_resnet18 (nvidia-h200, +7.6%)")
+    assert is_met("at least 90%", "90.5% of 87")
+    assert not is_met("0", "2: bf16_whole, other")
+    assert is_met("0", "0")
+    with pytest.raises(AssertionError):
+        is_met("at most 30%", "13: qdq_resnet18 (+7.6%)")  # a number is no share
+    (table,) = tables("| what | met |\n|---|---|\n| a \\| b | yes |\n")
+    assert table == [{"what": "a \\| b", "met": "yes"}]
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(all_commands()), "make it anew: python recipes/commands_page.py"
+
+
+def test_each_command_says_what_it_writes_or_prints() -> None:
+    said = re.compile(r"\b(writes?|prints?|serves|reports|converts)\b", re.IGNORECASE)
+    commands = [command for chosen in all_commands().values() for command in chosen]
+    assert not [command.path for command in commands if not said.search(f"{command.summary} {command.details}")]
+
+
+def test_links_within_the_page_of_commands_lead_somewhere() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    headings = {anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= headings
+
+
+def test_no_phase_numbers_are_kept_by_hand() -> None:
+    """The plan's phases have numbers in the README's table alone."""
+    numbered = re.compile(r"\b[Pp]hase \d")
+    pages = [path for path in PAGES if path.name != "README.md"]
+    scripts = [ROOT / command.path for commands in all_commands().values() for command in commands]
+    assert not [path for path in (*pages, *scripts) if numbered.search(path.read_text(encoding="utf-8"))]
+
+
+def test_how_it_works_names_every_runtime() -> None:
+    text = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    assert not [runtime for runtime in RUNTIMES if f"`{runtime}`" not in text]
+
+
+def test_no_other_page_has_python() -> None:
+    """Those that have are run: by tests/test_readme.py, test_adding_a_unit.py and test_estimators.py."""
+    assert {path.name for path in PAGES if PYTHON.search(path.read_text(encoding="utf-8"))} == {
+        "README.md", "predicting.md", "adding_a_unit.md", "estimators.md"}
+
+
+def test_make_knows_what_the_readme_asks_of_it() -> None:
+    asked = re.findall(r"^make (\w+)", readme(), re.MULTILINE)
+    assert len(asked) >= 3
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert not [target for target in asked if not re.search(rf"^{target}: ", makefile, re.MULTILINE)]
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    assert len(readme().splitlines()) < 130
+    assert {page.relative_to(ROOT).as_posix() for page in DOCUMENTS} <= set(LINK.findall(readme()))
+
+
+def test_the_readmes_tree_is_the_repository() -> None:
+    """Its folders and scripts at the top, in the order in which they may import one another."""
+    tree = re.findall(r"^(\w+)(?:/|\.py) ", readme().partition("```text\nutils/")[1] + readme().partition("```text\nutils/")[2],
+                      re.MULTILINE)
+    assert [name for name in tree if name in ORDER] == [name for name in ORDER if name in tree]
+    assert set(ORDER) <= {"utils", *tree}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_what_a_page_names_exists(path: Path) -> None:
+    """In its prose and its commands: an example in Python may name a file that the reader would make, and moved.md says what
+    was."""
+    text = PYTHON.sub("", path.read_text(encoding="utf-8"))
+    if path.name == "moved.md":
+        text = "\n".join(row["is"] for table in tables(text) for row in table)
+    links = [path.parent / link for link in LINK.findall(text)]
+    assert not [str(named) for named in (*links, *(ROOT / name for name in FILE.findall(text))) if not named.exists()]
+
+
+def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:
+    """They take a quarter of an hour and more, or a GPU: not run here, but bash parses them, and what they call exists."""
+    named = {name for path in PAGES for name in re.findall(r"`(\w+(?:/\w+)+\.sh)`", path.read_text(encoding="utf-8"))}
+    assert named
+    for name in sorted(named):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert subprocess.run(["bash", "-n", name], cwd=ROOT, check=False).returncode == 0, name
+        assert all((ROOT / script).is_file() for script in re.findall(r"(?:python|hase) (\w+(?:/\w+)*\.py)", text)), name
+
+
+def test_examples_name_files_that_are_there() -> None:
+    """In the repository, written by the phases or by an example; else a comment says what the example needs."""
+    examples = [line for chosen in all_commands().values() for command in chosen for line in command.examples.splitlines()]
+    words = [line.partition("  # needs ")[0].split() for line in examples]
+    written = {after for line in words for word, after in itertools.pairwise(line) if word in WRITTEN}
+    asked = {(word, line) for line in examples if "  # needs " not in line for word in line.split()
+             if re.search(r"\w\.(onnx|json|jsonl|yaml|txt|npz|pt2|csv|pkl|xz)$", word)}
+    assert not sorted(line for word, line in asked if not word.startswith("out/") and word not in written
+                      and Path(word).name not in MADE and not any(ROOT.glob(word)))
