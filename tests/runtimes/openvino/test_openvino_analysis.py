@@ -158,6 +158,13 @@ def test_sizes_that_are_computed_are_folded(tmp_path: Path) -> None:
         parse(model)
 
 
+def test_a_small_convolution_counts_more_than_a_large_activation(tmp_path: Path) -> None:
+    """As in a network that weighs its channels: the sigmoid has more operations."""
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Sigmoid", ["c"], ["y"])]
+    model = saved(tmp_path / "gate.onnx", nodes, {"x": [1, 4, 1, 1]}, {"y": [1, 96, 1, 1]}, {"w": floats(96, 4, 1, 1)})
+    assert [name for name in types(parse(model).record) if name != "Reorder"] == ["Conv_Sigmoid"]
+
+
 @pytest.mark.slow
 def test_each_kernel_is_a_model_of_its_own(tmp_path: Path) -> None:
     """OpenVINO runs it, and ONNX's own evaluator gives outputs of the kernel's shapes."""
