@@ -15,8 +15,7 @@ from pathlib import Path
 from benchmark.collecting.config import CollectorConfig
 from inference.core.run_modes import RunMode
 from inference.evaluation.comparison import Comparison, Evaluation, summary_table, table, warned_of
-from inference.evaluation.evaluate import evaluate
-from inference.evaluation.here import PATIENCE_S, TIMEOUT_S, LoadsHere, MeasuringPlan
+from inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, LoadsHere, MeasuringPlan, evaluate
 from inference.evaluation.plot import Point
 from inference.evaluation.plot import draw as draw_points
 from inference.live.load import CONFIG_FILE, InferenceConfig

@@ -42,12 +42,12 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from inference.core.answers import never_falling
 from inference.core.host_pace import PaceAsked
 from inference.core.model_run import trace_of
 from inference.core.predictor import Predictor
 from inference.core.report import log_measured, print_predictions, verdict
 from inference.core.run_modes import RunMode
-from inference.core.sizes import never_falling
 from inference.core.targets import local_targets
 from inference.live.load import CONFIG_FILE, InferenceConfig, Load
 from inference.live.load_sources import LoadSources

@@ -24,9 +24,9 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from model_zoo.exporting.export_report import report
-from model_zoo.exporting.pool_config import COLLECTIONS, POOL_FILE, read_pool
+from model_zoo.exporting.export_process import report
 from model_zoo.exporting.pool_export import export_networks
+from model_zoo.exporting.zoo_config import COLLECTIONS, POOL_FILE, read_pool
 from utils import cli
 
 EXAMPLES = """

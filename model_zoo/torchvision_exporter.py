@@ -21,8 +21,7 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from model_zoo.exporting.export_process import ExportProcess
-from model_zoo.exporting.export_report import report
+from model_zoo.exporting.export_process import ExportProcess, report
 from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig
 from runtimes.targets import flavour_of
 from utils import cli

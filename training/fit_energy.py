@@ -3,7 +3,7 @@
 Reads the dataset of each target, which was collected with energy_s, the kernel records, the predictors and their composition.
 Writes energy.json into the predictors' folder. energy = idle power · time + Σ coefficient · work; the work is the time of
 kernels by class, the time in which they fill the device, their operations by class, the bytes that they move, and launches
-(training/energy/work.py). Coefficients are not negative. Each family of models is held out in turn, and the combination that
+(training/energy/learned.py). Coefficients are not negative. Each family of models is held out in turn, and the combination that
 errs least is used.
 
 With --predictors, the predictors lie in another folder, such as that of the predictors that come with Hase. --models also shows
@@ -22,10 +22,8 @@ from typing import Any
 
 from training.composition.fitted import read_composition
 from training.composition.measured_models import models_sha256
-from training.energy.fitting import fit_energy
-from training.energy.learned import EnergyModel, energy_path
-from training.energy.measured import measured_energies
-from training.energy.tables import coefficient_rows, error_rows, model_rows, page
+from training.energy.fitting import fit_energy, measured_energies
+from training.energy.learned import EnergyModel, coefficient_rows, energy_path, error_rows, model_rows, page
 from training.kernels.predictors import read_predictors
 from training.kernels.targets import Show, for_each_target, trained_targets
 from utils import cli, files

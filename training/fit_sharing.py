@@ -40,13 +40,14 @@ from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from training.sharing.learned import DEFAULT_SWITCH_MS, Sharing, SharingErrors, co_runner_guessed, sharing_path
-from training.sharing.pairs import Pairs, looped_models
 from training.sharing.shared_runs import (
     STATISTICS,
+    Pairs,
     SharedRuns,
     Simulated,
     SimulatedModels,
     alone_ms,
+    looped_models,
     measured_elsewhere,
     shared_runs,
     simulated_models,

@@ -1,4 +1,4 @@
-"""Reads and writes files. No file is ever half written; errors of reading say what the user can do."""
+"""Reads and writes files: atomically, with digests, and in archives."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import csv
 import hashlib
 import io
 import json
+import lzma
 import os
 import shutil
+import tarfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -252,3 +254,25 @@ def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int 
             cache.pop(next(iter(cache)))
         cache[key] = value
     return value
+
+
+def pack(archive: Path, members: Iterable[tuple[str, bytes]]) -> None:
+    """Writes files, given by name and contents, to a `.tar.xz`. The same files in the same order give the same bytes."""
+    with replacing(archive) as part, tarfile.open(part, "w:xz", preset=9) as packed:
+        for name, contents in members:
+            header = tarfile.TarInfo(name)
+            header.size = len(contents)
+            packed.addfile(header, io.BytesIO(contents))
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Writes the files of an archive into a folder.
+
+    Raises:
+        UserError: it is no archive, it is damaged, or a member would lie outside of the folder.
+    """
+    try:
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise UserError(f"{archive}: not an archive, or damaged ({error})") from None

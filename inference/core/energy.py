@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from inference.core.uncertainty import UNKNOWN, Span, joined
-from training.energy.work import RUN, Part, work_of_run
+from training.energy.learned import RUN, Part, work_of_run
 from utils.errors import UserError
 from utils.frozen import Frozen
 

@@ -15,7 +15,7 @@ from inference.core.answers import PROVENANCES, KernelShare, Prediction, Provena
 from inference.core.host_pace import UNKNOWN
 from inference.core.kernels_in_model import KernelInModel, Placed, placed_kernels, runs_of_kernels
 from inference.core.memory import device_memory_mib, memory_warnings, peak_memory
-from inference.core.model_warnings import uncounted
+from inference.core.model_warnings import uncounted, used_estimators
 from inference.core.run_modes import AS_USUAL
 from inference.core.targets import Fitted, mismatches
 from inference.core.uncertainty import (
@@ -36,7 +36,6 @@ from inference.core.uncertainty import (
     shortness,
     uncertainty_warnings,
 )
-from inference.core.used_estimators import used_estimators
 from inference.sharing.co_runner import UnderLoad, under_load
 from records.run_order import at_guess, run_order, runs_in_order, shortest_cut
 from training.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes

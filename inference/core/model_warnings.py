@@ -1,17 +1,20 @@
-"""Warnings about a model's graph: sizes, trips and branches that depend on data, and kernels of unusual sizes."""
+"""Warnings about a model's graph, its kernels' sizes, and the estimators in use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from inference.core.answers import UsedEstimator
 from inference.core.kernels_in_model import KernelInModel, Placed, runs_of_kernels
 from runtimes.ort.cuda.capture import capture_obstacle
 from utils.errors import UserError
 
 if TYPE_CHECKING:
+    from inference.core.conditions import Conditions
     from inference.core.run_modes import RunMode
     from records.kernel_record import ModelRecord
+    from training.admission.admitted import Admitted
 
 
 def model_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel], run_mode: RunMode) -> tuple[str, ...]:
@@ -92,3 +95,36 @@ def _range_warning(record: ModelRecord, known: Mapping[Placed, KernelInModel]) -
     named = ", ".join(name for name, _ in found[:2]) + (" …" if len(found) > 2 else "")
     return (f"{len(found)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
             f"measured in some size, and less sure: {named}",)
+
+
+def entries_used(record: ModelRecord, known: Mapping[Placed, KernelInModel],
+                 conditions: Conditions) -> list[tuple[Admitted, tuple[str, ...]]]:
+    """The admitted estimators that predicted kernels of a model, each with the kernel types."""
+    admitted = conditions.fitted.predictors.admitted
+    if admitted is None:
+        return []
+    by_type, used = admitted.of(conditions.used.label), dict[str, set[str]]()
+    for key in runs_of_kernels(record):
+        kernel, found = record.kernels[key[0]], known[key]
+        constant = found.uncertainty is not None and found.uncertainty.reason == "control flow"
+        if (entry := by_type.get(kernel.type)) and kernel.moves_data and found.provenance == "predicted" and not (
+                found.on_host or constant):
+            used.setdefault(entry.name, set()).add(kernel.type)
+    return [(entry, tuple(sorted(used[name]))) for name, entry in sorted({one.name: one for one in by_type.values()}.items())
+            if name in used]
+
+
+def used_estimators(record: ModelRecord, known: Mapping[Placed, KernelInModel],
+                    conditions: Conditions) -> tuple[UsedEstimator, ...]:
+    return tuple(UsedEstimator(name=entry.name, source=entry.source, types=types, mape=entry.errors.mape, forced=entry.forced)
+                 for entry, types in entries_used(record, known, conditions))
+
+
+def estimator_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel], conditions: Conditions) -> tuple[str, ...]:
+    """A sentence about each, and one where the dataset has changed since its check."""
+    trained_on, found = conditions.fitted.predictors.sidecar.dataset_sha256, []
+    for entry, types in entries_used(record, known, conditions):
+        found.append(entry.model_copy(update={"types": types}).said)
+        if outdated := entry.outdated(conditions.fitted.target.name, trained_on):
+            found.append(outdated)
+    return tuple(found)

@@ -22,11 +22,10 @@ from inference.core.conditions import Conditions, check_run_mode, pace_of, share
 from inference.core.energy import EnergyPrediction, energy_of
 from inference.core.kernels_in_model import kernels_in_models
 from inference.core.model_run import PredictedRun, predicted_run
-from inference.core.model_warnings import model_warnings
+from inference.core.model_warnings import estimator_warnings, model_warnings
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.sources import Source, record_of
 from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders
-from inference.core.used_estimators import estimator_warnings
 from inference.sharing.shared_models import (
     PERCENTILE,
     LoadCurve,

@@ -1,24 +1,291 @@
-"""Measures models, or reads their measurements, and predicts them."""
+"""Measures models on this machine, or reads their measurements, and predicts them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from inference.core.conditions import check_run_mode
-from inference.core.host_pace import USUAL, counts
+from inference.core.conditions import check_mode_while_shared, check_run_mode
+from inference.core.host_pace import USUAL, HostPace, compares, counts, ratio_of
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets, predictor_folders
 from inference.evaluation.comparison import Evaluation, compare, summarise
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset, models_of, predict_model
-from inference.evaluation.here import LoadsHere, MeasuredHere, MeasuringPlan, measure_all
-from records.dataset_files import header_path, read_header
+from inference.live.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
+from inference.live.prometheus import server_for
+from inference.sharing.co_runner import probe_of, probed
+from measuring.bench import Canary, Effort
+from measuring.loads import describe_load
+from measuring.metrics.source import MetricSource, values
+from measuring.stress import Stress, stress
+from records.backgrounds import COMPUTE, Background
+from records.dataset_files import header_path, model_table_path, read_header, read_model_table
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_records
+from runtimes.protocol import Reply, Request, Setting, Worker, WorkerFailed
 from training.energy.learned import energy_path
+from utils import cli
 from utils.errors import UserError
+from utils.fingerprint import machine
+from utils.locks import measuring
+from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
+
+if TYPE_CHECKING:
+    from benchmark.collecting.config import CollectorConfig
+    from graph_model.simulation.sharing import CoRunner
+    from inference.core.run_modes import RunMode
+    from inference.core.targets import Fitted
+
+log = get_logger("evaluator")
+
+WARMUP = 3
+LEAST_RUNS, MOST_RUNS = 10, 500  # of a session on an idle GPU
+STEADY = 0.10  # how much slower than at its best the canary may be before a measurement
+PATIENCE_S = 15.0  # how long to wait for that
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class MeasuringPlan:
+    """How models are measured here.
+
+    Attributes:
+        rounds: how often each model is measured.
+        budget_s: seconds for each model and round.
+        patience_s: how long to wait on an idle device, before each model, until the machine is as fast as in its dataset.
+        timeout_s: seconds after which a model whose session does not answer is given up.
+    """
+
+    rounds: int = 3
+    budget_s: float = 1.0
+    patience_s: float = PATIENCE_S
+    timeout_s: float = TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class LoadsHere:
+    """What else runs on this machine meanwhile, and how it is read.
+
+    Attributes:
+        config, metrics_file: where metrics are read from, as in `inference.live.load.current_load`; neither: nothing runs.
+        under_load: its levels and backgrounds are started, one after another. If `config` names no Prometheus, its source of
+            metrics is read.
+        probe: whether the sharing probe is read before each.
+    """
+
+    config: InferenceConfig = field(default_factory=InferenceConfig)
+    metrics_file: Path | None = None
+    under_load: CollectorConfig | None = None
+    probe: bool = False
+
+    def check(self, fitted: Fitted, run_mode: RunMode, workspace: Workspace) -> None:
+        """Checks, before anything is measured, that this machine can have all loads, and that a Prometheus that will be read
+        answers.
+
+        Raises:
+            UserError: it can't, or it does not answer (whatever `on_failure` says: a started load is never taken for idle),
+                or nothing is known of models run that way while the GPU is shared.
+        """
+        device = fitted.target.flavour.device
+        if self.metrics_file:
+            read_metrics(self.metrics_file)
+        if fitted.sharing and (self.under_load or self.probe):
+            check_mode_while_shared(run_mode)
+        if self.under_load and not self.probe and not fields_asked(fitted):
+            raise UserError(f"{fitted.target.name}: its predictors were trained without metrics, so no load changes what they "
+                            "say; collect at levels above 0 and train again, or leave --under-load out")
+        if self.probe:
+            probed(fitted)
+        if self.under_load:
+            if self.under_load.device not in ("auto", device):
+                raise UserError(f"the loads are described for device {self.under_load.device}, and {fitted.target.name} is a "
+                                f"target of {device}; change device in their config, or choose another with --target")
+            for background in self.under_load.backgrounds_on(device).values():
+                if background.model:
+                    workspace.find_model(background.model)
+            if self.config.prometheus.url is not None:  # or each level would fail, after its wait
+                server_for(self.config.prometheus).check()
+
+    def each(self) -> list[tuple[float, Background | None]]:
+        """Levels and backgrounds, one after another; a single idle one if no loads are started."""
+        return self.under_load.loads() if self.under_load else [(0.0, None)]
+
+    @contextmanager
+    def running(self, level: float, background: Background | None, device: str, workspace: Workspace) -> Iterator[Stress]:
+        """Runs one of them during a block. When the block begins, the load is up, and no metrics from before it are left."""
+        with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
+            if self.under_load:
+                settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
+                log.info("%s: up; measuring in %g s", describe_load(level, background.name if background else ""), settle_s)
+                time.sleep(settle_s)
+            yield stressor
+
+    def source(self, device: str) -> MetricSource | None:
+        """What reads this machine's metrics, if loads are started and no Prometheus is read; else None."""
+        return self.under_load.open_source(device) if self.under_load and self.config.prometheus.url is None else None
+
+    def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[Load, CoRunner | None]:
+        """What else runs at this moment: by metrics, and by a probe.
+
+        Args:
+            source: see `source`.
+
+        Raises:
+            UserError: metrics or probe can't be read; a started load is never taken for idle.
+        """
+        if self.under_load and source:
+            load = Load(values(source.window(self.under_load.window_s)) if level else {})
+        else:
+            config = self.config.never_idle() if self.under_load else self.config
+            load = current_load(config, self.metrics_file, fields_asked(fitted), not self.probe and fitted.sharing is not None)
+        return load, probed(fitted) if self.probe else probe_of(fitted, load)
+
+
+@dataclass
+class MeasuredHere:
+    """The result of `measure_all`.
+
+    Attributes:
+        models: with their predictions and samples.
+        load: the metrics that were read; a word if there are none, or several loads.
+        notices: what the user should know about it.
+    """
+
+    models: list[EvaluatedModel] = field(default_factory=list)
+    load: str | dict[str, float] = "idle"
+    notices: list[str] = field(default_factory=list)
+
+
+def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMode, loads: LoadsHere, plan: MeasuringPlan,
+                workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
+    """Predicts and measures models under each of `loads`. Models run in a process of their own: one that fails, or takes that
+    process down, costs only itself.
+
+    What else runs is read first, before models of this process are part of it.
+
+    Raises:
+        UserError: no load is started, and what else runs is not known; or another process measures on this device.
+    """
+    setting = Setting.of(fitted.target, workspace.kernel_onnx)
+    with measuring(fitted.target.flavour.device), Worker(plan.timeout_s, fitted.target.flavour.runtime, setting) as worker:
+        return _measure_all(ready, worker, fitted, run_mode, loads, plan, workspace, force, failures)
+
+
+def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted, run_mode: RunMode, loads: LoadsHere,
+                 plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
+    target, device = fitted.target.name, fitted.target.flavour.device
+    found = MeasuredHere(load="by level" if loads.under_load else "idle")
+    source = loads.source(device)
+    for level, background in loads.each():
+        name = background.name if background else ""
+        try:
+            with loads.running(level, background, device, workspace) as stressor:
+                now, other = loads.now(fitted, level, source)
+                for notice in now.notices:
+                    log.warning("%s", notice)
+                models = [model.next_to(level, name, now.metrics, other) for model in ready]
+                for model in models:
+                    predict_model(model, target, run_mode, workspace, force, failures)
+                idle = all(model.idle for model in models)
+                best_canary_ms = recorded_canary_ms(workspace, target, device) if idle else 0.0
+                measure_here(models, worker, device, run_mode, plan, best_canary_ms, failures)
+                for model in models:
+                    if at_measured_pace(model, fitted, run_mode):
+                        predict_model(model, target, run_mode, workspace, force, failures)
+                stressor.reached()
+        except UserError as error:
+            if not loads.under_load:
+                raise
+            failures.add(describe_load(level, name), error)
+            continue
+        found.models += models
+        found.notices += [notice for notice in now.notices if notice not in found.notices]
+        if not loads.under_load:
+            found.load = now.metrics or ("idle" if other is None else "as the probe met it")
+    return found
+
+
+def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, run_mode: RunMode, plan: MeasuringPlan,
+                 best_canary_ms: float, failures: Failures) -> None:
+    """Times every model as planned. Each round goes over all models, so that drift affects all alike.
+
+    Before each model it waits a while until the machine is as fast as when the dataset was measured, by the canary.
+
+    Args:
+        worker: the process that runs them. A model that takes it down, or hangs, costs this model alone.
+        best_canary_ms: the canary's time in the dataset; 0 if it is not known, or if the device is not idle: no waiting.
+    """
+    loaded = False
+    for model in cli.progress([model for _ in range(plan.rounds) for model in models], "measuring"):
+        if model.failed:
+            continue
+        with failures.costing(model.name, model):
+            try:
+                if not loaded:  # a process's first session loads the runtime: this time and memory are not the model's
+                    time_session(model, worker, device, run_mode, 0.0, watch_host=False)
+                    loaded = True
+                canary = Canary(partial(worker.canary_ms, device), best_ms=best_canary_ms)
+                before_ms = canary.steady_ms(STEADY, plan.patience_s)
+                if best_canary_ms:
+                    model.canaries.append(before_ms / best_canary_ms)
+                found = time_session(model, worker, device, run_mode, plan.budget_s,
+                                     watch_host=device == "cuda" and model.idle)
+            except WorkerFailed as error:
+                loaded = False
+                raise UserError(f"{model.name}: while it was measured: {error}" + (
+                    "; --timeout-s gives it longer" if error.status == "timeout" else
+                    " (for want of memory?)" if error.signal == signal.SIGKILL else "")) from None
+            model.samples_ms += found.measurements[0].samples_ms
+            if found.measurements[0].probe_us is not None:
+                model.probes_us.append(found.measurements[0].probe_us)
+            if model.memory_mib is None:
+                model.memory_mib = found.memory_mib
+
+
+def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -> bool:
+    """Sets the host pace that a model is predicted for to the one that was measured with it. False if none was measured, or if
+    the pace does not matter."""
+    if model.failed or not model.probes_us or not compares(fitted, run_mode):
+        return False
+    model.host_pace = HostPace(ratio_of(median(model.probes_us), fitted), "measured")
+    return True
+
+
+def time_session(model: EvaluatedModel, worker: Worker, device: str, run_mode: RunMode, budget_s: float,
+                 watch_host: bool) -> Reply:
+    """One session's samples of a model, and its memory. With `watch_host`, only moments in which the host was undisturbed
+    count.
+
+    Raises:
+        UserError: there is no file, or ONNX Runtime can't load or run it.
+        WorkerFailed: the process ended over it, or did not answer in time.
+    """
+    if model.path is None:
+        raise UserError(f"{model.record.model}: no file to run")
+    reply = worker.ask(Request(
+        do="session", device=device, paths=(str(model.path.absolute()),), dims=model.record.dims_run,
+        static=model.record.static, labels=(run_mode.label,), watch_host=watch_host,
+        effort=Effort(warmup=WARMUP, budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)))
+    if reply.error:
+        raise UserError(reply.error)
+    return reply
+
+
+def recorded_canary_ms(workspace: Workspace, target: str, device: str) -> float:
+    """The canary's shortest time in the idle blocks of the target's dataset, if it was measured on this machine; else 0."""
+    if not model_table_path(workspace.dataset(target)).exists():
+        return 0.0
+    rows = read_model_table(workspace, target)
+    here = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(device).uuid)]
+    return float(here["Canary_ms"].min()) if len(here) else 0.0
 
 
 def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Path, failures: Failures) -> None:

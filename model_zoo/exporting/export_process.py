@@ -1,12 +1,13 @@
-"""Runs the exporter in its own process: if a model crashes torch or ORT, only that model fails."""
+"""Runs the exporter in its own process, where a crash costs one model, and reports what was written."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -116,3 +117,27 @@ def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet
             log.debug("%s", argument, exc_info=True)
             answer = UserError(short(error))
         connection.send(answer)
+
+
+SHOWN = ("model", "file", "status", "mb", "difference")
+
+
+def report(rows: Sequence[dict[str, Any]], folder: Path, as_json: bool) -> int:
+    """Prints the rows and logs the counts.
+
+    Args:
+        rows: of the files: SHOWN, and `error`; the status is `written`, `kept` or `failed`.
+        folder: of the files.
+
+    Returns:
+        The exit code: 1 if a file failed.
+    """
+    if as_json:
+        cli.print_json(rows)
+    else:
+        cli.print_table([{key: row[key] for key in SHOWN} | {"file": Path(row["file"]).name} for row in rows], "models")
+    failed = [Path(row["file"]).stem for row in rows if row["status"] == "failed"]
+    counts = {status: sum(row["status"] == status for row in rows) for status in ("written", "kept", "failed")}
+    log.info("%s in %s%s", ", ".join(f"{count} {status}" for status, count in counts.items() if count), folder,
+             f"; failed: {', '.join(failed)}" if failed else "")
+    return 1 if failed else 0

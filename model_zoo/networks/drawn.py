@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model_zoo.exporting.network import Network, NetworkInput
+from model_zoo.exporting.network_export import Network, NetworkInput
 from model_zoo.exporting.torch_models import SEED, make_like_trained
 from utils.errors import UserError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import timm
 import torch
 
-from model_zoo.exporting.network import Network, NetworkInput
+from model_zoo.exporting.network_export import Network, NetworkInput
 from model_zoo.exporting.torch_models import SEED, make_like_trained
 from utils.errors import UserError
 

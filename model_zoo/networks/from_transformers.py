@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from model_zoo.exporting.network import Network, NetworkInput, tensors_in
+from model_zoo.exporting.network_export import Network, NetworkInput, tensors_in
 from model_zoo.exporting.torch_models import SEED, make_like_trained
 from utils.errors import UserError
 

@@ -15,7 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from convolutions.results import JOURNAL, SETTINGS, read_settings, write_tables
 from records.blocks import read_blocks
-from utils import archives, cli
+from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger
 
@@ -43,7 +43,7 @@ def rewrite_tables(results: Path) -> int:
 def pack(results: Path, patterns: tuple[str, ...], archive: Path) -> None:
     """Packs the files below `results` whose names fit one of `patterns`, under the folder's own name."""
     paths = sorted(path for pattern in patterns for path in results.glob(f"**/{pattern}"))
-    archives.pack(archive, ((str(Path(results.name, path.relative_to(results))), path.read_bytes()) for path in paths))
+    files.pack(archive, ((str(Path(results.name, path.relative_to(results))), path.read_bytes()) for path in paths))
 
 
 def main() -> None:

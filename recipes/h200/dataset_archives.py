@@ -32,8 +32,8 @@ from records.dataset_files import (
 from records.dataset_writer import merge_dataset
 from records.kernel_record_files import index_path, record_path
 from utils import cli, files
-from utils.archives import pack, unpack
 from utils.errors import UserError
+from utils.files import pack, unpack
 from utils.logger import get_logger
 from utils.paths import Workspace
 from utils.temporary import temporary_folder

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
-from model_zoo.exporting.collections import network_source
 from model_zoo.exporting.network_export import write_network
 from model_zoo.exporting.onnx_export import short
-from model_zoo.exporting.pool_config import Collection
+from model_zoo.exporting.pool_export import network_source
+from model_zoo.exporting.zoo_config import Collection
 from utils import cli
 from utils.logger import get_logger
 from utils.processes import each_in_a_process

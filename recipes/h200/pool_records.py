@@ -1,8 +1,8 @@
 """Analyses the exported models of the pool at the sizes that they are measured at.
 
 As ort_analysis/fusion_detector.py does at sizes that are the same for all models. Each file says at which sizes of its dynamic
-dimensions it is measured (model_zoo/exporting/network.py); a detector is taken with the number of boxes that it finds in random
-images. Files that other exporters wrote are left out. Writes ort_analysis/ort_kernel_record/, with its index.
+dimensions it is measured (model_zoo/exporting/network_export.py); a detector is taken with the number of boxes that it finds in
+random images. Files that other exporters wrote are left out. Writes ort_analysis/ort_kernel_record/, with its index.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
-from model_zoo.exporting.metadata import read_metadata
 from model_zoo.exporting.network_export import DATA_SIZED_KEY, POOL_SIZES_KEY
 from records.kernel_record_files import update_index
 from runtimes.analysis import analyze_all
@@ -26,6 +25,7 @@ from utils.errors import UserError
 from utils.fingerprint import DEFAULT_RUNTIME, graph_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
+from utils.model_files import read_metadata
 from utils.paths import ROOT, model_files
 
 log = get_logger("pool")

@@ -23,7 +23,7 @@ import numpy as np
 
 from records.probe_reading import ProbedRuns, ProbeReading
 from utils import files
-from utils.archives import unpack
+from utils.files import unpack
 from utils.paths import SIDECAR
 
 HERE = Path(__file__).resolve().parent

@@ -21,7 +21,7 @@ from typing import Any
 from recipes.same_predictions import questions as asked
 from runtimes.ort.graph.analysis import analyze
 from utils import cli, files
-from utils.archives import pack
+from utils.files import pack
 from utils.logger import get_logger
 
 log = get_logger("same_predictions")

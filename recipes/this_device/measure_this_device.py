@@ -26,9 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 from kernel_model.sampling.seeds import read_seeds
-from recipes.this_device.budget import TRAINING_SHARE, Budget
-from recipes.this_device.commands import run_json
-from recipes.this_device.expected import expected_errors
+from recipes.this_device.steps import TRAINING_SHARE, Budget, expected_errors, run_json
 from records.dataset_files import read_model_table
 from records.kernel_record_files import index_path, read_index
 from runtimes.targets import local_target

@@ -30,7 +30,7 @@ from benchmark.metrics_exporter import ProbeSampler
 from inference.core.answers import Prediction
 from inference.core.predictor import predict
 from inference.core.targets import fitted_for
-from inference.evaluation.here import LoadsHere
+from inference.evaluation.evaluate import LoadsHere
 from inference.live.load import InferenceConfig, Load, current_load, fields_asked
 from inference.live.prometheus import PrometheusConfig, PrometheusError
 from inference.sharing.co_runner import probe_of

@@ -24,7 +24,7 @@ from runtimes.ort.profile import kernel_times_ms, node_spans_ms, read_profile
 from runtimes.ort.runner import open_runner
 from runtimes.ort.worker import WORK, answer
 from runtimes.protocol import Reply, Request
-from utils import logger, timing
+from utils import files, logger, timing
 from utils.errors import UserError
 from utils.fingerprint import Flavour, has_cuda
 from utils.paths import Workspace
@@ -291,7 +291,7 @@ def test_a_model_that_is_not_its_records(built: tuple[Workspace, Flavour], model
     workspace, flavour = built
     record = read_model_record(record_path(workspace, flavour, "anet_b1"))
     other = tmp_path / "record.json"
-    other.write_text(record.model_copy(update={"nodes": record.nodes[1:]}).model_dump_json())
+    files.write_json(other, record.model_copy(update={"nodes": record.nodes[1:]}))
     reply = answer(Request(do="model", device="cpu", effort=FEW, paths=(str(model),), record=str(other),
                            labels=("kernel_time",)))
     assert "ORT's graph is not the one in its record; make the record anew" in reply.error

@@ -23,11 +23,9 @@ from benchmark.collecting.config import CollectorConfig, StressConfig
 from graph_model.simulation.sharing import CoRunner
 from inference import predict
 from inference.core.run_modes import RunMode
-from inference.evaluation import here as evaluation_here
 from inference.evaluation.comparison import compare, percent, summarise, summary_table, table, warned_of
-from inference.evaluation.evaluate import evaluate
+from inference.evaluation.evaluate import LoadsHere, MeasuringPlan, evaluate, measure_here
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset
-from inference.evaluation.here import LoadsHere, MeasuringPlan
 from inference.live.load import InferenceConfig
 from inference.live.prometheus import PrometheusConfig
 from records.backgrounds import Background
@@ -137,7 +135,7 @@ def test_a_model_that_never_ends_is_given_up(tmp_path: Path) -> None:
     with Worker(60) as worker:
         worker.canary_ms("cpu")  # what starting the process takes does not count here
         worker.timeout_s = 1
-        evaluation_here.measure_here([model], worker, "cpu", RunMode(), QUICK, 0.0, failures)
+        measure_here([model], worker, "cpu", RunMode(), QUICK, 0.0, failures)
     assert (model.failed, model.samples_ms) == (True, [])
     assert failures == {"endless": "endless: while it was measured: no answer within 1 s; --timeout-s gives it longer"}
 
@@ -359,7 +357,7 @@ TWO_LEVELS = "{device: cpu, levels: [0.5, 0.0], window_s: 0.2, stress: {settle_s
 def test_a_load_that_breaks_down_costs_only_its_level(workspace: Workspace, tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """The stressor is killed while the first level's models are measured: what they took then is no latency under load."""
-    measured = evaluation_here.measure_here
+    measured = measure_here
 
     def kill_and_measure(models: list[EvaluatedModel], *rest: Any) -> None:
         if models[0].level:
@@ -370,7 +368,7 @@ def test_a_load_that_breaks_down_costs_only_its_level(workspace: Workspace, tmp_
             psutil.wait_procs(children)
         measured(models, *rest)
 
-    monkeypatch.setattr(evaluation_here, "measure_here", kill_and_measure)
+    monkeypatch.setattr("inference.evaluation.evaluate.measure_here", kill_and_measure)
     loads = loads_of(TWO_LEVELS, tmp_path)
     found = evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
     assert [(one.level, one.background) for one in found.comparisons] == [(0.0, "")]

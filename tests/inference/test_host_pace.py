@@ -30,8 +30,8 @@ from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import fitted_for
 from inference.core.uncertainty import HOSTS, PACE_POWER, joined
 from inference.evaluation.comparison import compare, table
+from inference.evaluation.evaluate import at_measured_pace, time_session
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, predict_model
-from inference.evaluation.here import at_measured_pace, time_session
 from inference.live.load import InferenceConfig, current_load
 from inference.live.prometheus import PrometheusConfig, PrometheusError
 from inference.live.watch import HOST_PACE, PredictedLatency

@@ -16,8 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from trained_workspace import METRIC, conv_net
 
 from inference import predict
-from inference.core.answers import Prediction
-from inference.core.sizes import never_falling
+from inference.core.answers import Prediction, never_falling
 from inference.core.uncertainty import CERTAIN, FAR, Span, is_rough, joined, shortness
 from runtimes.targets import local_target
 from training.composition.fitted import read_composition

@@ -11,8 +11,14 @@ from command import run_script
 from onnx import helper
 
 from benchmark.collecting.work import find_work
-from model_zoo.exporting.network import Network, NetworkInput
-from model_zoo.exporting.network_export import COLLECTION_KEY, DATA_SIZED_KEY, POOL_SIZES_KEY, write_network
+from model_zoo.exporting.network_export import (
+    COLLECTION_KEY,
+    DATA_SIZED_KEY,
+    POOL_SIZES_KEY,
+    Network,
+    NetworkInput,
+    write_network,
+)
 from model_zoo.networks.other import NormedConv
 from recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
 from records.kernel_record_files import read_model_records, record_path

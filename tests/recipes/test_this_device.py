@@ -14,9 +14,8 @@ import pytest
 from command import printed
 from conftest import small_model
 
-from recipes.this_device.budget import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget
-from recipes.this_device.commands import run_json
 from recipes.this_device.measure_this_device import prediction_command, put_models, shipped_for
+from recipes.this_device.steps import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget, run_json
 from records.dataset_files import journal_path, read_journal
 from runtimes.targets import local_target
 from utils import files

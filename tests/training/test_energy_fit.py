@@ -25,10 +25,8 @@ from records.kernel_record import Kernel, Tensor
 from records.kernel_record_files import read_model_record, record_path
 from records.kernel_types import describe_kernel
 from training.composition.fitted import read_composition
-from training.energy.fitting import MeasuredEnergy, fit_coefficients, fit_energy
-from training.energy.learned import EnergyModel, energy_path, read_energy
-from training.energy.measured import parts_of
-from training.energy.work import Part, without_types, work_of_run
+from training.energy.fitting import MeasuredEnergy, fit_coefficients, fit_energy, parts_of
+from training.energy.learned import EnergyModel, Part, energy_path, read_energy, without_types, work_of_run
 from training.kernels.predictors import read_predictors
 from utils.errors import UserError
 from utils.paths import ROOT, SHIPPED, Workspace

@@ -35,8 +35,15 @@ from training.sharing.learned import (
     read_sharing,
     sharing_path,
 )
-from training.sharing.pairs import Pairs, looped_models
-from training.sharing.shared_runs import SharedRuns, Simulated, SimulatedModels, alone_ms, measured_elsewhere
+from training.sharing.shared_runs import (
+    Pairs,
+    SharedRuns,
+    Simulated,
+    SimulatedModels,
+    alone_ms,
+    looped_models,
+    measured_elsewhere,
+)
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import SharingMode

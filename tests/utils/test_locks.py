@@ -20,8 +20,8 @@ import pytest
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import start_crew
 from inference.core.run_modes import AS_USUAL
+from inference.evaluation.evaluate import LoadsHere, MeasuringPlan, measure_all
 from inference.evaluation.evaluated_models import Failures
-from inference.evaluation.here import LoadsHere, MeasuringPlan, measure_all
 from runtimes.targets import local_target
 from tests.conftest import build_workspace, small_model
 from utils import cli, locks
@@ -46,7 +46,8 @@ with sole_writer(Path(sys.argv[1])), measuring("cpu"), temporary_folder() as fol
 @contextmanager
 def holder(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A process that holds a folder, the CPU and a temporary folder, and has a child that outlives it."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                               env=os.environ | {"TMPDIR": tempfile.gettempdir()})
     assert process.stdout is not None
     child, temporary = process.stdout.readline().split()
     try:
@@ -223,7 +224,9 @@ def test_what_somebody_planted_is_neither_followed_nor_waited_for(planted: str, 
     assert precious.read_text() == "kept"
 
 
-def test_the_temporary_folder_of_a_dead_process_goes_and_a_living_one_s_stays(tmp_path: Path) -> None:
+def test_the_temporary_folder_of_a_dead_process_goes_and_a_living_one_s_stays(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # else any other command of Hase on this machine may clean up first
     with holder(tmp_path / "one") as (process, temporary), temporary_folder() as own:
         assert remove_left_over() == []
         assert (temporary / "large").exists()

@@ -1,4 +1,4 @@
-"""What was learned of a device's energy: energy = idle power · time + Σ coefficient · work.
+"""What was learned of a device's energy, from the work of a run; its tables and its page.
 
 The coefficients are those of physics: W while kernels of a class run, further W while they fill the device, pJ per operation by
 class, J per GB moved, J per launch, and W while the model runs at all. None is negative. All
@@ -8,16 +8,105 @@ element types of a class have one coefficient.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from records.kernel_record import Kernel
+from records.operators import operator_row
 from training.composition.intervals import ErrorRange
-from training.energy.work import RUN, kind_of_work, without_type, without_types
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
-from utils.timing import ErrorStatistics
+from utils.markdown import markdown_table
+from utils.timing import ErrorStatistics, error_statistics
+
+EnergyClass = Literal["convolution", "product", "other"]
+RUN, BYTES, LAUNCHES, BUSY, OPERATIONS = "run_s", "gb", "launches", "busy_s", "tflop"
+# A kernel on few numbers has too few threads to fill the device, and spends much of its time waiting: it draws less power. Its
+# full time is its time · n / (n + half), where n are the numbers that it reads and writes, in millions. The fit chooses `half`
+# among these; for an H200 it is 4.
+FULL = {half: f"full_{half}m_s" for half in (1, 2, 4, 8)}
+# What a coefficient of each kind of work is, by the part of the name in front of the first ":".
+UNITS = {RUN: "W", BUSY: "W", **dict.fromkeys(FULL.values(), "W"), OPERATIONS: "pJ/FLOP", BYTES: "J/GB", LAUNCHES: "J"}
+WORD = 4  # bytes; an operation on a half-precision number counts half, since a tensor core does twice as many at the same power
+
+
+class Part(NamedTuple):
+    """The runs of one kernel in a run of a model.
+
+    Attributes:
+        runs: how often it runs.
+        time_ms: the device's time for one of them.
+        launches: of one of them; 1 on a CPU.
+    """
+
+    kernel: Kernel
+    runs: float
+    time_ms: float
+    launches: float
+
+
+def energy_class(kernel: Kernel) -> EnergyClass:
+    """Convolutions and products do most of a model's operations, on units of their own; all others mainly move data."""
+    operator_class = operator_row(kernel.op_type).operator_class
+    return operator_class if operator_class in ("convolution", "product") else "other"
+
+
+def work_of_run(parts: Iterable[Part], latency_ms: float) -> dict[str, float]:
+    """The work of one run by name: `run_s`, `busy_s:<class>`, `full_<half>m_s`, `tflop:<class>:<element type>`, `gb` and
+    `launches`.
+
+    Args:
+        parts: the kernels that the device runs.
+        latency_ms: of the run. If the kernels' times exceed it, they are shortened to fit, all by the same factor.
+    """
+    parts = list(parts)
+    found: dict[str, float] = {RUN: latency_ms / 1e3, BYTES: 0.0, LAUNCHES: 0.0}
+    busy_ms = sum(part.runs * part.time_ms for part in parts)
+    fit = min(1.0, latency_ms / busy_ms) if busy_ms else 1.0
+    for kernel, runs, time_ms, launches in parts:
+        kind, time_s, words = energy_class(kernel), fit * time_ms / 1e3, _words(kernel.dtype)
+        moved_gb = (kernel.bytes_read + kernel.bytes_written) / 1e9
+        millions = 1e3 * moved_gb / (WORD * words)
+        for name, amount in ((f"{BUSY}:{kind}", time_s),
+                             *((full, time_s * millions / (millions + half)) for half, full in FULL.items()),
+                             (f"{OPERATIONS}:{kind}:{kernel.dtype}", words * kernel.flops / 1e12),
+                             (BYTES, moved_gb), (LAUNCHES, launches)):
+            if amount:
+                found[name] = found.get(name, 0.0) + runs * amount
+    return found
+
+
+def _words(dtype: str) -> float:
+    """The size of a number in units of WORD; 1 for a type that numpy does not know."""
+    if dtype == "bfloat16":
+        return 2 / WORD
+    try:
+        return np.dtype(dtype).itemsize / WORD
+    except TypeError:
+        return 1.0
+
+
+def kind_of_work(name: str) -> str:
+    """`tflop` of `tflop:product:float16`."""
+    return name.partition(":")[0]
+
+
+def without_type(name: str) -> str:
+    """`tflop:product` of `tflop:product:float16`: all element types of a class have one coefficient."""
+    return ":".join(name.split(":")[:2])
+
+
+def without_types(work: Mapping[str, float]) -> dict[str, float]:
+    """Work with the element types of a class added up."""
+    found: dict[str, float] = {}
+    for name, amount in work.items():
+        found[without_type(name)] = found.get(without_type(name), 0.0) + amount
+    return found
+
 
 ENERGY_VERSION = 2
 FILE = "energy.json"
@@ -54,7 +143,7 @@ class EnergyModel(Frozen):
     Attributes:
         limit_w: the device's power limit, above which it lowers its clocks; None if it is not known. No mean power is above it.
         idle_w: the device's power with a session open and nothing running: a low quantile of the readings.
-        coefficients: by kind of work (training/energy/work.py), in the unit that UNITS says; those that are 0 are left out.
+        coefficients: by kind of work (training/energy/learned.py), in the unit that UNITS says; those that are 0 are left out.
         learned_from: the work in use that the models of the fit had, by name. A run with other work is a guess in that part.
         kind: the candidate in use.
         left_out: errors with each family held out in turn and the latency as measured; None where there is only one family.
@@ -124,3 +213,77 @@ def read_energy(folder: Path) -> EnergyModel:
         raise UserError(f"{folder.name}: nothing was learned of its energy; measure models there with {MEASURE}, then learn "
                         f"from them: {FIT} (docs/energy.md)")
     return files.read_record(path, EnergyModel, ENERGY_VERSION, FIT)
+
+
+MUCH = 2.0  # times idle power, which an H200 draws when it works for more than half of the time
+
+
+def coefficient_rows(found: EnergyModel) -> list[dict[str, Any]]:
+    """One row per coefficient, with its unit."""
+    checked = [] if found.agreement is None else [
+        {"what": "measured: integral of power over the energy counter", "value": found.agreement, "unit": "ratio"}]
+    return [*checked, {"what": "idle power", "value": found.idle_w, "unit": "W"}, *(
+        {"what": name, "value": value, "unit": UNITS[kind_of_work(name)]}
+        for name, value in sorted(found.coefficients.items()))]
+
+
+def error_rows(found: EnergyModel) -> list[dict[str, Any]]:
+    """Errors of models whose family was held out, with the latency as measured and as predicted. The latter also for models
+    that leave the device idle for much of the time, whose latency depends on the host, and for the others."""
+    def with_latency(least_w: float, below_w: float) -> ErrorStatistics | None:
+        pairs = [(model.with_latency_j, model.measured_j) for model in found.models
+                 if model.with_latency_j is not None and least_w <= model.power_w < below_w]
+        return error_statistics(*(list(column) for column in zip(*pairs, strict=True))) if pairs else None
+
+    bound_w = MUCH * found.idle_w
+    return [_error_row("latency as measured", found.left_out), _error_row("latency predicted", found.left_out_with_latency),
+            _error_row(f"… models above {bound_w:.0f} W", with_latency(bound_w, math.inf)),
+            _error_row(f"… models below {bound_w:.0f} W", with_latency(0.0, bound_w))]
+
+
+def _error_row(what: str, errors: ErrorStatistics | None) -> dict[str, Any]:
+    """A row of errors in per cent; no cells where nothing is known."""
+    if errors is None:
+        return {"what": f"{what}: not known"}
+    return {"what": what, "count": errors.count, "MAPE": f"{errors.mape:.1%}", "median": f"{errors.median:.1%}",
+            "within ±10 %": f"{errors.within_10:.0%}", "worst": f"{errors.worst:.1%}"}
+
+
+def model_rows(found: EnergyModel) -> list[dict[str, Any]]:
+    """One row per model: its mean power, its energy, and the errors of the energies that were predicted without its family."""
+    return [{"model": model.model, "family": model.group, "mean (W)": f"{model.power_w:.0f}",
+             "measured (J)": f"{model.measured_j:.4g}", "predicted (J)": f"{model.predicted_j:.4g}",
+             "error": f"{model.predicted_j / model.measured_j - 1:+.1%}", "error, latency predicted":
+             None if model.with_latency_j is None else f"{model.with_latency_j / model.measured_j - 1:+.1%}"}
+            for model in found.models]
+
+
+def page(found: EnergyModel) -> str:
+    """The page about the energy of a target."""
+    agreements = [model.agreement for model in found.models if model.agreement is not None]
+    lines = [
+        "# Energy of models, measured and predicted", "",
+        f"Of `{found.target}`. Written by `recipes/h200/learn.sh` (`training/fit_energy.py --markdown FILE`). "
+        "[energy.md](energy.md) says how energy is measured and predicted.", "",
+        f"{len(found.models)} models and sizes ran for three seconds each. Idle with a session open, the device draws "
+        f"{found.idle_w:.0f} W; the models drew {min(one.power_w for one in found.models):.0f} to "
+        f"{max(one.power_w for one in found.models):.0f} W" + (
+            "." if found.limit_w is None else f", and its power limit is {found.limit_w:.0f} W.")]
+    if agreements:
+        apart = sorted(abs(agreement - 1.0) for agreement in agreements)
+        lines += [f"The integral of power and the device's energy counter differ by {apart[len(apart) // 2]:.1%} (median), and "
+                  f"by {apart[-1]:.1%} at most."]
+    lines += ["", "## Errors", "", "The family of each model was held out of the fit of energy. *Latency predicted*: with the "
+              "family held out of the composition, too.", "",
+              markdown_table([row for row in error_rows(found) if "count" in row]), ""]
+    if found.interval:
+        lines += [f"A 90 % interval is {found.interval.low:.2f} to {found.interval.high:.2f} times the prediction, if the "
+                  "latency is right. Made from the errors of the other families, it held "
+                  f"{found.interval.coverage:.0%} of the models.", ""]
+    lines += ["## What the energy is made of", "", f"{found.kind[0].upper()}{found.kind[1:]}.", "",
+              markdown_table([{**row, "value": f"{row['value']:.4g}"} for row in coefficient_rows(found)]), "",
+              "Other combinations, and their errors on families that were held out:", "",
+              markdown_table([{"combination": one.name, "MAPE": None if one.cv_mape is None else f"{one.cv_mape:.1%}"}
+                              for one in found.candidates]), "",
+              "## Each model, its family held out", "", markdown_table(model_rows(found)), ""]
+    return "\n".join(lines)

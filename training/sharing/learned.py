@@ -54,7 +54,7 @@ class Sharing(Frozen):
         cycle_ms: the median time from one busy phase to the next, of backgrounds that pause.
         longest_wait_ms: the longest wait of a probe. Next to a co-runner that always has work, this is the longest turn of a
             process plus a switch.
-        switch_ms: what it costs to switch to the co-runner and back (training/sharing/pairs.py).
+        switch_ms: what it costs to switch to the co-runner and back (training/sharing/shared_runs.py).
         probed, from_metrics, paired: errors of predictions from a probe, from the metrics alone, and from the prediction of a
             co-runner that is a model in a loop; None where nothing was held out.
     """

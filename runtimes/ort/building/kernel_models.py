@@ -16,8 +16,15 @@ import numpy as np
 from pydantic import ValidationError
 
 from records.kernel_record import Kernel, KernelInput, type_code
-from runtimes.ort.building.chosen_data import chosen
-from runtimes.ort.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name, random_floats, weight_value
+from runtimes.ort.building.dummy_data import (
+    chosen,
+    dummy_inputs,
+    dummy_tensor,
+    input_name,
+    output_name,
+    random_floats,
+    weight_value,
+)
 from utils import files
 from utils.errors import UserError
 from utils.lazy import onnx

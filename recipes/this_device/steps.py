@@ -1,0 +1,162 @@
+"""How recipes/this_device spends its minutes: its budget, the commands that it runs, and the errors to expect."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from inference import predict
+from records.kernel_record_files import read_model_record, record_path
+from training.composition.fitted import Composition, read_composition
+from training.kernels.sidecar import Sidecar, read_sidecar
+from utils import files
+from utils.errors import UserError
+from utils.frozen import Frozen
+from utils.paths import ROOT, Workspace
+from utils.processes import die_with_parent
+
+TRAINING_SHARE = 0.25  # of the minutes, for training and composition
+LEAST_MEASURING_SHARE = 0.2  # of the minutes, even where the analysis has used up the rest …
+LEAST_MEASURING_S = 10.0  # … and at least this long: the processes that measure need a few seconds to start
+SAMPLING_SHARE = 0.1  # of the minutes, for drawing and building samples
+# Rates to plan with, per second and process: samples that are drawn and built, and kernels that are measured. Measured on two
+# cores of an AMD EPYC and on an H200; a device that is faster measures all samples before its time is over.
+DRAWN_PER_S = 60.0
+MEASURED_PER_S = {"cpu": 25.0, "cuda": 60.0}
+MORE_THAN_MEASURED = 1.5  # samples to choose from, for each that there is time to measure
+SPENT_VERSION = 1
+
+
+class Spent(Frozen):
+    """What earlier calls in this workspace did.
+
+    Attributes:
+        seconds: how long they took, together.
+        analysed: the models and sizes that they analysed, as a text that changes with them.
+        measured: whether one measured until its time was over or nothing was left.
+    """
+
+    version: int = SPENT_VERSION
+    seconds: float = 0.0
+    analysed: str = ""
+    measured: bool = False
+
+
+def read_spent(path: Path) -> Spent:
+    """What earlier calls did; nothing where the file is not there.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    return files.read_record(path, Spent, SPENT_VERSION, f"rm {path}") if path.is_file() else Spent()
+
+
+class Budget:
+    """The minutes of all calls in a workspace together.
+
+    Attributes:
+        spent: by earlier calls.
+    """
+
+    def __init__(self, path: Path, minutes: float) -> None:
+        self.path, self.total_s = path, 60.0 * minutes
+        self.spent = read_spent(path)
+        self._began_s = time.monotonic()
+
+    def used_s(self) -> float:
+        """Seconds of this call and the earlier ones."""
+        return self.spent.seconds + time.monotonic() - self._began_s
+
+    def save(self, **changes: Any) -> None:
+        """Writes down what was used until now."""
+        now_s = time.monotonic()
+        self.spent = self.spent.model_copy(update={"seconds": self.spent.seconds + now_s - self._began_s, **changes})
+        self._began_s = now_s
+        files.write_json(self.path, self.spent)
+
+    def samples(self, device: str, own_kernels: int, jobs: int) -> int:
+        """How many kernels to sample, besides those of the models: as many as can be drawn in their share of the time, and at
+        most a few more than can be measured."""
+        measurable = self.measuring_s() * MEASURED_PER_S[device] - own_kernels
+        return max(0, int(min(MORE_THAN_MEASURED * measurable, SAMPLING_SHARE * self.total_s * DRAWN_PER_S * jobs)))
+
+    def measuring_s(self) -> float:
+        """Seconds left for measuring: what training does not need. Something is measured in any case, once."""
+        left_s = self.total_s * (1.0 - TRAINING_SHARE) - self.used_s()
+        return max(left_s, 0.0 if self.spent.measured else max(LEAST_MEASURING_SHARE * self.total_s, LEAST_MEASURING_S))
+
+
+ENDS_WITHIN_S = 2.0  # after a signal
+
+
+def run_json(workspace: Workspace, script: str, *options: str) -> Any:
+    """What `python SCRIPT --workspace … --json OPTIONS…` prints. Its progress and messages go to stderr.
+
+    A script that could do only a part of its work, and says so in its exit code, has done its work here.
+
+    Raises:
+        UserError: it printed no result; it has said why.
+    """
+    command = [sys.executable, script, "--workspace", str(workspace.root.absolute()), "--json", *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                          preexec_fn=partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None) as process:
+        try:
+            out, _ = process.communicate()
+        except BaseException:
+            process.terminate()
+            try:
+                process.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    try:
+        return json.loads(out)
+    except ValueError:
+        raise UserError(f"{script} ended with exit code {process.returncode} and no result; the lines above say why") from None
+
+
+HELD_OUT = {"family": "models, each family held out", "model": "models, each held out",
+            "nothing": "models (one alone can't be held out)"}
+
+
+def expected_errors(workspace: Workspace, target: str) -> list[dict[str, Any]]:
+    """One row for each kind of prediction, errors in per cent; None where nothing could be held out."""
+    folder = workspace.predictors(target)
+    sidecar, composition = read_sidecar(folder), read_composition(folder)
+    return [_kernels(sidecar, composition), _models(composition), _measured(workspace, sidecar, composition)]
+
+
+def _row(predicted: str, errors: Sequence[float]) -> dict[str, Any]:
+    return {"predicted": predicted, "count": len(errors), "mean_error_%": 100 * mean(errors) if errors else None,
+            "median_error_%": 100 * median(errors) if errors else None}
+
+
+def _kernels(sidecar: Sidecar, composition: Composition) -> dict[str, Any]:
+    found = sidecar.labels[composition.label].errors[0]
+    return {"predicted": "kernels, each held out", "count": found.kernels, "mean_error_%": 100 * found.mape,
+            "median_error_%": 100 * found.median}
+
+
+def _models(composition: Composition) -> dict[str, Any]:
+    """Models whose kernels are all predicted by a training without them."""
+    held_out = composition.models if composition.left_out != "nothing" else ()
+    return _row(f"{HELD_OUT[composition.left_out]}, with predicted kernels",
+                [abs(model.predicted_ms / model.measured_ms - 1) for model in held_out])
+
+
+def _measured(workspace: Workspace, sidecar: Sidecar, composition: Composition) -> dict[str, Any]:
+    """The models that were measured, as they are predicted now: with their kernels looked up, and constants fitted to them."""
+    errors = []
+    for model in composition.models:
+        record = read_model_record(record_path(workspace, sidecar.target.flavour, model.model))
+        found = predict(record, target=sidecar.target.name, workspace=workspace)
+        errors.append(abs(found.latency_ms / model.measured_ms - 1))
+    return _row("your models, with measured kernels (these fitted the constants)", errors)
