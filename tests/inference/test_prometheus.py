@@ -296,10 +296,10 @@ def test_servers_that_are_no_prometheus(port: int) -> None:
                          ((404, "not found"), "HTTP 404: no JSON"), ((302, ""), "HTTP 302: it sends elsewhere"),
                          ((503, "Service Unavailable"), "HTTP 503: it is not ready"),
                          ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {}, "values": [[1, "x"]]}]}}'),
-                          "a series came back that is none"),
+                          "the answer holds a series that no Prometheus sends"),
                          ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {"__name__": "a"}, "values": []}]}}'),
-                          "a series came back that is none"),
-                         ((200, '{"data": {"resultType": "matrix", "result": ["a"]}}'), "a series came back that is none"),
+                          "the answer holds a series that no Prometheus sends"),
+                         ((200, '{"data": {"resultType": "matrix", "result": ["a"]}}'), "a series that no Prometheus sends"),
                          ((422, '{"status": "error", "errorType": "execution", "error": "too many samples"}'),
                           "too many samples")):
         recorder.answer = answer
