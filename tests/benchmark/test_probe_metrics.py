@@ -147,7 +147,7 @@ def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("probed")
 
     def exporter(name: str, probed: Probed | None) -> Exporter:
-        probes = ProbeSampler("cuda", every_s=600.0, latest=probed) if probed else None
+        probes = ProbeSampler("cuda", every_s=MAX_AGE_S, latest=probed) if probed else None
         return Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * READINGS), device_labels(f"GPU-{name}"),
                         probes=probes)
 
