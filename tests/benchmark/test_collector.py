@@ -776,27 +776,6 @@ def test_another_background_is_refused(under_load: Workspace, tmp_path: Path, ch
     assert header_path(folder).read_bytes() == before
 
 
-@pytest.mark.slow
-def test_a_journal_from_before_backgrounds_had_names(under_load: Workspace, tmp_path: Path) -> None:
-    """It is read as it stands; once the dataset has a background, what was measured under load counts as of the first."""
-    workspace, folder = copied(under_load, tmp_path)
-    blocks = [block for block in read_journal(folder) if block.background_name != "net"]
-    lines = [block.model_dump_json(exclude={"background_name"}) + "\n" for block in blocks]
-    files.write_text(journal_path(folder), "".join(lines))
-    header = read_header(folder)
-    files.write_text(header_path(folder), header.model_dump_json(exclude={"backgrounds", "held_out_backgrounds"}))
-    for path in (kernel_table_path(folder), model_table_path(folder)):
-        table = pd.read_csv(path)
-        table[table["Background"] != "net"].drop(columns="Background").to_csv(path, index=False)
-    assert {block.load for block in read_journal(folder)} == {(0.0, ""), (0.6, "")}
-    (count,) = set(counted_loads(folder).values())
-    assert counted_loads(folder) == {(0.0, ""): count, (0.6, ""): count}
-    assert len(read_training_set(workspace, folder.name)) == 2 * count
-    collect(workspace, kinds_of_load(1, held_out_backgrounds=[]))
-    assert journal_path(folder).read_text() == "".join(lines)
-    assert counted_loads(folder) == {(0.0, ""): count, (0.6, "products"): count}
-
-
 # tables ------------------------------------------------------------------------------------------------------------------
 
 def write_table(path: Path, **last_row: object) -> None:

@@ -32,9 +32,9 @@ from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import read_training_set
 from training.train_kernel_model import kept_sidecar
+from utils import files
 from utils.config import read_config
 from utils.errors import UserError
-from utils.files import write_json
 from utils.fingerprint import has_cuda, machine
 from utils.paths import Workspace
 
@@ -207,7 +207,7 @@ def test_shipped_predictors_are_copied_and_a_dataset_begins(workspace: Workspace
 def test_a_dataset_without_the_label_is_reported(workspace: Workspace) -> None:
     folder = workspace.dataset(TARGET)
     header = read_header(folder)
-    write_json(header_path(folder), header.model_copy(update={"labels": ("node_span",)}))
+    files.write_json(header_path(folder), header.model_copy(update={"labels": ("node_span",)}))
     conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
     with pytest.raises(UserError, match=r"without label run \(it has node_span\)"):
         measure_missing("newnet.onnx", target=TARGET, workspace=workspace, config=CONFIG)
