@@ -76,23 +76,23 @@ def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
     Raises:
         UserError: a file is outside the model's folder (or a link to such a file), is missing, or is not a plain file.
     """
-    found = []
+    paths = []
     for location in sorted({place for tensor in _tensors(proto) for place in _locations(tensor)}):
         path = model.parent / location
         try:
             folders = (model.parent.resolve(), model.resolve().parent)  # a link's folder, and its target's
             inside = any(path.resolve().is_relative_to(folder) for folder in folders) and not Path(location).is_absolute()
-            there = path.exists()
+            exists = path.exists()
         except (OSError, RuntimeError, ValueError):  # a name that no file can have, or links in a circle
-            inside, there = True, False
+            inside, exists = True, False
         if not inside:
             raise UserError(f"{model}: refused: it says that its weights lie in {location[:SHOWN]!r}, outside its own folder; "
                             "use models from sources that you trust, with their weights in the same folder")
-        if not there:
+        if not exists:
             raise UserError(f"{model}: its weights lie in {location[:SHOWN]}, which is missing from {model.parent}")
         check_plain_file(path, f"{model}: its weights lie in ")
-        found.append(path)
-    return found
+        paths.append(path)
+    return paths
 
 
 def read_whole_model(model: Path) -> onnx.ModelProto:
@@ -189,7 +189,7 @@ FIXED_BYTES = {FIXED_64: 8, FIXED_32: 4}
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The metadata in an ONNX file by key; empty where the file is none, or cut short. Takes a millisecond at any size."""
-    found: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     end = path.stat().st_size
     with path.open("rb") as file:
         while (tag := _varint(file)) is not None:
@@ -200,10 +200,10 @@ def read_metadata(path: Path) -> dict[str, str]:
                 return {}
             if field == METADATA_FIELD and wire == BYTES:
                 entry = onnx.StringStringEntryProto.FromString(file.read(size))
-                found[entry.key] = entry.value
+                metadata[entry.key] = entry.value
             else:
                 file.seek(size, io.SEEK_CUR)
-    return found
+    return metadata
 
 
 def _varint(file: BinaryIO) -> int | None:

@@ -82,7 +82,7 @@ class ExportProcess:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
             handlers = logging.getLogger("hase").handlers
-            quiet = all(one.level > logging.INFO for one in handlers if not isinstance(one, logging.FileHandler))
+            quiet = all(handler.level > logging.INFO for handler in handlers if not isinstance(handler, logging.FileHandler))
             self._process = context.Process(target=_serve, args=(theirs, self._made_with, quiet), daemon=True)
             self._process.start()
             theirs.close()

@@ -81,8 +81,8 @@ def measure_pace(device: str = "cuda", seconds: float = PACE_SECONDS) -> Machine
     """
     if device == "cuda":
         check_gpu()
-    found = summarize([1e3 * reading for reading in readings_s(host_probe(device), seconds)])
-    return MachinePace(probe_us=round(1e3 * found.median_ms, 2), spread=round(found.spread, 4), readings=found.runs,
+    timing = summarize([1e3 * reading for reading in readings_s(host_probe(device), seconds)])
+    return MachinePace(probe_us=round(1e3 * timing.median_ms, 2), spread=round(timing.spread, 4), readings=timing.runs,
                        taken=datetime.now(UTC), boot_id=boot_id(), device=device,
                        machine=machine(device))
 

@@ -112,8 +112,8 @@ def _mean_by_run(runs: Sequence[Sequence[tuple[str, float]]]) -> dict[str, list[
         times: dict[str, list[float]] = {}
         for node, time in run:
             times.setdefault(node, []).append(time)
-        for node, found in times.items():
-            means.setdefault(node, []).append(sum(found) / len(found))
+        for node, times_ms in times.items():
+            means.setdefault(node, []).append(sum(times_ms) / len(times_ms))
     return means
 
 
@@ -202,11 +202,11 @@ def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, lis
         nodes_ms: the time of all nodes but those that hold bodies, together, in a run without the profiler.
     """
     holders = {event.node for run in runs for event in run.nodes if event.op_type in CONTROL_FLOW}
-    times = {node: found for node, found in kernel_times_ms(list(runs)).items() if node not in holders}
+    times = {node: times_ms for node, times_ms in kernel_times_ms(list(runs)).items() if node not in holders}
     executed = Counter(event.node for run in runs for event in run.nodes)
-    added_ms = profiler_ms({node: median(found) for node, found in times.items()},
+    added_ms = profiler_ms({node: median(times_ms) for node, times_ms in times.items()},
                            {node: executed[node] / len(runs) for node in times}, nodes_ms)
-    return {node: [without(time, added_ms) for time in found] for node, found in times.items()}
+    return {node: [without(time, added_ms) for time in times_ms] for node, times_ms in times.items()}
 
 
 def profiler_ms(times_ms: Mapping[str, float], executed: Mapping[str, float], nodes_ms: float) -> float:

@@ -103,7 +103,7 @@ def with_searched_schedules(module: Any, callees: Mapping[str, str], folder: Pat
 
 def cuda_sources(built: Any) -> list[str]:
     """The CUDA code in what was compiled for a GPU on a machine without one."""
-    found = [built]
-    for module in found:
-        found.extend(module.imports)
-    return [str(module.inspect_source("cuda")) for module in found if module.kind == "cuda"]
+    modules = [built]
+    for module in modules:
+        modules.extend(module.imports)
+    return [str(module.inspect_source("cuda")) for module in modules if module.kind == "cuda"]

@@ -69,25 +69,26 @@ def attributes_of(relax: str, attrs: Any) -> dict[str, Any]:
         relax: the operator's name.
         attrs: of the call; None where it has none.
     """
-    last, found = relax.rpartition(".")[2], dict[str, Any]()
-    for name, own in (("strides", "strides"), ("pads", "padding"), ("dilations", "dilation"), ("kernel_shape", "pool_size")):
-        if (values := getattr(attrs, own, None)) is not None and last.startswith(("conv", "max_pool", "avg_pool")):
-            found[name] = _numbers(values)
+    last, attributes = relax.rpartition(".")[2], dict[str, Any]()
+    for name, relax_name in (("strides", "strides"), ("pads", "padding"), ("dilations", "dilation"),
+                             ("kernel_shape", "pool_size")):
+        if (values := getattr(attrs, relax_name, None)) is not None and last.startswith(("conv", "max_pool", "avg_pool")):
+            attributes[name] = _numbers(values)
     if last.startswith("conv"):
-        found["group"] = int(attrs.groups)
+        attributes["group"] = int(attrs.groups)
     for name in ("ceil_mode", "count_include_pad"):
         if "pool" in last and (flag := getattr(attrs, name, None)) is not None:
-            found[name] = int(flag)
+            attributes[name] = int(flag)
     if last == "permute_dims" and attrs.axes is not None:
-        found["perm"] = _numbers(attrs.axes)
+        attributes["perm"] = _numbers(attrs.axes)
     if (axis := getattr(attrs, "axis", None)) is not None:
         if isinstance(axis, int):
-            found["axis"] = axis
+            attributes["axis"] = axis
         elif not hasattr(axis, "dtype"):
-            found["axes"] = _numbers(axis)
+            attributes["axes"] = _numbers(axis)
     if last in ("layer_norm", "rms_norm"):
-        found["axis"] = min(_numbers(attrs.axes))
-    return found
+        attributes["axis"] = min(_numbers(attrs.axes))
+    return attributes
 
 
 def operator_kind(name: str) -> OperatorKind:

@@ -44,11 +44,11 @@ def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, 
 
 def parse_relax(source: Source, module: Any, device: str = "cpu") -> dict[str, Parsed]:
     """As `parse`, for a module that was read already. `source` says what it is."""
-    found = {}
+    parsed = {}
     for level, lowered in lower(source.name, module, device).items():
         graph = graph_of(source.name, lowered, device)
-        found[level] = Parsed(lowered, graph, record_of(source, graph, tvm_flavour(device, level)))
-    return found
+        parsed[level] = Parsed(lowered, graph, record_of(source, graph, tvm_flavour(device, level)))
+    return parsed
 
 
 def parse_at(level: str, model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, device: str = "cpu") -> Parsed:

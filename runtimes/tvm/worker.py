@@ -112,7 +112,7 @@ def planned_memory(module: Any, record: ModelRecord) -> Memory:
                                         passes.StaticPlanBlockMemory()])(module)
     activations = sum(int(binding.value.args[0].values[0].value) for binding in bindings(planned["main"])
                       if relax_name(binding.value) == "relax.memory.alloc_storage")
-    ends = sum(one.bytes for one in (*record.inputs.values(), *record.outputs.values()))
+    ends = sum(tensor.bytes for tensor in (*record.inputs.values(), *record.outputs.values()))
     return Memory(record.weight_bytes / 2**20, ends / 2**20, activations / 2**20)
 
 
@@ -134,11 +134,11 @@ def settled(setting: Setting) -> None:
     check_tvm()
     if settled.cache_info().currsize:
         raise UserError("a worker of TVM keeps its first setting; start another one")
-    there = sorted(os.sched_getaffinity(0))
-    if setting.cores > len(there):
-        raise UserError(f"cores: {setting.cores}, but this process may use {len(there)}")
+    allowed = sorted(os.sched_getaffinity(0))
+    if setting.cores > len(allowed):
+        raise UserError(f"cores: {setting.cores}, but this process may use {len(allowed)}")
     if setting.cores:
-        os.sched_setaffinity(0, there[:setting.cores])
+        os.sched_setaffinity(0, allowed[:setting.cores])
     os.environ["TVM_NUM_THREADS"], os.environ["TVM_BIND_THREADS"] = str(setting.threads), "0"
 
 
@@ -190,7 +190,7 @@ def time_alone(request: Request) -> Reply:
     part = request.effort.part(placements)
     held, samples = [], list[float]()  # all are held, or the next tensors would lie where the last ones did
     for _ in range(placements):
-        held.append([tensor_for(one, request.device) for one in (*kernel.inputs, *kernel.outputs)])
+        held.append([tensor_for(tensor, request.device) for tensor in (*kernel.inputs, *kernel.outputs)])
         samples += samples_ms(built, held[-1], part, request.device, cold=on_cpu)
     return Reply(measurements=(Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone",
                                            samples_ms=tuple(samples)),))

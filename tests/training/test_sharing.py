@@ -251,7 +251,7 @@ def test_one_name_for_two_backgrounds_is_refused(tmp_path: Path) -> None:
 
     one, same, other = workspace("one", 0.5), workspace("same", 0.5), workspace("other", 2.0)
     assert list(backgrounds_of([one, same], target.name)) == ["bursts"]
-    with pytest.raises(UserError, match=r"other.*background bursts is another there"):
+    with pytest.raises(UserError, match=r"other.*background bursts differs"):
         backgrounds_of([one, other], target.name)
     with pytest.raises(UserError, match="no dataset of target"):
         backgrounds_of([one, Workspace(tmp_path / "none")], target.name)

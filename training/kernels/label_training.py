@@ -128,9 +128,9 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own_types: lis
 
 def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tuple[float, float]]:
     """The idle times (ms) of each kernel by id: measured, and as in `predicted` (one per row); medians over the machines."""
-    both = pd.DataFrame({"measured": rows.times_ms[label], "predicted": predicted})[rows.idle]
+    times = pd.DataFrame({"measured": rows.times_ms[label], "predicted": predicted})[rows.idle]
     return {str(name): (float(measured), float(guess))
-            for name, measured, guess in both.groupby(rows.ids[rows.idle]).median().itertuples()}
+            for name, measured, guess in times.groupby(rows.ids[rows.idle]).median().itertuples()}
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ class CudaKernel(NamedTuple):
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return found
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
 
 
 def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], outputs: Sequence[str]) -> CudaKernel | None:
@@ -58,7 +58,7 @@ def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], ou
     if not domain and op_type in FROM_SOURCE:
         return CudaKernel(*FROM_SOURCE[op_type])
     versions = _table()["kernels"].get(domain, {}).get(op_type, {})
-    version = max((int(one) for one in versions if int(one) <= opset), default=None)
+    version = max((int(since) for since in versions if int(since) <= opset), default=None)
     kernel = versions.get(str(version))
     if kernel is None or not any(_takes(kernel, types, inputs, outputs) for types in kernel["types"]):
         return None
@@ -206,7 +206,7 @@ def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | 
             on_host.add(node.output[slot])
             for consumer in consumers[node.output[slot]]:
                 heapq.heappush(waiting, consumer)
-    found: set[int] = set()
+    on_cpu: set[int] = set()
     seen: set[int] = set()
     while waiting:
         number = heapq.heappop(waiting)
@@ -217,11 +217,11 @@ def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | 
         if kernel is not None and not _all_on_host(node, kernel, tensors, on_host, graph_inputs):
             continue
         if kernel is not None:
-            found.add(number)
+            on_cpu.add(number)
         on_host.update(node.output)
         for consumer in (consumer for name in node.output for consumer in consumers[name]):
             heapq.heappush(waiting, consumer)
-    return found
+    return on_cpu
 
 
 def _all_on_host(node: onnx.NodeProto, kernel: CudaKernel, tensors: Mapping[str, KernelInput], on_host: set[str],
@@ -312,8 +312,8 @@ def _copies(graph: onnx.GraphProto, placement: Placement, wanted: Sequence[tuple
             to_host = False
         else:
             continue
-        there = name + (ON_HOST if to_host else ON_DEVICE)
+        copied = name + (ON_HOST if to_host else ON_DEVICE)
         op_type = "MemcpyToHost" if to_host else "MemcpyFromHost"
-        copies[name] = onnx.helper.make_node(op_type, [name], [there], name=f"{op_type}_{name}")
-        tensors[there] = tensor
+        copies[name] = onnx.helper.make_node(op_type, [name], [copied], name=f"{op_type}_{name}")
+        tensors[copied] = tensor
     return copies

@@ -76,9 +76,9 @@ def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, KernelInput]
         left, right = (tensors[name].shape if tensors[name].constant else known.get(name) for name in add.input)
         if left is None or right is None:
             continue  # the rank is unknown
-        found = bias_alignment(left, right, given, opset)
-        if found is not None:
-            swapped, axis, inner = found
+        alignment = bias_alignment(left, right, given, opset)
+        if alignment is not None:
+            swapped, axis, inner = alignment
             inputs = [add.input[1], add.input[0]] if swapped else list(add.input)
             _replace(graph, [add, softmax], "BiasSoftmax", CONTRIB, inputs, {"axis": axis, "is_inner_broadcast": int(inner)})
             fused = True
@@ -130,8 +130,8 @@ def bias_alignment(left: Sequence[int | str], right: Sequence[int | str], axis: 
 
 def _common(first: Sequence[int | str], second: Sequence[int | str]) -> int:
     """The number of leading sizes that two shapes share."""
-    for count, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
+    for count, (size, size_in_second) in enumerate(zip(first, second, strict=False)):
+        if size != size_in_second:
             return count
     return min(len(first), len(second))
 
@@ -146,7 +146,7 @@ def _replace(graph: onnx.GraphProto, old: Sequence[onnx.NodeProto], op_type: str
     """Replaces the nodes `old` by one node, with the name and the outputs of the last of them."""
     last = old[-1]
     made = onnx.helper.make_node(op_type, list(inputs), list(last.output), name=last.name, domain=domain, **attributes)
-    places = [number for number, node in enumerate(graph.node) if any(node is one or node == one for one in old)]
+    places = [number for number, node in enumerate(graph.node) if any(node is replaced or node == replaced for replaced in old)]
     graph.node[places[-1]].CopyFrom(made)
     for place in reversed(places[:-1]):
         del graph.node[place]

@@ -115,7 +115,7 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
 
     The encoders are assumed to be in the order of the columns that they read, as converters of pipelines write them.
     """
-    found = {}
+    words_of = {}
     for value in graph.input:
         kind = value.type.tensor_type
         if kind.elem_type != onnx.TensorProto.STRING:
@@ -124,15 +124,16 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
         for node in graph.node:
             if not reached & set(node.input):
                 continue
-            word = first_taught({one.name: attribute_value(one) for one in node.attribute if one.name in TAUGHT})
+            word = first_taught({
+                attribute.name: attribute_value(attribute) for attribute in node.attribute if attribute.name in TAUGHT})
             if word:
                 words.append(word)
             else:
                 reached.update(node.output)
         columns = kind.shape.dim[-1].dim_value if len(kind.shape.dim) > 1 else 1
         if words:
-            found[value.name] = words[:columns] if len(words) >= columns else words[:1]
-    return found
+            words_of[value.name] = words[:columns] if len(words) >= columns else words[:1]
+    return words_of
 
 
 CACHE, LAST_PLACES, TOTAL = 3, 5, 6  # inputs of GroupQueryAttention: the cache of keys, the last place of each row, the length
@@ -149,7 +150,7 @@ def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[s
     """
     inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
     maker = {out: node for node in graph.node for out in node.output if out}
-    found = {}
+    lengths = {}
     for node in graph.node:
         if node.op_type != "GroupQueryAttention" or len(node.input) <= TOTAL:
             continue
@@ -160,5 +161,5 @@ def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[s
             while tensor in maker and maker[tensor].op_type in COUNTED:
                 tensor = maker[tensor].input[0]
             if tensor in inputs:
-                found[tensor] = 1 if len(inputs[tensor]) > 1 else length
-    return found
+                lengths[tensor] = 1 if len(inputs[tensor]) > 1 else length
+    return lengths

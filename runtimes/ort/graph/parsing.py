@@ -126,11 +126,11 @@ def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[
     Raises:
         UserError: neither the model nor the optimised graph has a tensor with that name.
     """
-    there = {*tensors, *made_within(source.graph_only.graph.node)}
+    names = {*tensors, *made_within(source.graph_only.graph.node)}
     given = source.dims.keys() - open_dims(source.graph_only).keys()
     unused = sorted(name for name in given - set(used) if tensor_of_size(name))
     for name in unused:
-        if tensor_of_size(name) not in there:
+        if tensor_of_size(name) not in names:
             raise UserError(f"{source.name}: no dynamic dimension {name}: there is no tensor {tensor_of_size(name)}")
     if unused:
         more = f" and {len(unused) - SHOWN_SIZES} more" if len(unused) > SHOWN_SIZES else ""
@@ -228,8 +228,8 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
                     inner: Mapping[str, str] | None = None) -> tuple[dict[str, KernelInput], list[str]]:
         """Turns a graph into that of the flavour's provider; returns its tensors and the provider of each node."""
         if not derived:
-            found = {**(inner or {}), **inferred.providers}
-            return tensors, [found.get(node.name, provider) for node in proto.graph.node]
+            providers = {**(inner or {}), **inferred.providers}
+            return tensors, [providers.get(node.name, provider) for node in proto.graph.node]
         rewrite_for_cuda(proto, original, tensors, shapes_known)
         tensors = restore_types(proto, reduced, tensors) if reduced else tensors
         return tensors, [*assign_providers(proto, tensors, outside)]
