@@ -65,7 +65,7 @@ class LabelPredictors(Saved):
     """The predictors of one label: `KernelModel`, or `Transferred` where they correct those of another target.
 
     Attributes:
-        own_types: the kernel types that have a booster of their own.
+        own_types: the kernel types with a dedicated booster, the `dedicated_types` of a fit.
         errors: on kernels that were held out; empty where nothing was trained, and there is only a guessed roofline.
         start: the other target, whose predictors are a part of these; "" for none.
     """
@@ -216,8 +216,8 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel | Transferred
     labels = {}
     for label, model in models.items():
         saved, start = save_estimator(folder, label, model), model.start.target if isinstance(model, Transferred) else ""
-        own_types = tuple(name for name, booster in model.predictor_of.items() if booster == name)
-        labels[label] = LabelPredictors(**dict(saved), own_types=own_types, errors=tuple(errors[label]), start=start)
+        dedicated_types = tuple(name for name, booster in model.predictor_of.items() if booster == name)
+        labels[label] = LabelPredictors(**dict(saved), own_types=dedicated_types, errors=tuple(errors[label]), start=start)
     name, sha256 = write_measured(folder, measured)
     sidecar = Sidecar(packages=installed_packages(), measured=name, measured_sha256=sha256, labels=labels, **about)
     write_sidecar(folder, sidecar)
