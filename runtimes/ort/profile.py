@@ -6,12 +6,6 @@ many runs is right. Node events are named `<node>_kernel_time`; each run ends wi
 The profiler adds 2 to 9 microseconds to each node's time (more for more inputs and outputs), which is most of the time of a
 small node. Its share is known only for a whole run: the same session is also run without the profiler. The difference is
 taken off the nodes' times in equal parts, so that a model's nodes add up to its latency.
-
-On a CPU they were read off loops of one and of four Adds of eight numbers (ONNX Runtime 1.31, two cores of a Xeon): 0.3 to
-0.7 µs per trip besides the body's nodes. What a trip costs on an NVIDIA H200 was fitted manually: 24 trips of a Scan, an If,
-and 12 and 10 trips of Loops whose body makes the condition on the GPU. The host reads such a condition after each trip, and so
-waits for the GPU. A Loop whose body leaves the condition alone, as torch exports a `for`, costs next to nothing besides its
-body (12 to 31 trips of four decoders and a sampler of points).
 """
 
 from __future__ import annotations
@@ -230,6 +224,11 @@ def without(time_ms: float, added_ms: float) -> float:
     return max(time_ms - added_ms, LEAST_SHARE * time_ms)
 
 
+# What a trip of a node with bodies costs besides the body's nodes. On a CPU it was read off loops of one and of four Adds of
+# eight numbers (ONNX Runtime 1.31, two cores of a Xeon): 0.3 to 0.7 µs per trip. On an NVIDIA H200 it was fitted manually: 24
+# trips of a Scan, an If, and 12 and 10 trips of Loops whose body makes the condition on the GPU. The host reads such a
+# condition after each trip, and so waits for the GPU. A Loop whose body leaves the condition alone, as torch exports a `for`,
+# costs next to nothing besides its body (12 to 31 trips of four decoders and a sampler of points).
 CPU_TRIP_MS = {"Loop": 0.0006, "Scan": 0.0004, "If": 0.0005}
 CUDA_TRIP_MS = {"Loop": 0.001, "Scan": 0.017, "If": 0.001}
 CONDITION_MS = 0.018  # of a Loop on a GPU that reads its condition from there, besides waiting

@@ -1,8 +1,8 @@
-"""What was learned of a device's energy, from the work of a run; its tables and its page.
+"""How much energy a run takes: the work of a run, the coefficients learned for it, and their tables and page.
 
 The coefficients are those of physics: W while kernels of a class run, further W while they fill the device, pJ per operation by
-class, J per GB moved, J per launch, and W while the model runs at all. None is negative. All
-element types of a class have one coefficient.
+class, J per GB moved, J per launch, and W while the model runs at all. None is negative. All element types of a class have one
+coefficient.
 """
 
 from __future__ import annotations

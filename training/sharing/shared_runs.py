@@ -1,6 +1,6 @@
-"""What a target's sharing is learned from: models next to a background or to each other, measured and simulated.
+"""What a target's sharing is learned from: models next to a background, measured and simulated.
 
-The cost of a switch between them is fitted to models that were measured next to a background that is itself a model in a loop.
+The cost of a switch between two processes is fitted to the models whose background was itself a model in a loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Inputs for kernels and models that nobody gave: random numbers, or values that let an operator run.
 
-How long such a kernel takes may depend on it: a NonMaxSuppression compares each box that it keeps with all others.
+How long a kernel takes may depend on these values: a NonMaxSuppression compares each box that it keeps with all others.
 """
 
 from __future__ import annotations

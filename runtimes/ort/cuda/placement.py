@@ -1,13 +1,13 @@
-"""Which nodes the CUDA provider takes, by the kernels that it has.
+"""Which nodes of a graph the CUDA provider takes, and the copies to and from the GPU, derived on a machine without a GPU.
 
-The table, cuda_kernels.json, comes from sessions on an NVIDIA H200 (recipes/cuda_kernels/probe_kernels.py), one for every
-operator for which ONNX Runtime 1.31 has a schema. Control flow and operators on sequences can't be tried that way; they are
-from ONNX Runtime's source (core/providers/cuda/controlflow and the list of kernels in cuda_execution_provider.cc).
+Follows ONNX Runtime 1.31: a node goes to the CUDA provider if that has a kernel for it, except for a few that it refuses
+(`CUDAExecutionProvider::GetCapability` in cuda_execution_provider.cc), and for computations on shapes, which stay on the CPU
+(`GetCpuPreferredNodes` in fallback_cpu_capability.cc). Copies are inserted as by its `MemcpyTransformer`
+(transformer_memcpy.cc).
 
-For graphs that are derived on a machine without a GPU. Follows ONNX Runtime 1.31: a node goes to the CUDA provider if that has
-a kernel for it (kernels.py), except for a few that it refuses (`CUDAExecutionProvider::GetCapability` in
-cuda_execution_provider.cc), and for computations on shapes, which stay on the CPU (`GetCpuPreferredNodes` in
-fallback_cpu_capability.cc). Copies are inserted as by its `MemcpyTransformer` (transformer_memcpy.cc).
+The table of its kernels, cuda_kernels.json, comes from sessions on an NVIDIA H200 (recipes/cuda_kernels/probe_kernels.py), one
+for every operator for which ONNX Runtime 1.31 has a schema. Control flow and operators on sequences can't be tried that way;
+they are from ONNX Runtime's source (core/providers/cuda/controlflow and the list of kernels in cuda_execution_provider.cc).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What ONNX Runtime's optimisers do differently for CUDA.
+"""What ONNX Runtime's optimisers do differently for CUDA, applied to a graph that is derived on a machine without a GPU.
 
-A graph that is derived on a machine without a GPU comes from the CPU provider (see `graph.parsing`). Two differences remain,
-which are corrected here. ONNX Runtime fuses Add + Softmax for GPU providers only. And if a provider has no kernel for an
-operator that ONNX defines by other operators (HardSwish on the CPU), ONNX Runtime uses these.
-
-ONNX Runtime assigns nodes to providers before most of its optimisers run, and many of these work only on nodes of some
-providers (core/optimizer/graph_transformer_utils.cc of version 1.31). On a machine without a GPU all nodes belong to the CPU
-provider, so the optimisers that would find no such node in a CUDA session must be off.
+Such a graph comes from the CPU provider (see `graph.parsing`). ONNX Runtime assigns nodes to providers before most of its
+optimisers run, and many of these work only on nodes of some providers (core/optimizer/graph_transformer_utils.cc of version
+1.31). So the optimisers that would find no such node in a CUDA session are switched off (`CPU_ONLY_FUSIONS`). Two differences
+remain, which are corrected here. ONNX Runtime fuses Add + Softmax for GPU providers only. And if a provider has no kernel for
+an operator that ONNX defines by other operators (HardSwish on the CPU), ONNX Runtime uses these.
 """
 
 from __future__ import annotations

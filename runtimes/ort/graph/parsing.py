@@ -1,4 +1,4 @@
-"""From an ONNX file to the nodes that ONNX Runtime runs, with every shape known."""
+"""Parses an ONNX model: the optimised graph that ONNX Runtime runs, with the type and shape of every tensor."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Type and shape of every tensor of a graph, as ONNX Runtime infers them.
 
-A shape query is a copy of the graph in which every tensor is an output and large weights are inputs. A session opens it and
-saves it again: the outputs of the saved graph carry what ORT inferred.
-
-The graph that ORT saves has no shapes, and ONNX's own inference does not know ORT's operators. So a shape query asks ORT. If
-shapes depend on integers that the graph computes from other shapes, ORT's constant folding computes these. If they depend on
-data, they are the given ones, or the largest possible ones.
+The optimised graph that ORT saves has no shapes, and ONNX's own inference does not know ORT's operators. So ORT is asked by a
+shape query: a copy of the graph in which every tensor is an output and large weights are inputs. A session opens it and saves
+it again, and the outputs of the saved graph carry what ORT inferred. If shapes depend on integers that the graph computes from
+other shapes, ORT's constant folding computes these. If they depend on data, they are the given ones, or the largest possible.
 """
 
 from __future__ import annotations
