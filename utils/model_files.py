@@ -53,7 +53,8 @@ def weight_files(model: Path) -> list[Path]:
     """The files that hold the weights of the ONNX file `model`, each checked. The model is parsed only if it may name any.
 
     Raises:
-        UserError: as `check_plain_file`, for `model` itself too; not an ONNX model; or a file outside the model's folder.
+        UserError: `model` or a file of its weights is missing or not a plain file, `model` is not an ONNX model, or a file of
+            weights is outside its folder.
     """
     check_plain_file(model)
     with model.open("rb") as file:
@@ -101,7 +102,8 @@ def read_whole_model(model: Path) -> onnx.ModelProto:
     onnx's own loader refuses files with several names (hard links), as the caches of model hubs and of Hase have them.
 
     Raises:
-        UserError: as `weight_files`, or a weight's file is too short.
+        UserError: not an ONNX model, or a file of its weights is missing, not a plain file, outside the model's folder, or too
+            short.
     """
     with model_errors(str(model)):
         proto = onnx.load(str(model), load_external_data=False)

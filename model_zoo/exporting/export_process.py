@@ -53,11 +53,19 @@ class ExportProcess:
         self._process, self._connection = None, None
 
     def check_names(self, names: Iterable[str]) -> None:
-        """See Exporter."""
+        """Checks that torchvision has these models.
+
+        Raises:
+            UserError: it lacks one.
+        """
         self._ask("check_names", tuple(names))
 
     def write(self, export: Export) -> list[dict[str, Any]]:
-        """See Exporter; a crash of the process raises a `UserError`, too."""
+        """Writes the files of one export, or keeps existing ones. Returns one row per file, for the report.
+
+        Raises:
+            UserError: the export failed, or its process crashed.
+        """
         try:
             rows: list[dict[str, Any]] = self._ask("write", export)
         except EOFError:

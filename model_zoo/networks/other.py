@@ -143,7 +143,7 @@ class Made:
 
     Attributes:
         chooses: it chooses tokens, boxes or ids, so that its outputs can't be compared with torch's.
-        traced: as of `Network`.
+        traced: exported by torch's older exporter, which traces a run.
     """
 
     build: Callable[[], nn.Module]

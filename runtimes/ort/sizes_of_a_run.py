@@ -114,10 +114,16 @@ def sizes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np
                    static: bool = False) -> dict[str, int]:
     """The sizes that depend on data, as they come out when a model runs once on this CPU, by the names under which they can be
     given: `<tensor>.<axis>`. Where the branch of an If depends on data, the one that ran is given too: `<node>.then` or
-    `<node>.else`, as 1. Arguments as of `see_a_run`.
+    `<node>.else`, as 1.
+
+    Args:
+        model: the ONNX file.
+        dims: sizes of its dynamic dimensions.
+        inputs: values of inputs by name; the others are as `random_feed` makes them.
+        static: whether `dims` are fixed before ONNX Runtime optimises the model.
 
     Raises:
-        UserError: as `see_a_run`, or where the model can't be analysed even with these sizes.
+        UserError: ORT can't load or run the model, or it can't be analysed even with these sizes.
     """
     seen = see_a_run(model, dims, inputs, static)
     branches = [name for name in seen.branches if not given_branch(name.rpartition(".")[0], dims)]

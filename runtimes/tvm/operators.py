@@ -95,8 +95,8 @@ def operator_kind(name: str) -> OperatorKind:
     """The class of an operator by its name in ONNX: linear (additions, comparisons, and what only moves data), multiplicative
     (products, matrix products, activations of single elements) or nonlinear (convolutions, pools, normalisations and the rest).
 
-    The document counts activations twice, as multiplicative and as nonlinear. Since fully connected networks have only linear
-    and multiplicative operators there, activations of single elements are multiplicative here.
+    The user's document on TVM counts activations twice, as multiplicative and as nonlinear. Since its fully connected networks
+    have only linear and multiplicative operators, activations of single elements are multiplicative here.
     """
     linearity = operator_row(name).linearity
     return "nonlinear" if linearity == "convolutional" else linearity
@@ -109,7 +109,7 @@ def kind_of_all(names: Iterable[str]) -> OperatorKind:
 
 
 def network_kind(names: Iterable[str]) -> NetworkKind:
-    """The stage of the document that a network belongs to, from the names of its operators. A softmax at the end of a fully
+    """The kind of network in the user's document on TVM, from the names of its operators. A softmax at the end of a fully
     connected network does not make it another one."""
     rows = [operator_row(name) for name in set(names) - {"Softmax", "LogSoftmax"}]
     if any(row.dispatch == "convolution" for row in rows):

@@ -87,7 +87,11 @@ def kept_cubin(source: str, arch: str, folder: Path) -> bytes:
 
 def compile_for(arch: str, folder: Path | None = None) -> None:
     """From now on, TVM compiles for GPUs of an architecture, which must be that of this machine's GPU if it has one; with
-    `folder`, it keeps there what it compiled. Errors as of `check_compiler`."""
+    `folder`, it keeps there what it compiled.
+
+    Raises:
+        UserError: NVIDIA's compiler can't be called from Python.
+    """
     check_compiler()
     import_module("tvm.support.nvcc")  # registers TVM's own function first
     compiler = functools.partial(compiled_cubin, arch=arch) if folder is None else functools.partial(kept_cubin, arch=arch,
@@ -165,5 +169,9 @@ def target_to_lower_for(device: str) -> Any:
 
 
 def target_to_run_on(device: str, threads: int = 1) -> Any:
-    """TVM's target for functions that run on this machine's `cpu` or `cuda`; errors as of `arch_here`."""
+    """TVM's target for functions that run on this machine's `cpu` or `cuda`.
+
+    Raises:
+        UserError: `cuda`, and TVM finds no GPU.
+    """
     return llvm_target(threads) if device == "cpu" else gpu_target(arch_here())

@@ -146,7 +146,7 @@ def setting_of(request: Request) -> Setting:
     """The setting of a request, which holds from now on.
 
     Raises:
-        UserError: see `settled`.
+        UserError: the process had another setting before, there are fewer cores, or TVM can't compile for this machine's GPU.
     """
     setting = request.setting or Setting(level=FUSED)
     settled(setting)
@@ -157,7 +157,11 @@ def setting_of(request: Request) -> Setting:
 
 @functools.cache
 def compile_here(folder: Path | None) -> None:
-    """As `compile_for`, for this machine's GPU; errors as of `arch_here`, too."""
+    """From now on, TVM compiles for this machine's GPU; with `folder`, it keeps there what it compiled.
+
+    Raises:
+        UserError: TVM finds no GPU, or NVIDIA's compiler can't be called from Python.
+    """
     compile_for(arch_here(), folder)
 
 
@@ -200,7 +204,8 @@ def time_model(request: Request) -> Reply:
     """A whole model's latency in TVM's virtual machine, with the memory that it takes.
 
     Raises:
-        UserError: as `timed`; or TVM's graph is not the one of the model's record.
+        UserError: TVM's graph is not the one of the model's record; the model needs more memory than the limit; or TVM can't
+            take it apart.
     """
     setting, record = setting_of(request), read_model_record(Path(request.record))
     parsed = parse_at(setting.level, Path(request.paths[0]), request.dims, request.device)
@@ -211,7 +216,11 @@ def time_model(request: Request) -> Reply:
 
 
 def time_session(request: Request) -> Reply:
-    """As `time_model`, without a record; errors as of `timed`."""
+    """As `time_model`, without a record.
+
+    Raises:
+        UserError: the model needs more memory than the limit, or TVM can't take it apart.
+    """
     setting = setting_of(request)
     parsed = parse_at(setting.level, Path(request.paths[0]), request.dims, request.device)
     return timed(parsed, setting, request.effort)

@@ -56,7 +56,13 @@ def restore_hard_swish(graph: onnx.GraphProto, original: onnx.GraphProto) -> Non
 
 def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, KernelInput],
                       known_shapes: Callable[[], Mapping[str, Shape]]) -> None:
-    """Fuses Add + Softmax as ONNX Runtime's `BiasSoftmaxFusion` does for GPU providers; arguments as of `rewrite_for_cuda`."""
+    """Fuses Add + Softmax as ONNX Runtime's `BiasSoftmaxFusion` does for GPU providers.
+
+    Args:
+        proto: the graph that the CPU provider made, nodes in execution order.
+        tensors: type and shape of every tensor of `proto`.
+        known_shapes: gives the shapes that a session knows while it optimises; called only if they matter.
+    """
     graph = proto.graph
     opset = next((entry.version for entry in proto.opset_import if entry.domain == ""), SOFTMAX_PER_AXIS)
     producer = {name: node for node in graph.node for name in node.output}

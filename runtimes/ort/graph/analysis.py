@@ -190,10 +190,19 @@ def record_of(graph: ParsedGraph, group: str = "", collection: str = "") -> Mode
 
 def analyze(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[str, int] | None = None,
             name: str | None = None, static: bool = False, group: str = "", collection: str = "") -> ModelRecord:
-    """The kernels of a model as `cpu` or `cuda` runs it (`auto`: what this machine has); arguments as of `parse_graph` and
-    `record_of`.
+    """The record of a model: its kernels as `cpu` or `cuda` runs them (`auto`: what this machine has).
+
+    Args:
+        model: the ONNX file, or a model in memory.
+        device: `cpu`, `cuda` or `auto`.
+        dims: sizes of dynamic dimensions.
+        name: of a model in memory.
+        static: whether it is optimised as if it had been exported at these sizes.
+        group: of the model; by default the one that its file names, else the model is its own group.
+        collection: of the model; by default the one that its file names, if any.
 
     Raises:
-        UserError: as `parsing.parse_graph`.
+        UserError: the model can't be read (no such file, no ONNX, no nodes, weights missing), a dynamic dimension is unknown or
+            has no size, or ORT can't load the model.
     """
     return record_of(parse_graph(model, device, dims, name, static), group, collection)

@@ -188,7 +188,7 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
         outer: the model, or the body as a model, that contains the node.
         tensors: types and shapes of what the node reads and captures.
         values: of small integer tensors that the graph computes.
-        dims: as of `tensor_shapes.infer_tensors`.
+        dims: sizes that are given, by name: of dynamic dimensions, numbers of trips, branches.
         infer: infers the tensors of a body, from the body as a model and the name of the node that holds it.
 
     Raises:
@@ -314,7 +314,8 @@ class FlatGraph:
     """The nodes of a graph and of its bodies; the nodes of a body follow the node that holds it.
 
     Attributes:
-        tensors, computed, assumed: as of `InferredTensors`; tensors that a body makes are called `<node>/<tensor>`.
+        tensors, computed, assumed: those of `InferredTensors` for the graph and its bodies together; tensors that a body makes
+            are called `<node>/<tensor>`.
         guessed: by node name, the range of the number of runs if it is a guess.
         originals: by node name, the body before the model was optimised.
         costs: of a body: operations, bytes moved, and runs of nodes. They decide which of two branches takes longer.

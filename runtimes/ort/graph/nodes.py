@@ -21,7 +21,8 @@ class ParsedNode:
     """One node of the optimised graph; tensor names in order, "" for an optional one that is missing.
 
     Attributes:
-        runs, inside: as of `kernel_record.Node`.
+        runs: how often it runs in one run of the model.
+        inside: the node whose body it is in; "" for a node of the graph itself.
     """
 
     name: str

@@ -197,7 +197,8 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
     marked as derived.
 
     Raises:
-        UserError: as `read_source`, and where ORT can't load the model.
+        UserError: the model can't be read (no such file, no ONNX, no nodes, weights missing), a dynamic dimension is unknown or
+            has no size, or ORT can't load the model.
     """
     with temporary_folder() as folder:
         return parse_into(folder / "optimized.onnx", model, device, dims, name, static)
@@ -210,7 +211,8 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
     ORT gives the nodes that it inserts other names each time, so a graph and its description must come from one run.
 
     Raises:
-        UserError: as `read_source`, and where ORT can't load the model.
+        UserError: the model can't be read (no such file, no ONNX, no nodes, weights missing), a dynamic dimension is unknown or
+            has no size, or ORT can't load the model.
     """
     provider = graph_device(device)
     flavour = flavour_of(provider)
