@@ -251,7 +251,7 @@ def float_type_names(text: str) -> tuple[str, ...]:
     """The types of a list like `float32,float16`; `ArgumentTypeError` for another type."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if unknown := [name for name in names if name not in FLOAT_TYPES]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(FLOAT_TYPES)}")
+        raise argparse.ArgumentTypeError(f"unknown type {unknown[0]!r}; choose from {', '.join(FLOAT_TYPES)}")
     return names
 
 

@@ -120,7 +120,7 @@ class Evaluation:
         """
         self.runs = [run for run in runs if run.model in models.strict]
         if not self.runs:
-            raise UserError("none of the models that were measured with backgrounds is in the composition's fit")
+            raise UserError("no model that was measured with a background is in the composition's fit")
         self._strict, self._alone = models.strict, alone
         self._family = [models.groups[run.model] for run in self.runs]
         self.measured = np.array([statistics_of(run.samples_ms) for run in self.runs])

@@ -26,6 +26,9 @@ DEEPEST = 100  # graphs within graphs; protobuf reads no deeper either
 DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: default sizes, used where the user gives none
 GROUP_KEY = "hase.group"  # metadata of every model: the name of its variants, which are held out together
 COLLECTION_KEY = "hase.collection"  # metadata of every model: where its architecture comes from, for example `timm`
+METADATA_FIELD = 14  # of ModelProto in onnx.proto
+VARINT, FIXED_64, BYTES, FIXED_32 = 0, 1, 2, 5  # protobuf's wire types
+FIXED_BYTES = {FIXED_64: 8, FIXED_32: 4}
 
 
 def check_plain_file(path: Path, whose: str = "") -> None:
@@ -182,11 +185,6 @@ def _of_nodes(nodes: Any, depth: int) -> Iterator[onnx.TensorProto]:
                 yield from _of_graph(attribute.g, depth + 1)
             for graph in attribute.graphs:
                 yield from _of_graph(graph, depth + 1)
-
-
-METADATA_FIELD = 14  # of ModelProto in onnx.proto
-VARINT, FIXED_64, BYTES, FIXED_32 = 0, 1, 2, 5  # protobuf's wire types
-FIXED_BYTES = {FIXED_64: 8, FIXED_32: 4}
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -21,6 +21,7 @@ from utils.processes import begin_child, exit_cause
 STOP_SECONDS = 10.0
 
 log = logger.get_logger("exporter")
+SHOWN = ("model", "file", "status", "mb", "difference")
 
 
 class ExportProcess:
@@ -125,9 +126,6 @@ def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet
             log.debug("%s", argument, exc_info=True)
             answer = UserError(short(error))
         connection.send(answer)
-
-
-SHOWN = ("model", "file", "status", "mb", "difference")
 
 
 def report(rows: Sequence[dict[str, Any]], folder: Path, as_json: bool) -> int:

@@ -22,6 +22,18 @@ from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from utils.ort_sessions import model_errors, open_session
 
 Values = Literal["normal", "ones", "indices"]
+EXPORTER_VERSION = 1  # of what is made here; files of another version are made anew
+DATA_SIZED_KEY = "hase.data_sized"  # metadata: sizes in the graph depend on data
+POOL_SIZES_KEY = "hase.pool_sizes"  # metadata: the sizes of each dynamic dimension at which the pool is measured
+MOST_OF_A_DIMENSION = 65536
+NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # others may be exporting at the same time
+LEAST_TRACED = 2  # a traced size of 1 would stay 1
+OLDER_OPSET = 17  # the last that torch's older exporter is meant for
+CHECKED_BESIDE = 3  # times the default size: a tracer can bake a size in unseen
+# Largest difference allowed, as for torchvision's models (onnx_export.py says why); of float32's rounding, a deep network with
+# random weights makes up to 0.003.
+TOLERANCE = {"fp32": 0.01, "reduced": 0.1}
+PACKAGES = {"timm": ("timm",), "transformers": ("transformers",), "torchvision": ("torchvision",)}  # by collection
 
 
 @dataclass(frozen=True)
@@ -111,21 +123,6 @@ def outputs_of(network: Network, inputs: Mapping[str, np.ndarray]) -> list[np.nd
             return [tensor.cpu().numpy() for tensor in tensors_in(network.module(*given))]
     finally:
         network.module.to(dtype)  # exact: the weights came from this type
-
-
-EXPORTER_VERSION = 1  # of what is made here; files of another version are made anew
-DATA_SIZED_KEY = "hase.data_sized"  # metadata: sizes in the graph depend on data
-POOL_SIZES_KEY = "hase.pool_sizes"  # metadata: the sizes of each dynamic dimension at which the pool is measured
-MOST_OF_A_DIMENSION = 65536
-NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # others may be exporting at the same time
-LEAST_TRACED = 2  # a traced size of 1 would stay 1
-OLDER_OPSET = 17  # the last that torch's older exporter is meant for
-CHECKED_BESIDE = 3  # times the default size: a tracer can bake a size in unseen
-
-# Largest difference allowed, as for torchvision's models (onnx_export.py says why); of float32's rounding, a deep network with
-# random weights makes up to 0.003.
-TOLERANCE = {"fp32": 0.01, "reduced": 0.1}
-PACKAGES = {"timm": ("timm",), "transformers": ("transformers",), "torchvision": ("torchvision",)}  # by collection
 
 
 def stem_of(name: str, dtype: str) -> str:

@@ -195,7 +195,7 @@ def main() -> int:
     workspace = cli.start(args).root
     models = read_manifest(args.folder).chosen(args.only)
     if not models:
-        raise UserError(f"{args.folder}: none of its models is called {' or '.join(args.only)}")
+        raise UserError(f"{args.folder}: no model with the name {' or '.join(args.only)}")
     judged, paces = read_judgement(args.folder), paces_on_gpu(args.gpu, workspace)
 
     def is_done(model: str, step: Step) -> bool:

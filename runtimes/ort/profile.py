@@ -32,6 +32,8 @@ from utils.timing import TimeSpan
 
 TRUNCATION_US = 0.5
 SUFFIX = "_kernel_time"
+LEAST_SHARE = 0.1  # least share of a node's profiled time that is left
+HALVINGS = 50  # of the range in which the profiler's part lies: more than a double can resolve
 
 
 @dataclass(frozen=True)
@@ -181,10 +183,6 @@ def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Eff
             counted = profile_runs(run, effort)
             profile = session.end_profiling()
             return ModelProfile(counted_runs(profile, counted), graph, plain_runs_ms(run, counted) if plain else [])
-
-
-LEAST_SHARE = 0.1  # least share of a node's profiled time that is left
-HALVINGS = 50  # of the range in which the profiler's part lies: more than a double can resolve
 
 
 def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, list[float]]:

@@ -58,6 +58,11 @@ from utils.timing import covered_us
 if TYPE_CHECKING:
     import onnxruntime
 
+RANDOM_BYTES = 64 << 20  # made on the host once; a block repeats it
+LEAST_BYTES = 4 * RANDOM_BYTES
+TRACED_RUNS = 5
+CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
+
 
 def time_session(request: Request) -> Reply:
     """Times a whole model's runs as the request's one label says, and the memory that opening and running it took.
@@ -91,10 +96,6 @@ def memory_in_use_mib(device: str) -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
-RANDOM_BYTES = 64 << 20  # made on the host once; a block repeats it
-LEAST_BYTES = 4 * RANDOM_BYTES
-
-
 class SharedMemory:
     """A block of random numbers on the GPU for each floating type. It grows as inputs need more."""
 
@@ -124,10 +125,6 @@ class SharedMemory:
         for name, (dtype, shape) in shared.items():
             binding.bind_input(name, "cuda", 0, numpy_dtype(dtype), shape, addresses[dtype])
         return lambda: session.run_with_iobinding(binding)
-
-
-TRACED_RUNS = 5
-CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
 
 
 def time_canary(request: Request) -> Reply:

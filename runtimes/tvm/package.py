@@ -24,6 +24,12 @@ TOOLKIT, OPTIONS = "CUDA_PATH", "TVM_CUDA_NVRTC_EXTRA_OPTS"  # environment varia
 CALLBACK = "tvm_callback_cuda_compile"  # the function that TVM calls to get machine code
 HEADERS = ("include", f"targets/{platform.machine()}-linux/include", "targets/sbsa-linux/include")  # in a toolkit
 FOLDER = "cubins"  # in the folder of a flavour's kernels
+INSTALL = "pip install -r requirements-tvm.txt"
+UNFUSED, FUSED, TUNED = "unfused", "fused", "tuned"  # levels of a flavour: operators, kernels, kernels with searched schedules
+LEVELS = (UNFUSED, FUSED, TUNED)
+OLDEST_ARCH = "sm_80"
+# What every GPU of these architectures has at least (CUDA C++ Programming Guide, "Compute Capabilities", 8.0 and later).
+ANY_GPU = {"kind": "cuda", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32}
 
 
 def _pathfinder() -> Any:
@@ -97,14 +103,6 @@ def compile_for(arch: str, folder: Path | None = None) -> None:
     compiler = functools.partial(compiled_cubin, arch=arch) if folder is None else functools.partial(kept_cubin, arch=arch,
                                                                                                     folder=folder)
     tvm_ffi.register_global_func(CALLBACK, compiler, override=True)
-
-
-INSTALL = "pip install -r requirements-tvm.txt"
-UNFUSED, FUSED, TUNED = "unfused", "fused", "tuned"  # levels of a flavour: operators, kernels, kernels with searched schedules
-LEVELS = (UNFUSED, FUSED, TUNED)
-OLDEST_ARCH = "sm_80"
-# What every GPU of these architectures has at least (CUDA C++ Programming Guide, "Compute Capabilities", 8.0 and later).
-ANY_GPU = {"kind": "cuda", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32}
 
 
 def check_tvm() -> None:

@@ -35,6 +35,12 @@ from utils.lazy import tvm
 # schedules added up to 10 to 33 % less than the networks took.
 SAMPLE_S = {"cpu": 3e-5, "cuda": 5e-4}
 FLUSH = "cache_flush_cpu_non_first_arg"  # TVM's own
+CANARY_SIDE = {"cpu": 128, "cuda": 1024}  # of the matrices: about two milliseconds on a CPU
+NAME = "canary"
+# Where the tensors of a kernel lie decides which of their lines a cache can hold together: one product of 5 x 768 by 768 x 3072
+# took 32 ms with some tensors and 48 ms with others. A network has many such places, so a kernel is timed in several. A network
+# reads each weight once a run, so weights are not in the caches when their kernel begins.
+PLACEMENTS = 5
 
 
 def tensor_for(described: Tensor, device: str = "cpu") -> Any:
@@ -114,14 +120,6 @@ def planned_memory(module: Any, record: ModelRecord) -> Memory:
                       if relax_name(binding.value) == "relax.memory.alloc_storage")
     ends = sum(tensor.bytes for tensor in (*record.inputs.values(), *record.outputs.values()))
     return Memory(record.weight_bytes / 2**20, ends / 2**20, activations / 2**20)
-
-
-CANARY_SIDE = {"cpu": 128, "cuda": 1024}  # of the matrices: about two milliseconds on a CPU
-NAME = "canary"
-# Where the tensors of a kernel lie decides which of their lines a cache can hold together: one product of 5 x 768 by 768 x 3072
-# took 32 ms with some tensors and 48 ms with others. A network has many such places, so a kernel is timed in several. A network
-# reads each weight once a run, so weights are not in the caches when their kernel begins.
-PLACEMENTS = 5
 
 
 @functools.cache

@@ -57,6 +57,7 @@ LEAST_MODELS = 5
 # Of the idle readings. A device draws more for a while after it worked: H200s between two blocks of measurements, idle for some
 # tenths of a second, drew 125 to 195 W (medians of six). What they draw beyond the lowest readings is learned with the runs.
 IDLE_QUANTILE = 0.1
+log = get_logger("energy")
 
 
 @dataclass(frozen=True)
@@ -219,9 +220,6 @@ def _with_latency(models: Sequence[MeasuredEnergy], used: _Tried) -> ErrorStatis
     known = np.isfinite(used.held_out_with_latency_j)
     measured_j = np.array([model.energy_j for model in models])
     return error_statistics(used.held_out_with_latency_j[known].tolist(), measured_j[known].tolist()) if known.any() else None
-
-
-log = get_logger("energy")
 
 
 def parts_of(record: ModelRecord, predictors: Predictors, label: str) -> list[Part]:

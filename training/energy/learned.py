@@ -32,6 +32,11 @@ FULL = {half: f"full_{half}m_s" for half in (1, 2, 4, 8)}
 # What a coefficient of each kind of work is, by the part of the name in front of the first ":".
 UNITS = {RUN: "W", BUSY: "W", **dict.fromkeys(FULL.values(), "W"), OPERATIONS: "pJ/FLOP", BYTES: "J/GB", LAUNCHES: "J"}
 WORD = 4  # bytes; an operation on a half-precision number counts half, since a tensor core does twice as many at the same power
+ENERGY_VERSION = 2
+FILE = "energy.json"
+FIT = "python training/fit_energy.py"
+MEASURE = "energy_s: 3 in the collector's config"
+MUCH = 2.0  # times idle power, which an H200 draws when it works for more than half of the time
 
 
 class Part(NamedTuple):
@@ -106,12 +111,6 @@ def without_types(work: Mapping[str, float]) -> dict[str, float]:
     for name, amount in work.items():
         amounts[without_type(name)] = amounts.get(without_type(name), 0.0) + amount
     return amounts
-
-
-ENERGY_VERSION = 2
-FILE = "energy.json"
-FIT = "python training/fit_energy.py"
-MEASURE = "energy_s: 3 in the collector's config"
 
 
 class FittedEnergy(Frozen):
@@ -213,9 +212,6 @@ def read_energy(folder: Path) -> EnergyModel:
         raise UserError(f"{folder.name}: nothing was learned of its energy; measure models there with {MEASURE}, then learn "
                         f"from them: {FIT} (docs/energy.md)")
     return files.read_record(path, EnergyModel, ENERGY_VERSION, FIT)
-
-
-MUCH = 2.0  # times idle power, which an H200 draws when it works for more than half of the time
 
 
 def coefficient_rows(fitted: EnergyModel) -> list[dict[str, Any]]:

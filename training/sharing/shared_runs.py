@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 SEED = 7
 STATISTICS = ("mean", "p50", "p95")
+SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,6 @@ def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) 
 
     return SimulatedModels(simulated(of_strict), simulated(of_known), dict(zip(names, groups, strict=True)),
                            {model.record.model: model.record for model in models})
-
-
-SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200
 
 
 def looped_models(backgrounds: Mapping[str, Background], known: Collection[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from runtimes.ort.graph.nodes import first_taught
 
 GRID = 10.0  # distance of boxes that do not overlap
 SIDE = 4.0  # of a box
+POOL_ELEMENTS = 1 << 22
 
 
 def chosen(kernel: Kernel, position: int) -> np.ndarray | None:
@@ -63,9 +64,6 @@ def _boxes(kernel: Kernel) -> np.ndarray | None:
     wide = math.isqrt(boxes) + 1
     corner = GRID * np.stack([place // wide, place % wide], 1)
     return np.concatenate([corner, corner + SIDE], 1)[None]
-
-
-POOL_ELEMENTS = 1 << 22
 
 
 @functools.cache

@@ -34,6 +34,9 @@ KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
 INLINE_BYTES = 1 << 16  # larger weights go to the shared file …
 SHARED_TYPES = {"float32", "float16"}  # … if they are of these types
 IR_VERSION = 10
+WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
+WRITER_OP = "Abs"
+WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
 
 
 def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str) -> onnx.NodeProto:
@@ -166,12 +169,6 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
         outputs = session.run(None, dummy_inputs(kernel))
     if any(np.issubdtype(out.dtype, np.floating) and np.isnan(out).any() for out in map(np.asarray, outputs)):
         raise UserError(f"{path}: gives NaN on its dummy inputs")
-
-
-WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
-
-WRITER_OP = "Abs"
-WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
 
 
 def node_name(position: int) -> str:

@@ -32,6 +32,16 @@ FROM_SOURCE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "SequenceAt": ((1,), ()), "SequenceErase": ((1,), ()), "SequenceInsert": ((2,), ()), "SequenceLength": ((), (0,)),
     "SequenceConstruct": ((), ()), "SequenceEmpty": ((), ()), "ConcatFromSequence": ((), ()),
 }
+Provider = Literal["cpu", "cuda"]
+SMALL_CONSTANT = 100  # a computation on shapes may stay on the CPU with constants of up to this many elements
+NEVER_MOVED_TO_CPU = ("float16", "bfloat16", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
+RECURRENT_ACTIVATIONS = {  # those that cuDNN has, in ONNX's order, for one direction and for both
+    "LSTM": ("sigmoid", "tanh", "tanh", "sigmoid", "tanh", "tanh"), "RNN": ("tanh", "tanh"),
+    "GRU": ("sigmoid", "tanh", "sigmoid", "tanh"),
+}
+PEEPHOLE = 7  # an input of LSTM that cuDNN does not support
+ON_DEVICE = "_on_the_gpu"  # suffix of the copy of a host tensor
+ON_HOST = "_on_the_host"
 
 
 class CudaKernel(NamedTuple):
@@ -81,18 +91,6 @@ def _takes(kernel: Mapping[str, Any], types: Mapping[str, Sequence[str]], inputs
             if allowed is not None and dtype not in allowed:
                 return False
     return True
-
-
-Provider = Literal["cpu", "cuda"]
-SMALL_CONSTANT = 100  # a computation on shapes may stay on the CPU with constants of up to this many elements
-NEVER_MOVED_TO_CPU = ("float16", "bfloat16", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
-RECURRENT_ACTIVATIONS = {  # those that cuDNN has, in ONNX's order, for one direction and for both
-    "LSTM": ("sigmoid", "tanh", "tanh", "sigmoid", "tanh", "tanh"), "RNN": ("tanh", "tanh"),
-    "GRU": ("sigmoid", "tanh", "sigmoid", "tanh"),
-}
-PEEPHOLE = 7  # an input of LSTM that cuDNN does not support
-ON_DEVICE = "_on_the_gpu"  # suffix of the copy of a host tensor
-ON_HOST = "_on_the_host"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,12 @@ from utils.ort_sessions import CPU_ONLY_FUSIONS
 CONTRIB = "com.microsoft"
 BIASED_DTYPES = ("float16", "float32", "float64")  # types that BiasSoftmax supports
 SOFTMAX_PER_AXIS = 13  # since this operator set, Softmax works on one axis, not on all axes from `axis` on
+# A quantised operator between DequantizeLinear and QuantizeLinear: the CPU fuses all three, CUDA runs them in floating point.
+QDQ_FUSIONS = ("QDQSelectorActionTransformer", "QDQS8ToU8Transformer")
+# Nodes after a product of integers: fused if all run on the CPU. CUDA runs the cast and the scaling after it.
+INTEGER_PRODUCT_FUSIONS = ("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion")
+COVER = "/hase.indices"  # suffix of an output that a MaxPool has only during optimisation
+BLOCKED_LAYOUT = ("NchwcTransformer",)  # would change the float convolutions, which run on the GPU in a CUDA session
 
 
 def rewrite_for_cuda(proto: onnx.ModelProto, original: onnx.GraphProto, tensors: Mapping[str, KernelInput],
@@ -154,14 +160,6 @@ def _replace(graph: onnx.GraphProto, old: Sequence[onnx.NodeProto], op_type: str
     graph.node[places[-1]].CopyFrom(made)
     for place in reversed(places[:-1]):
         del graph.node[place]
-
-
-# A quantised operator between DequantizeLinear and QuantizeLinear: the CPU fuses all three, CUDA runs them in floating point.
-QDQ_FUSIONS = ("QDQSelectorActionTransformer", "QDQS8ToU8Transformer")
-# Nodes after a product of integers: fused if all run on the CPU. CUDA runs the cast and the scaling after it.
-INTEGER_PRODUCT_FUSIONS = ("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion")
-COVER = "/hase.indices"  # suffix of an output that a MaxPool has only during optimisation
-BLOCKED_LAYOUT = ("NchwcTransformer",)  # would change the float convolutions, which run on the GPU in a CUDA session
 
 
 def cuda_optimizers(graph: onnx.GraphProto) -> tuple[str, tuple[str, ...]]:

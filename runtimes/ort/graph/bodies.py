@@ -29,6 +29,9 @@ GUESS_RANGE = (0.1, 10.0)  # range of a guessed number of trips, as multiples of
 MOST_TRIPS = 10**9  # exporters write the largest integer for a loop that ends by its condition alone
 FIRST_SCAN_OPSET = 9  # older versions of Scan had a batch and sequence lengths
 PASSED_ON = VIEWS | {"Cast"}  # operators that keep the value of a single number
+# Operations per ms, bytes per ms, and ms per node of a slow CPU and of a large GPU. Two branches are compared on both: a branch
+# with fewer operations may take longer if it moves more bytes or has more nodes. The figures are a choice.
+RATES = ((50e6, 5e6, 0.001), (2e10, 2e9, 0.008))
 
 
 def control_flow(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str, onnx.NodeProto]]:
@@ -302,11 +305,6 @@ def _always_goes_on(body: onnx.GraphProto) -> bool:
     if constant is not None:
         return bool(onnx.numpy_helper.to_array(constant).all())
     return tensor not in maker and tensor in [value.name for value in body.input][1:2]
-
-
-# Operations per ms, bytes per ms, and ms per node of a slow CPU and of a large GPU. Two branches are compared on both: a branch
-# with fewer operations may take longer if it moves more bytes or has more nodes. The figures are a choice.
-RATES = ((50e6, 5e6, 0.001), (2e10, 2e9, 0.008))
 
 
 @dataclass

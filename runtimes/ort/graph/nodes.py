@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import onnx
 
 ONNX_DOMAINS = ("", "ai.onnx")
+TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-gram operators
+UNKNOWN = ""
+COUNTED = VIEWS | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
+CACHE, LAST_PLACES, TOTAL = 3, 5, 6  # inputs of GroupQueryAttention: the cache of keys, the last place of each row, the length
 
 
 @dataclass(frozen=True)
@@ -102,10 +106,6 @@ def parsed_node(node: onnx.NodeProto, provider: str) -> ParsedNode:
                       inputs=tuple(node.input), outputs=tuple(node.output))
 
 
-TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-gram operators
-UNKNOWN = ""
-
-
 def first_taught(attributes: Mapping[str, Any]) -> str:
     """The first word of an operator's vocabulary; UNKNOWN if it has none."""
     return next((str(attributes[name][0]) for name in TAUGHT if attributes.get(name)), UNKNOWN)
@@ -135,10 +135,6 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
         if words:
             words_of[value.name] = words[:columns] if len(words) >= columns else words[:1]
     return words_of
-
-
-CACHE, LAST_PLACES, TOTAL = 3, 5, 6  # inputs of GroupQueryAttention: the cache of keys, the last place of each row, the length
-COUNTED = VIEWS | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
 
 
 def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:

@@ -28,6 +28,9 @@ from utils.ort_sessions import open_session
 from utils.temporary import temporary_folder
 
 _kept: Path | None = None  # where optimised graphs are kept, each in a folder of its own
+log = get_logger("parser")
+SHOWN_SIZES = 3  # in a warning
+EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
 
 
 @contextmanager
@@ -73,11 +76,6 @@ def _link(source: Path, to: Path) -> None:
             os.link(source, to)
         except OSError:  # a file system without links
             shutil.copyfile(source, to)
-
-
-log = get_logger("parser")
-SHOWN_SIZES = 3  # in a warning
-EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
 
 
 @dataclass(frozen=True)

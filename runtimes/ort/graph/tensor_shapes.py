@@ -37,6 +37,8 @@ from utils.ort_sessions import PROVIDER_NAMES, open_session
 from utils.temporary import temporary_folder
 
 SMALL_INTS = 64  # the values of integer constants up to this many elements are kept: shapes, axes, splits
+# An additional input of a shape query, with an open dimension: a session saves shapes only if it changed the graph.
+FRESH = "hase.fresh"
 
 
 def constant_inputs(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
@@ -71,10 +73,6 @@ def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, i
         array = onnx.numpy_helper.to_array(with_values(tensor, folder))
         ranges[tensor.name] = (int(array.min()), int(array.max()))
     return ranges
-
-
-# An additional input of a shape query, with an open dimension: a session saves shapes only if it changed the graph.
-FRESH = "hase.fresh"
 
 
 def shape_query(proto: onnx.ModelProto, dims: Mapping[str, int]) -> onnx.ModelProto:
