@@ -167,8 +167,9 @@ class Evaluation:
         """What is learned from all runs. Warns where the slice is at the edge of SLICES_MS, since one beyond may fit better."""
         slice_ms = SLICES_MS[self.fit_slice(range(len(self.runs)))]
         if slice_ms in (SLICES_MS[0], SLICES_MS[-1]):
-            log.warning("a slice of %g ms errs least, which is the edge of those tried (%g to %g ms): the GPU's slice may lie "
-                        "beyond; extend SLICES_MS in training/fit_sharing.py", slice_ms, SLICES_MS[0], SLICES_MS[-1])
+            log.warning("a slice of %g ms gives the smallest error, and is the edge of those tried (%g to %g ms): the GPU's "
+                        "slice may lie beyond; extend SLICES_MS in training/fit_sharing.py", slice_ms, SLICES_MS[0],
+                        SLICES_MS[-1])
         return typical(self.runs, slice_ms, self._alone)
 
 

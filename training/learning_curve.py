@@ -51,7 +51,7 @@ def label_of(rows: TrainingSet, asked: str | None) -> str:
     """
     label = asked or (GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms)))
     if label not in rows.times_ms:
-        raise UserError(f"label {label}: not in the dataset of {rows.header.target.name} (there: {', '.join(rows.times_ms)})")
+        raise UserError(f"label {label}: not in the dataset of {rows.header.target.name} (it has: {', '.join(rows.times_ms)})")
     return label
 
 
@@ -72,7 +72,7 @@ def replay_of(workspace: Workspace, target: str, label: str | None, config: Trai
         replay = replay.held_out(config.folds)
         replay = replace(replay, folds=tuple(replace(fold, start=start_model) for fold in replay.folds))
     if len(replay.folds) < 2:
-        raise UserError(f"{target}: needs kernels of two families of models at least" + (
+        raise UserError(f"{target}: needs kernels of at least two families of models" + (
             ", in half precision" if half_from else ""))
     return replay
 

@@ -145,8 +145,8 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
             file.seek(offset)
             content = file.read(needed)
     except ValueError:
-        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} is said to begin at {place['offset'][:SHOWN]!r}, "
-                        "which is no place in a file") from None
+        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} has the offset {place['offset'][:SHOWN]!r}, "
+                        "which is not a number of bytes") from None
     if len(content) < needed:
         raise UserError(f"{path}: too short for weight {tensor.name[:SHOWN]}, which takes {needed} bytes from {offset} on")
     return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=content)

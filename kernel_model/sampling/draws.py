@@ -384,6 +384,6 @@ def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     for position, tensor in enumerate(drawn.inputs):
         limit = index_limit(drawn, position)
         if limit is not None and tensor.values is not None and not all(-limit <= value < limit for value in tensor.values):
-            raise UserError(f"{kernel.id}: input {position} holds an index that is not below {limit}, the size of the axis")
+            raise UserError(f"{kernel.id}: input {position} holds an index outside of its axis, which has {limit} places")
     wanted = dtype if dtype and kernel_floats else next(iter(kernel_floats)) if len(kernel_floats) == 1 else ""
     return in_float_type(drawn, wanted) if wanted else drawn

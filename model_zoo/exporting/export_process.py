@@ -78,7 +78,7 @@ class ExportProcess:
             if code == -signal.SIGKILL:
                 raise UserError("the exporting process was killed, most likely for lack of memory: "
                                 "try a smaller batch or image size") from None
-            raise UserError(f"torch or ONNX Runtime crashed over it ({exit_cause(code)})") from None
+            raise UserError(f"torch or ONNX Runtime crashed while exporting it ({exit_cause(code)})") from None
         return rows
 
     def _ask(self, request: str, argument: Any) -> Any:

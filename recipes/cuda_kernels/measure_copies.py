@@ -166,7 +166,7 @@ def main() -> int:
     args = options().parse_args()
     workspace = cli.start(args)
     if args.device == "cuda" and not has_cuda():
-        raise UserError("copies between host and GPU need a GPU, and no NVIDIA GPU that the driver can talk to is here")
+        raise UserError("copies between host and GPU need an NVIDIA GPU, and the driver of this machine finds none")
     copies, waits = measure(args.device, [size for size in SIZES if size <= args.most_mib * 2**20])
     target = local_target(args.device)
     measured = MeasuredCopies(target=target.name, machine=machine(args.device), copies=copies, waits=waits)

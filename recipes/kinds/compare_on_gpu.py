@@ -167,7 +167,7 @@ def main() -> int:
         work_through(args.work, models, args.folder, args.lines, args.budget_s, args.limit_s)
         return 0
     if not args.derive_only and not gpu_facts():
-        raise UserError("no NVIDIA GPU here; --derive-only compares with files from a machine with one")
+        raise UserError("this machine has no NVIDIA GPU; --derive-only compares with files from a machine with one")
     names, folder = [model.name for model in models], args.folder.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     with temporary_folder() as scratch:

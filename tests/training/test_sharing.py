@@ -283,7 +283,7 @@ def test_a_slice_at_the_edge_of_those_tried_is_warned_of(slice_ms: float, warns:
     with caplog.at_level("WARNING"):
         assert evaluation.learned().slice_ms == slice_ms
     assert [record.levelname for record in caplog.records] == (["WARNING"] if warns else [])
-    assert (f"a slice of {slice_ms:g} ms errs least" in caplog.text) is warns
+    assert (f"a slice of {slice_ms:g} ms gives the smallest error" in caplog.text) is warns
 
 
 def test_errors_are_of_what_is_predicted() -> None:

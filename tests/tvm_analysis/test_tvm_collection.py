@@ -232,7 +232,7 @@ def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> 
     write_parsed(workspace, parse(elementwise(workspace.models / "relu.onnx", "Relu")))
     write_parsed(workspace, parse(elementwise(workspace.models / "both.onnx", "Relu", "Softmax")))
     update_index(workspace, tvm_flavour())
-    with pytest.raises(UserError, match=r"--model gelu: TVM took no such model apart \(there: both, relu\)"):
+    with pytest.raises(UserError, match=r"--model gelu: no record of this model under TVM \(analysed: both, relu\)"):
         tune_kernels(workspace, trials=2, threads=1, models=["gelu"])
     [row] = tune_kernels(workspace, trials=2, threads=1, models=["relu"])
     assert row["type"] == "Relu"

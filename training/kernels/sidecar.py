@@ -180,7 +180,7 @@ def read_sidecar(folder: Path) -> Sidecar:
         check_features(path, label, about)
     made, here = sidecar.packages["xgboost"], package_version(*XGBOOST)  # alone: to look one up takes a millisecond
     if made.split(".")[:2] != here.split(".")[:2]:
-        raise UserError(f"{path}: made with xgboost {made}, here is {here}, which may not read it; train again: {TRAIN}")
+        raise UserError(f"{path}: made with xgboost {made}, which the installed {here} may not read; train again: {TRAIN}")
     return sidecar
 
 
@@ -199,7 +199,7 @@ def check_features(path: Path, label: str, saved: Saved) -> None:
         return
     odd = sorted(set(saved.features[1:]) ^ set(here[1:]))
     raise UserError(f"{path}: made by another version of Hase: the predictors of label {label} read feature schema "
-                    f"{saved.features[0] if saved.features else 'none'}, here is {here[0]} (they differ in: "
+                    f"{saved.features[0] if saved.features else 'none'}, this one {here[0]} (they differ in: "
                     f"{', '.join(odd[:3]) or 'what the values mean, or their order'}{', …' if len(odd) > 3 else ''}); {REMEDY}")
 
 
