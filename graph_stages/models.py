@@ -198,7 +198,7 @@ def model_files(sizes: Sequence[GraphSize], seed: int) -> Iterator[ModelFile]:
 
 
 def has_openvino() -> bool:
-    return find_spec("openvino") is not None
+    return bool(find_spec("openvino"))
 
 
 @dataclass

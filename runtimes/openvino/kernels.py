@@ -46,9 +46,14 @@ def operator_flops(prepared: Prepared, node: NodeProto) -> int:
 
 
 def main_node(prepared: Prepared, nodes: Sequence[NodeProto]) -> int:
-    """The place of the node that decides a kernel's time: the one with most operations, or else the first that moves data."""
-    return max(range(len(nodes)), key=lambda place: (operator_flops(prepared, nodes[place]),
-                                                     nodes[place].op_type not in VIEWS, -place))
+    """The place of the node that decides a kernel's time: a convolution or a product, else the one with most operations, else
+    the first that moves data."""
+    def rank(place: int) -> tuple[bool, int, bool, int]:
+        name = nodes[place].op_type
+        return (operator_row(name).operator_class in ("convolution", "product"), operator_flops(prepared, nodes[place]),
+                name not in VIEWS, -place)
+
+    return max(range(len(nodes)), key=rank)
 
 
 class Ends:

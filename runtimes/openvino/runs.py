@@ -2,13 +2,14 @@
 
 OpenVINO keeps one number for each layer: the mean of all runs of a compiled model so far, each cut to whole microseconds, and
 the mean cut again. So a single run has no times of its own, and the first runs (in which code is generated) count. The number
-is read after each run: times the number of runs, it is what all took, and what the first runs took is taken off. Both cuts lose
-half a microsecond on the average, which is added again. What a layer took longer than usual in some run, because other work had
-the core, shows in the difference of two readings, and is taken off too.
+is read several times: times the number of runs, it is what all took, and what the first runs took is taken off. Both cuts lose
+half a microsecond on the average, which is added again. What a layer took longer than usual between two readings, because other
+work had the core, is taken off too.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -27,7 +28,10 @@ from utils.lazy import openvino
 from utils.model_files import read_whole_model
 
 CUT_US = 0.5  # what cutting to whole microseconds loses, on the average
-MOST_READ = 40  # runs in which layers are timed: after more, a reading does not show what disturbs one
+# Time between two readings. A reading takes a millisecond in Python, which leaves the next run with cold caches: read after
+# each run, MobileNetV3's layers took half as long again.
+BLOCK_MS = 40.0
+LEAST_BLOCKS, MOST_BLOCKS = 4, 12
 SESSIONS = 3  # times that a model is compiled anew: each gives one mean time of each layer
 
 
@@ -69,20 +73,24 @@ class Session:
         return 1e3 * (time.perf_counter() - start)
 
     def time(self, effort: Effort, layers: bool = True) -> Timed:
-        """Times runs and then, in as many runs more (at most MOST_READ), layers."""
+        """Times runs, and then layers in about as long a time."""
         self._runs_ms(effort.warmup + 1, effort.warmup_s)
-        count = effort.runs(1e-3 * self.run_ms())
-        runs_ms = self._runs_ms(count)
-        return Timed(runs_ms, self._layers_ms(min(count, MOST_READ)) if layers else {})
+        runs_ms = self._runs_ms(effort.runs(1e-3 * self.run_ms()))
+        if not layers:
+            return Timed(runs_ms, {})
+        block_runs = math.ceil(BLOCK_MS / min(runs_ms))
+        blocks = round(1e3 * effort.budget_s / (block_runs * min(runs_ms)))
+        return Timed(runs_ms, self._layers_ms(block_runs, min(max(blocks, LEAST_BLOCKS), MOST_BLOCKS)))
 
-    def _layers_ms(self, count: int) -> dict[str, float]:
-        totals: dict[str, list[float]] = defaultdict(list)
-        first = self._runs
-        for _ in range(count + 1):
+    def _layers_ms(self, block_runs: int, blocks: int) -> dict[str, float]:
+        means_us: dict[str, list[float]] = defaultdict(list)
+        runs = [self._runs + block * block_runs for block in range(blocks + 1)]
+        for block in range(blocks + 1):
             for name, mean_us in times_us(self._request).items():
-                totals[name].append(self._runs * (mean_us + CUT_US) if mean_us else 0.0)
-            self.run_ms()
-        return {name: 1e-3 * usual_us(np.array(total), first) for name, total in totals.items()}
+                means_us[name].append(mean_us)
+            if block < blocks:
+                self._runs_ms(block_runs)
+        return {name: 1e-3 * usual_us(np.array(read), np.array(runs)) for name, read in means_us.items()}
 
     def _runs_ms(self, count: int, seconds: float = 0.0) -> tuple[float, ...]:
         times_ms, began = list[float](), time.perf_counter()
@@ -91,19 +99,19 @@ class Session:
         return tuple(times_ms)
 
 
-def usual_us(totals: np.ndarray, first: int) -> float:
+def usual_us(means_us: np.ndarray, runs: np.ndarray) -> float:
     """The time of a layer in a run that nothing disturbs, in microseconds.
 
     Args:
-        totals: what it took in all runs together, read after each run; 0 while its mean is below a microsecond.
-        first: the number of runs at the first reading.
+        means_us: what OpenVINO said at each reading: the mean of all runs so far, cut; 0 where it is below a microsecond.
+        runs: the number of runs at each reading, at even distances.
     """
-    steps = np.diff(totals)
-    usual = float(np.median(steps))
-    # A reading is off by as many microseconds as there were runs, since the mean is cut.
-    resolution = 2.0 * (first + 1 + np.arange(len(steps)))
-    disturbed = np.where(steps - usual > np.maximum(usual, 2.0 * resolution), steps - usual, 0.0)
-    return max(float((steps - disturbed).mean()) + CUT_US, CUT_US)
+    totals_us = np.where(means_us > 0, runs * (means_us + CUT_US), 0.0)
+    steps_us = np.diff(totals_us) / np.diff(runs)
+    usual = float(np.median(steps_us))
+    resolution = 2.0 * runs[1:] / np.diff(runs)  # of a step, since a mean is cut
+    disturbed = steps_us - usual > np.maximum(usual, resolution)
+    return max(float(np.where(disturbed, usual, steps_us).mean()) + CUT_US, CUT_US)
 
 
 def check_kernel(path: Path, kernel: Kernel, device: str) -> None:

@@ -30,6 +30,7 @@ def analyze_in(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[st
 def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[str, int], static: bool,
                   origin: ModelOrigin) -> list[ModelRecord]:
     """`static` changes nothing."""
+    RUNTIME.on(device)
     return write_parsed(workspace, parse(model, dims), origin)
 
 

@@ -129,15 +129,23 @@ def layers_by_kernel(layers: Mapping[str, Layer]) -> dict[int, list[str]]:
 
 
 def time_carrier(request: Request) -> Reply:
-    """Label `kernel_time` of several kernels, side by side in one model."""
-    threads, paths = threads_of(request), [Path(path) for path in request.paths]
+    """Label `kernel_time` of several kernels, side by side in a model for each operator set."""
+    threads, by_opsets = threads_of(request), defaultdict(list)
+    for path in map(Path, request.paths):
+        opsets = onnx.load(path, load_external_data=False).opset_import
+        by_opsets[tuple(sorted((opset.domain, opset.version) for opset in opsets))].append(path)
+    return Reply(measurements=tuple(measured for paths in by_opsets.values()
+                                    for measured in side_by_side(paths, request.effort, threads)))
+
+
+def side_by_side(paths: Sequence[Path], effort: Effort, threads: int) -> Iterator[Measurement]:
+    """Label `kernel_time` of built kernels of one operator set."""
     proto, values = built_carrier(paths)
     model = read(proto, "carrier")
     layers = layers_by_kernel(layers_of(compile_model(model, "carrier", threads), "carrier", {}))
-    sessions = time_sessions(model, values, "carrier", request.effort, threads)
-    return Reply(measurements=tuple(
-        of_kernel(path.stem, IN_MODEL, "carrier", [sum_ms(timed, layers.get(number, ())) for timed in sessions])
-        for number, path in enumerate(paths)))
+    sessions = time_sessions(model, values, "carrier", effort, threads)
+    for number, path in enumerate(paths):
+        yield of_kernel(path.stem, IN_MODEL, "carrier", [sum_ms(timed, layers.get(number, ())) for timed in sessions])
 
 
 def sum_ms(timed: Timed, layers: Sequence[str]) -> float:

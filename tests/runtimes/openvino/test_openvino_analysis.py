@@ -158,6 +158,13 @@ def test_sizes_that_are_computed_are_folded(tmp_path: Path) -> None:
         parse(model)
 
 
+def test_a_small_convolution_counts_more_than_a_large_activation(tmp_path: Path) -> None:
+    """As in a network that weighs its channels: the sigmoid has more operations."""
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Sigmoid", ["c"], ["y"])]
+    model = saved(tmp_path / "gate.onnx", nodes, {"x": [1, 4, 1, 1]}, {"y": [1, 96, 1, 1]}, {"w": floats(96, 4, 1, 1)})
+    assert [name for name in types(parse(model).record) if name != "Reorder"] == ["Conv_Sigmoid"]
+
+
 @pytest.mark.slow
 def test_each_kernel_is_a_model_of_its_own(tmp_path: Path) -> None:
     """OpenVINO runs it, and ONNX's own evaluator gives outputs of the kernel's shapes."""
@@ -178,8 +185,8 @@ def test_a_record_is_written_with_its_origin(tmp_path: Path) -> None:
     [record] = runtime.write_records(workspace, residual(tmp_path), "cpu", {}, True, ModelOrigin("resnet", "zoo"))
     assert read_model_record(record_path(workspace, record.flavour, "residual")) == record
     assert (record.group, record.collection) == ("resnet", "zoo")
-    with pytest.raises(UserError, match="OpenVINO is supported on cpu only"):
-        runtime.on("cuda")
+    with pytest.raises(UserError, match="device cuda: OpenVINO is supported on cpu only"):
+        runtime.write_records(workspace, tmp_path / "residual.onnx", "cuda", {}, True, ModelOrigin())
 
 
 def test_what_openvino_lacks_is_an_error_that_names_the_model(tmp_path: Path) -> None:
