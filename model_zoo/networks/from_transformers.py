@@ -78,7 +78,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "squeezebert": Architecture({**_TEXT, "embedding_size": 768}, (_WORDS, _MASK, _KINDS)),
     "funnel": Architecture({"block_sizes": [2, 2, 2], "num_decoder_layers": 1, "vocab_size": WORDS, "d_model": 512, "n_head": 8,
                             "d_head": 64, "d_inner": 2048},  # torch's exporter fixes the length, as its pooling halves it
-                           tuple(replace(one, shape=("batch", 256)) for one in (_WORDS, _MASK)), {"batch": (1, 8)},
+                           tuple(replace(spec, shape=("batch", 256)) for spec in (_WORDS, _MASK)), {"batch": (1, 8)},
                            "FunnelModel"),
     "xlnet": Architecture({"d_model": 768, "n_layer": LAYERS, "n_head": 12, "d_inner": 3072, "vocab_size": WORDS},
                           (_WORDS, _MASK), options={"use_mems": False}),
