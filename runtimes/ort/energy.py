@@ -59,7 +59,7 @@ def _energy(facts: dict[str, Any], device: str, run: Callable[[], Any], seconds:
 
     Its quantities are `energy_j` (of a run), `counter_j` (the same by the device's own counter, if there is one), `power_w`
     (mean), `idle_w` (with the session open and nothing running), `window_s` and `runs`; its only sample is a run's mean time.
-    Doubts about the readings are its `error`. Where the power can't be read, it failed, and its error says why.
+    What is doubtful about the readings is its `error`. Where the power can't be read, it failed, and its error says why.
     """
     try:
         with PowerMonitor(open_power_sensor(device)) as monitor, model_errors(facts["id"]), off_the_workers_cores():

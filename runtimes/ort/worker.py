@@ -251,7 +251,7 @@ def time_model(request: Request) -> Reply:
 
 
 def of_model(model: str, label: str, **fields: Any) -> Measurement:
-    """A measurement of a whole model; `found` are its further fields."""
+    """A measurement of a whole model; `fields` are its further fields."""
     return Measurement(subject="model", id=model, label=label, context=model, place="alone", **fields)
 
 
