@@ -22,9 +22,10 @@ from typing import Any
 from measuring.bench import Effort
 from measuring.gpu_trace import PARTS, Anatomy, GpuRun, anatomy_of, measured_trace, typical_run
 from measuring.quiet_host import PATIENCE
+from measuring.worker_process import WorkerFailed
 from records.kernel_record import record_name
 from runtimes.ort.graph.source import own_sizes, read_source
-from runtimes.protocol import Reply, Request, Worker, WorkerFailed
+from runtimes.protocol import Reply, Request, Worker
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

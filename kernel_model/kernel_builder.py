@@ -79,7 +79,7 @@ def main() -> int:
     workspace = cli.start(args)
     with sole_writer(workspace.kernel_onnx):
         done = [build_all(source, workspace, args.check, args.force) for source in args.sources or index_paths(workspace)]
-    built, failed = ([one for part in parts for one in part] for parts in zip(*done, strict=True))
+    built, failed = ([name for part in parts for name in part] for parts in zip(*done, strict=True))
     kept_count = sum(row["kept"] for row in built)
     log.info("%d kernels built, %d kept, %d failed", len(built) - kept_count, kept_count, len(failed))
     if args.json:

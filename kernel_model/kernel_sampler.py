@@ -67,13 +67,13 @@ def _families(names: Iterable[str], without: Collection[str]) -> Families:
 
 
 def sample(entries: Sequence[Drawn], count: int, generator: np.random.Generator, batches: Sequence[int],
-           most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (), there: Collection[str] = (),
+           most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (), existing: Collection[str] = (),
            dtypes: Sequence[str] = ()) -> Sampled:
     """Up to `count` new kernels by id, each with the families that seeded it, and how many draws were refused and why.
 
     `entries` are kernels of models, with the models' groups. Each kernel is drawn in one of the floating types `dtypes`, or in
     its seed's own where there are none. A type is drawn as often as the square root of its number of
-    kernels says; kernels of the families in `without` seed nothing, and the ids in `there` were sampled before.
+    kernels says; kernels of the families in `without` seed nothing, and the ids in `existing` were sampled before.
     """
     seeds: dict[str, list[Drawn]] = {}
     for kernel, groups in entries:
@@ -90,19 +90,20 @@ def sample(entries: Sequence[Drawn], count: int, generator: np.random.Generator,
         dtype = str(generator.choice(dtypes)) if dtypes else ""
         return draw_kernel(kernel, batch, generator, dtype=dtype), families
 
-    known = {kernel.id for kernel, _ in entries} | set(there)
+    known = {kernel.id for kernel, _ in entries} | set(existing)
     return collect_draws(draw, count if seeds else 0, most_gflop, most_mib, known)
 
 
 def near_batch(kernel: Kernel, batches: Sequence[int], generator: np.random.Generator) -> int:
     """One of `batches` within a factor of two of the kernel's own first dimension, or that dimension where none is."""
-    own = next((tensor.shape[0] for tensor in kernel.activations if tensor.shape), 1)
-    return int(generator.choice([batch for batch in batches if own <= 2 * batch and batch <= 2 * own] or [own]))
+    batch_now = next((tensor.shape[0] for tensor in kernel.activations if tensor.shape), 1)
+    near = [batch for batch in batches if batch_now <= 2 * batch and batch <= 2 * batch_now]
+    return int(generator.choice(near or [batch_now]))
 
 
 def sample_again(errors: KernelErrors, count: int, generator: np.random.Generator, batches: Sequence[int],
                  most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
-                 there: Collection[str] = ()) -> Sampled:
+                 existing: Collection[str] = ()) -> Sampled:
     """Up to `count` new kernels by id, near those that are predicted worst, sampled ones among them; else as `sample`.
 
     A kernel is drawn from as often as its `draw_weights` says. Its families go with what it seeds: FREE where it is of no
@@ -117,23 +118,23 @@ def sample_again(errors: KernelErrors, count: int, generator: np.random.Generato
         drawn = draw_kernel(seed.kernel, near_batch(seed.kernel, batches, generator), generator, NEAR_SPREAD)
         return drawn, _families(seed.families, held_out)
 
-    known = {error.kernel.id for error in errors.kernels} | set(there)
+    known = {error.kernel.id for error in errors.kernels} | set(existing)
     return collect_draws(draw, count if weights.any() else 0, most_gflop, most_mib, known)
 
 
 def sample_free(count: int, generator: np.random.Generator, batches: Sequence[int], most_gflop: float,
-                most_mib: float = MOST_MIB, there: Collection[str] = ()) -> Sampled:
+                most_mib: float = MOST_MIB, existing: Collection[str] = ()) -> Sampled:
     """Up to `count` new kernels of no model by id, each with FREE, and how many draws were refused and why."""
     return collect_draws(lambda: (draw_free_kernel(int(generator.choice(batches)), generator), FREE), count, most_gflop,
-                         most_mib, there)
+                         most_mib, existing)
 
 
 def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most_mib: float, known: Collection[str]) -> Sampled:
     """Draws until `count` new kernels that are small enough are found; them by id, and how many were refused and why."""
-    found: dict[str, Drawn] = {}
+    kept: dict[str, Drawn] = {}
     refused: Counter[str] = Counter()
     for _ in cli.progress(range(count * TRIES), "sampling"):
-        if len(found) >= count:
+        if len(kept) >= count:
             break
         try:
             drawn, families = draw()
@@ -143,11 +144,11 @@ def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most
             continue
         if drawn.flops > most_gflop * 1e9 or footprint_mib(drawn) > most_mib:
             refused["too large"] += 1
-        elif drawn.id in known or drawn.id in found:
-            refused["there already"] += 1
+        elif drawn.id in known or drawn.id in kept:
+            refused["built already"] += 1
         else:
-            found[drawn.id] = (drawn, families)
-    return found, refused
+            kept[drawn.id] = (drawn, families)
+    return kept, refused
 
 
 Sampler = Callable[[int, np.random.Generator], Sampled]
@@ -156,10 +157,10 @@ Sampler = Callable[[int, np.random.Generator], Sampled]
 def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
                    folder: Path) -> tuple[Seeds, Counter[str]]:
     """Samples and builds `count` kernels; the families that seeded each by id, and how many draws were refused and why."""
-    found, refused = sampler(count, generator)
-    for kernel, _ in cli.progress(list(found.values()), "building"):
+    draws, refused = sampler(count, generator)
+    for kernel, _ in cli.progress(list(draws.values()), "building"):
         kernel_build(kernel, folder)
-    return {name: families for name, (_, families) in found.items()}, refused
+    return {name: families for name, (_, families) in draws.items()}, refused
 
 
 def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder: Path, jobs: int) -> tuple[Seeds,
@@ -174,7 +175,7 @@ def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder
                  for job in range(jobs)]
         for part in parts:
             drawn, why = part.result()
-            refused["there already"] += len(seeds.keys() & drawn.keys())
+            refused["built already"] += len(seeds.keys() & drawn.keys())
             seeds |= drawn
             refused += why
     return seeds, refused
@@ -213,8 +214,8 @@ def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Seq
     limits: dict[str, Any] = {"batches": args.batch_sizes, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
     if errors:
         built = frozenset(path.stem for path in folder.glob("*.onnx"))  # held-out families' kernels too
-        return [Step("sampled", partial(sample_again, errors, without=args.without, there=built, **limits), args.count)]
-    limits["there"] = frozenset(seeds)
+        return [Step("sampled", partial(sample_again, errors, without=args.without, existing=built, **limits), args.count)]
+    limits["existing"] = frozenset(seeds)
     free = sum(seeded_by == FREE for seeded_by in seeds.values())
     near = partial(sample, entries, without=args.without, dtypes=args.dtypes, **limits)
     return [Step("sampled", near, args.count - (len(seeds) - free)),
@@ -250,7 +251,7 @@ def float_type_names(text: str) -> tuple[str, ...]:
     """The types of a list like `float32,float16`; `ArgumentTypeError` for another type."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if unknown := [name for name in names if name not in FLOAT_TYPES]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(FLOAT_TYPES)}")
+        raise argparse.ArgumentTypeError(f"unknown type {unknown[0]!r}; choose from {', '.join(FLOAT_TYPES)}")
     return names
 
 

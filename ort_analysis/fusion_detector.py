@@ -81,7 +81,8 @@ def main() -> int:
         done = analyze_all(workspace, args.runtime, work, graph_device(args.device), args.jobs, args.static,
                            ModelOrigin(args.group, args.collection))
         records = [record for of_model in done if not isinstance(of_model, UserError) for record in of_model]
-        indexes = [update_index(workspace, flavour) for flavour in {one.flavour.name: one.flavour for one in records}.values()]
+        flavours = {record.flavour.name: record.flavour for record in records}
+        indexes = [update_index(workspace, flavour) for flavour in flavours.values()]
     failed = [path.name for (path, _), of_model in zip(work, done, strict=True) if isinstance(of_model, UserError)]
     for error in (of_model for of_model in done if isinstance(of_model, UserError)):
         log.error("%s", error)

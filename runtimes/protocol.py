@@ -1,4 +1,7 @@
-"""What a client asks of a worker process and what it gets back, one JSON object per line both ways; both ends of that."""
+"""The protocol between a client and a runtime's worker process: requests and replies, one JSON object per line, and both ends.
+
+`Worker` is the client's end, and `serve` the process's.
+"""
 
 from __future__ import annotations
 
@@ -128,9 +131,6 @@ def answer(work: Work, request: Request) -> Reply:
 def serve(work: Work) -> None:
     """Answers every request until the input ends."""
     serve_lines(lambda line: answer(work, Request.model_validate_json(line)).model_dump_json())
-
-
-__all__ = ["Worker", "WorkerFailed"]
 
 
 class Worker(WorkerProcess[Request, Reply]):

@@ -120,5 +120,5 @@ class Runtime:
             UserError: it does not support this device.
         """
         if device not in self.devices:
-            raise UserError(f"device {device}: {self.title} is supported on {', '.join(self.devices)} alone")
+            raise UserError(f"device {device}: {self.title} is supported on {', '.join(self.devices)} only")
         return self.devices[device]

@@ -69,7 +69,7 @@ class Variant:
             `of models`.
         learner: boosters, a random forest on the same numbers, or boosters after a classifier of CUDA kernels.
         other_settings: train the GPU's labels with the booster settings of the CPU's labels, and the other way round.
-        own: whether the kernel types that ship with a predictor of their own have one here; else one predictor serves all.
+        dedicated: whether the kernel types that ship with a dedicated predictor have one here; else one predictor serves all.
         seed: added to the config's seed.
     """
 
@@ -79,7 +79,7 @@ class Variant:
     kernels: Literal["all", "without free", "of models"] = "all"
     learner: Literal["boosters", "forest", "two stages"] = "boosters"
     other_settings: bool = False
-    own: bool = True
+    dedicated: bool = True
     seed: int = 0
 
 
@@ -95,7 +95,7 @@ VARIANTS = {
     "no-free": Variant("without the free kernels, of no family", kernels="without free"),
     "no-samples": Variant("without any sampled kernel", kernels="of models"),
     "other-settings": Variant("the other labels' settings (for gpu: depth 6, absolute error)", other_settings=True),
-    "one-for-all": Variant("one predictor for all types", own=False),
+    "one-for-all": Variant("one predictor for all types", dedicated=False),
     "forest": Variant("a random forest on the same numbers", learner="forest"),
     "two-stages": Variant("the class of CUDA kernel predicted first", learner="two stages"),
 }
@@ -123,7 +123,7 @@ class Dataset:
 
     Attributes:
         label: the label whose times are learned.
-        own: kernel types that ship with a predictor of their own.
+        dedicated_types: kernel types that ship with a predictor of their own.
         of_models: ids of the kernels that belong to a model; the others were sampled.
         cuda_class: class of CUDA kernel by kernel id; empty where the dataset has no names of CUDA kernels.
         measured: idle times (ms) by kernel id and label.
@@ -132,7 +132,7 @@ class Dataset:
     rows: TrainingSet
     models: Sequence[MeasuredModel]
     label: str
-    own: tuple[str, ...]
+    dedicated_types: tuple[str, ...]
     of_models: frozenset[str]
     cuda_class: Mapping[str, str]
     measured: Mapping[str, Mapping[str, float]]
@@ -153,7 +153,7 @@ def load(workspace: Workspace, target: str) -> Dataset:
     classes = {str(row[0]): cuda_class(str(row[1]).split("|")) for row in names.itertuples(index=False)}
     return Dataset(
         rows=rows.rows(np.isfinite(rows.times_ms[label])), models=measured_models(workspace, target, sidecar), label=label,
-        own=tuple(sidecar.labels[label].own_types),
+        dedicated_types=tuple(sidecar.labels[label].own_types),
         of_models=of_models, cuda_class=classes, measured=measured_times(workspace, target))
 
 
@@ -181,7 +181,7 @@ def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingCo
     problem = learning_problem(rows, data.label, None if variant.roofline else FLAT.model_copy(update={"scale": typical_ms}))
     if variant.learner == "forest":
         return Forest(rows.schema, problem, train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed))
-    return fit_kernel_model(rows, data.label, data.own if variant.own else (), config, problem)
+    return fit_kernel_model(rows, data.label, data.dedicated_types if variant.dedicated else (), config, problem)
 
 
 def sum_mape(models: Sequence[MeasuredModel], predicted: TimesOfModels, measured: Mapping[str, Mapping[str, float]],

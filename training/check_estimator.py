@@ -102,7 +102,8 @@ def label_of(folder: Path, sidecar: Sidecar, rows: TrainingSet, asked: str | Non
                       GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms)))
     if label == LAUNCHES or label not in rows.times_ms or label not in sidecar.labels:
         measured = [name for name in rows.times_ms if name != LAUNCHES]
-        raise UserError(f"label {label}: no time that was measured on {sidecar.target.name} (measured: {', '.join(measured)})")
+        raise UserError(f"label {label}: not a time that was measured on {sidecar.target.name} (measured: "
+                        f"{', '.join(measured)})")
     return label
 
 
@@ -149,10 +150,10 @@ def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[
     check_types(args.types or (), candidates, rows)
     label = label_of(folder, sidecar, rows, args.label)
     if start := sidecar.labels[label].start:
-        log.warning("the predictors of %s correct those of %s; here they are compared as if they were learned alone", target,
-                    start)
+        log.warning("the predictors of %s correct those of %s; here they are compared as if they were trained without them",
+                    target, start)
     task = task_for(workspace, rows, label, partial(wanted_by, candidates, args.types), args.hold_out, config)
-    predictors = partial(KernelModel, own_types=sidecar.labels[label].own_types)
+    predictors = partial(KernelModel, dedicated_types=sidecar.labels[label].own_types)
     admitted = [entry for entry in read_entries(folder) if entry.name != args.name]
     times_ms = held_out(task, candidates, in_use_ms(task, predictors, admitted, args.estimators))
     reasons = why_not(task, times_ms[args.name], times_ms[BEFORE]) if args.name else {}

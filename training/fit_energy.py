@@ -66,16 +66,16 @@ def main() -> int:
 
     def fit(name: str, show: Show) -> dict[str, Any]:
         folder = args.predictors or workspace.predictors(name)
-        found = fit_target(workspace, name, folder, args.limit_w)
-        files.write_json(energy_path(folder), found)
+        fitted = fit_target(workspace, name, folder, args.limit_w)
+        files.write_json(energy_path(folder), fitted)
         log.info("saved %s", energy_path(folder))
-        show(coefficient_rows(found), f"{name}: {len(found.models)} models, {found.kind}")
-        show(error_rows(found), "errors of energy per run, each family held out in turn")
+        show(coefficient_rows(fitted), f"{name}: {len(fitted.models)} models, {fitted.kind}")
+        show(error_rows(fitted), "errors of energy per run, each family held out in turn")
         if args.models:
-            show(model_rows(found), "energy per run, each family held out in turn")
+            show(model_rows(fitted), "energy per run, each family held out in turn")
         if args.markdown:
-            files.write_text(args.markdown, page(found))
-        return found.model_dump(mode="json")
+            files.write_text(args.markdown, page(fitted))
+        return fitted.model_dump(mode="json")
 
     results = for_each_target([target] if target else trained_targets(workspace), fit, args.json)
     if args.json:

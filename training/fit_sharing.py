@@ -95,10 +95,10 @@ def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, flo
     for run in readings:
         by_kind[run.background].append(np.quantile(run.co_runner.waits_ms, at))
     waits = np.mean([np.mean(of_kind, axis=0) for of_kind in by_kind.values()], axis=0)
-    cycles = [other.cycle_ms for other in others if other.quiet_ms]
+    cycles = [co_runner.cycle_ms for co_runner in others if co_runner.quiet_ms]
     return Sharing(slice_ms=slice_ms, alone_ms=dict(alone), waits_ms=tuple(waits.round(4).tolist()),
                    cycle_ms=float(np.median(cycles)) if cycles else CYCLE_MS,
-                   longest_wait_ms=round(max(float(np.quantile(other.waits_ms, LONGEST)) for other in others), 4),
+                   longest_wait_ms=round(max(float(np.quantile(co_runner.waits_ms, LONGEST)) for co_runner in others), 4),
                    switch_ms=DEFAULT_SWITCH_MS)
 
 
@@ -120,7 +120,7 @@ class Evaluation:
         """
         self.runs = [run for run in runs if run.model in models.strict]
         if not self.runs:
-            raise UserError("none of the models that were measured with backgrounds is in the composition's fit")
+            raise UserError("no model that was measured with a background is in the composition's fit")
         self._strict, self._alone = models.strict, alone
         self._family = [models.groups[run.model] for run in self.runs]
         self.measured = np.array([statistics_of(run.samples_ms) for run in self.runs])
@@ -140,43 +140,44 @@ class Evaluation:
 
     def fits(self) -> list[tuple[int, Sharing]]:
         """For each run, what is learned without its background and its family: the place of the slice, and the rest."""
-        found: dict[tuple[str, str], tuple[int, Sharing]] = {}
+        fit_of: dict[tuple[str, str], tuple[int, Sharing]] = {}
         for run, family in zip(self.runs, self._family, strict=True):
-            if (run.background, family) not in found:
-                kept = [i for i, other in enumerate(self.runs)
-                        if other.background != run.background and self._family[i] != family] or list(range(len(self.runs)))
+            if (run.background, family) not in fit_of:
+                kept = [i for i, other_run in enumerate(self.runs)
+                        if other_run.background != run.background and self._family[i] != family] or list(range(len(self.runs)))
                 chosen = self.fit_slice(kept)
-                found[run.background, family] = chosen, typical([self.runs[i] for i in kept], SLICES_MS[chosen], self._alone)
-        return [found[run.background, family] for run, family in zip(self.runs, self._family, strict=True)]
+                fit_of[run.background, family] = chosen, typical([self.runs[i] for i in kept], SLICES_MS[chosen], self._alone)
+        return [fit_of[run.background, family] for run, family in zip(self.runs, self._family, strict=True)]
 
     def left_out(self, fits: Sequence[tuple[int, Sharing]]) -> dict[str, Floats]:
         """Predictions (ms) by what they are made from, each of shape (runs, 3): mean, median, 95th percentile."""
-        found: dict[str, list[Floats]] = defaultdict(list)
+        predicted: dict[str, list[Floats]] = defaultdict(list)
         for place, (run, (chosen, learned)) in enumerate(zip(self.runs, fits, strict=True)):
             model = self._strict[run.model]
             idle = model.idle_ms()
-            found[PROBED].append(model.next_to(run.co_runner, learned.slice_ms))
-            found[FROM_SHARE].append(model.next_to(co_runner_guessed(run.co_runner.busy_share, learned), learned.slice_ms))
-            found[FROM_METRICS].append(model.next_to(co_runner_guessed(run.busy, learned), learned.slice_ms))
-            found["a probe, idle latency as measured"].append(self._as_measured[place, chosen])
-            found["idle latency"].append(np.full(3, idle))
-            found["idle latency ÷ (1 − busy share)"].append(np.full(3, idle / max(1.0 - run.busy, LEAST_LEFT)))
-        return {what: np.array(values) for what, values in found.items()}
+            predicted[PROBED].append(model.next_to(run.co_runner, learned.slice_ms))
+            predicted[FROM_SHARE].append(model.next_to(co_runner_guessed(run.co_runner.busy_share, learned), learned.slice_ms))
+            predicted[FROM_METRICS].append(model.next_to(co_runner_guessed(run.busy, learned), learned.slice_ms))
+            predicted["a probe, idle latency as measured"].append(self._as_measured[place, chosen])
+            predicted["idle latency"].append(np.full(3, idle))
+            predicted["idle latency ÷ (1 − busy share)"].append(np.full(3, idle / max(1.0 - run.busy, LEAST_LEFT)))
+        return {what: np.array(values) for what, values in predicted.items()}
 
     def learned(self) -> Sharing:
         """What is learned from all runs. Warns where the slice is at the edge of SLICES_MS, since one beyond may fit better."""
         slice_ms = SLICES_MS[self.fit_slice(range(len(self.runs)))]
         if slice_ms in (SLICES_MS[0], SLICES_MS[-1]):
-            log.warning("a slice of %g ms errs least, which is the edge of those tried (%g to %g ms): the GPU's slice may lie "
-                        "beyond; extend SLICES_MS in training/fit_sharing.py", slice_ms, SLICES_MS[0], SLICES_MS[-1])
+            log.warning("a slice of %g ms gives the smallest error, and is the edge of those tried (%g to %g ms): the GPU's "
+                        "slice may lie beyond; extend SLICES_MS in training/fit_sharing.py", slice_ms, SLICES_MS[0],
+                        SLICES_MS[-1])
         return typical(self.runs, slice_ms, self._alone)
 
 
 def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
     """Mean errors of the three statistics over the runs that have a prediction."""
-    there = np.isfinite(predicted[:, 0])
-    errors = np.abs(predicted[there] / measured[there] - 1.0).mean(axis=0)
-    return SharingErrors(cases=int(there.sum()), **dict(zip(STATISTICS, errors.tolist(), strict=True)))
+    is_predicted = np.isfinite(predicted[:, 0])
+    errors = np.abs(predicted[is_predicted] / measured[is_predicted] - 1.0).mean(axis=0)
+    return SharingErrors(cases=int(is_predicted.sum()), **dict(zip(STATISTICS, errors.tolist(), strict=True)))
 
 
 def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -185,8 +186,8 @@ def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list
     measured = evaluation.measured
 
     def errors(predicted: Floats, kept: Floats, prefix: str = "") -> dict[str, float]:
-        found = errors_of(predicted[kept], measured[kept])
-        return {f"{prefix}{name}_%": 100 * getattr(found, name) for name in STATISTICS}
+        mean_errors = errors_of(predicted[kept], measured[kept])
+        return {f"{prefix}{name}_%": 100 * getattr(mean_errors, name) for name in STATISTICS}
 
     def row(name: Mapping[str, Any], predicted: Floats, kept: Floats) -> dict[str, Any]:
         within = np.abs(predicted[kept, 0] / measured[kept, 0] - 1.0) <= 0.1
@@ -194,8 +195,8 @@ def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list
 
     loads = sorted({(run.background, run.level) for run in evaluation.runs})
     which = {load: np.array([(run.background, run.level) == load for run in evaluation.runs]) for load in loads}
-    there = {what: np.isfinite(predicted[:, 0]) for what, predicted in left_out.items()}
-    return ([row({"latency by": what}, predicted, there[what]) | errors(left_out[PROBED], there[what], "probe_")
+    is_predicted = {what: np.isfinite(predicted[:, 0]) for what, predicted in left_out.items()}
+    return ([row({"latency by": what}, predicted, is_predicted[what]) | errors(left_out[PROBED], is_predicted[what], "probe_")
              for what, predicted in left_out.items()],
             [row({"background": name, "level": level}, left_out[PROBED], which[name, level]) for name, level in loads])
 
@@ -208,11 +209,12 @@ def fit_target(workspace: Workspace, workspaces: Sequence[Workspace], target: st
         UserError: nothing was measured with backgrounds, or the target's composition is not a GPU's two tracks.
     """
     backgrounds = backgrounds_of(workspaces, target)
-    blocks = [block for one in workspaces for block in read_journal(one.dataset(target))]
+    datasets = [measured_in.dataset(target) for measured_in in workspaces]
+    blocks = [block for dataset in datasets for block in read_journal(dataset)]
     alone = alone_ms(blocks)
     runs = shared_runs(blocks, alone)
     if not runs:
-        raise UserError(f"{', '.join(str(one.dataset(target)) for one in workspaces)}: no model was measured with a background "
+        raise UserError(f"{', '.join(map(str, datasets))}: no model was measured with a background "
                         "with the sharing probe read before it; add levels and stress.backgrounds to the collector's config")
     models = simulated_models(workspace, target, config)
     evaluation = Evaluation(runs, models, alone)
@@ -220,7 +222,7 @@ def fit_target(workspace: Workspace, workspaces: Sequence[Workspace], target: st
     left_out = evaluation.left_out(fits)
     learned = evaluation.learned()
     pairs = Pairs(evaluation.runs, measured, models.strict, models.groups, looped_models(backgrounds, models.strict),
-                  [one for _, one in fits])
+                  [fit for _, fit in fits])
     if pairs.cases:
         left_out[PAIRED] = np.full_like(measured, np.nan)
         left_out[PAIRED][pairs.cases] = pairs.left_out()
@@ -242,25 +244,25 @@ def backgrounds_of(workspaces: Sequence[Workspace], target: str) -> dict[str, Ba
     Raises:
         UserError: a dataset is missing, or two datasets use one name for different backgrounds.
     """
-    found: dict[str, Background] = {}
-    for one in workspaces:
-        for name, background in read_header(one.dataset(target)).backgrounds.items():
-            if found.setdefault(name, background) != background:
-                raise UserError(f"{one.dataset(target)}: background {name} is another there than in a dataset before it; learn "
-                                "from them one at a time")
-    return found
+    backgrounds: dict[str, Background] = {}
+    for workspace in workspaces:
+        for name, background in read_header(workspace.dataset(target)).backgrounds.items():
+            if backgrounds.setdefault(name, background) != background:
+                raise UserError(f"{workspace.dataset(target)}: background {name} differs from that of the same "
+                                "name in a dataset before it; learn from one dataset at a time")
+    return backgrounds
 
 
 def baseline_ms(evaluation: Evaluation, workspaces: Sequence[Workspace], target: str, models: SimulatedModels,
                 config: TrainingConfig) -> Floats:
     """The baseline "kernels measured under load", from the first dataset that can predict the run; shape (runs, 3), one number
     for all three statistics (ms)."""
-    found = np.full(len(evaluation.runs), np.nan)
-    for one in workspaces:
-        if rows := measured_under_load(one, target):
+    predicted_ms = np.full(len(evaluation.runs), np.nan)
+    for workspace in workspaces:
+        if rows := measured_under_load(workspace, target):
             summed = summed_ms(rows, evaluation.runs, models.records, models.groups, config)
-            found = np.where(np.isfinite(found), found, summed)
-    return np.repeat(found[:, None], evaluation.measured.shape[1], axis=1)
+            predicted_ms = np.where(np.isfinite(predicted_ms), predicted_ms, summed)
+    return np.repeat(predicted_ms[:, None], evaluation.measured.shape[1], axis=1)
 
 
 def shared_targets(workspace: Workspace, workspaces: Sequence[Workspace]) -> list[str]:
@@ -270,10 +272,11 @@ def shared_targets(workspace: Workspace, workspaces: Sequence[Workspace]) -> lis
         UserError: there is none.
     """
     names = sorted(set(trained_targets(workspace)) & {
-        name for one in workspaces for name in collected_targets(one) if read_header(one.dataset(name)).backgrounds})
+        name for measured_in in workspaces for name in collected_targets(measured_in)
+        if read_header(measured_in.dataset(name)).backgrounds})
     if not names:
-        raise UserError(f"{', '.join(str(one.dataset('')) for one in workspaces)}: no target with predictors was measured with "
-                        "backgrounds; add levels and stress.backgrounds to the collector's config")
+        raise UserError(f"{', '.join(str(measured_in.dataset('')) for measured_in in workspaces)}: no target with predictors "
+                        "was measured with backgrounds; add levels and stress.backgrounds to the collector's config")
     return names
 
 
@@ -284,11 +287,11 @@ def main() -> int:
                         help="workspace with models measured with backgrounds (repeatable; default: the same workspace)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    workspaces = [Workspace(one) for one in args.beside or [workspace.root]]
+    workspaces = [Workspace(folder) for folder in args.beside or [workspace.root]]
     config = read_config(args.config, TrainingConfig, args.changes)
 
     def fit(target: str, show: Show) -> dict[str, Any]:
-        measured_in = [one for one in workspaces if args.target or target in collected_targets(one)]
+        measured_in = [searched for searched in workspaces if args.target or target in collected_targets(searched)]
         sharing, by_what, by_load = fit_target(workspace, measured_in, target, config)
         path = sharing_path(workspace.predictors(target))
         files.write_json(path, sharing)

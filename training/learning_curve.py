@@ -51,7 +51,7 @@ def label_of(rows: TrainingSet, asked: str | None) -> str:
     """
     label = asked or (GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms)))
     if label not in rows.times_ms:
-        raise UserError(f"label {label}: not in the dataset of {rows.header.target.name} (there: {', '.join(rows.times_ms)})")
+        raise UserError(f"label {label}: not in the dataset of {rows.header.target.name} (it has: {', '.join(rows.times_ms)})")
     return label
 
 
@@ -68,11 +68,11 @@ def replay_of(workspace: Workspace, target: str, label: str | None, config: Trai
         kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(target))}
         replay = half_from_single(replay, kernels, config.folds, config)
     else:
-        other = start and start.of(target, replay.label)
+        start_model = start and start.of(target, replay.label)
         replay = replay.held_out(config.folds)
-        replay = replace(replay, folds=tuple(replace(fold, start=other) for fold in replay.folds))
+        replay = replace(replay, folds=tuple(replace(fold, start=start_model) for fold in replay.folds))
     if len(replay.folds) < 2:
-        raise UserError(f"{target}: needs kernels of two families of models at least" + (
+        raise UserError(f"{target}: needs kernels of at least two families of models" + (
             ", in half precision" if half_from else ""))
     return replay
 
@@ -86,14 +86,14 @@ def curve(replay: Replay, sizes: Sequence[int], orders: Sequence[Order], repeats
         log.warning("sizes %s are left out: in one fold, only %d kernels may be learned from", too_many, most)
     fitting = sorted(size for size in sizes if size <= most)
     starts = {"": False} | {fold.start.target: True for fold in replay.folds if fold.start}
-    found: dict[tuple[int, Order, str], list[dict[str, float]]] = {}
+    by_case: dict[tuple[int, Order, str], list[dict[str, float]]] = {}
     for order, name, seed in cli.progress(list(itertools.product(orders, starts, range(repeats))), "replaying"):
         errors = errors_of(replay, fitting, order, config, config.seed + seed, starts[name])
         for size, of_size in zip(fitting, errors, strict=True):
-            found.setdefault((size, order, name), []).append(of_size)
+            by_case.setdefault((size, order, name), []).append(of_size)
     return [{"kernels": size, "order": order, "start_from": name or "nothing",
-             **{key: fmean(one[key] for one in several) for key in several[0]}}
-            for (size, order, name), several in sorted(found.items(), key=lambda entry: entry[0][0])]
+             **{key: fmean(row_errors[key] for row_errors in several) for key in several[0]}}
+            for (size, order, name), several in sorted(by_case.items(), key=lambda entry: entry[0][0])]
 
 
 def main() -> int:
@@ -106,10 +106,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=cli.count, default=1, metavar="N",
                         help="random choices to take the mean of (default: 1)")
     parser.add_argument("--label", help="whose times (default: gpu, or the dataset's first)")
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--start-from", metavar="TARGET", help="another target, whose predictors training starts from")
-    other.add_argument("--half-from-single", action="store_true",
-                       help="replay half precision, starting from predictors of single precision")
+    start_group = parser.add_mutually_exclusive_group()
+    start_group.add_argument("--start-from", metavar="TARGET", help="another target, whose predictors training starts from")
+    start_group.add_argument("--half-from-single", action="store_true",
+                             help="replay half precision, starting from predictors of single precision")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = read_config(args.config, TrainingConfig, args.changes)

@@ -53,7 +53,7 @@ def sample(workspace: Workspace, sizes: OperatorSizes, count: int, operators: Se
         UserError: TVM is not installed.
     """
     flavour = tvm_flavour(device, FUSED)
-    folder, numbers, found = workspace.kernel_onnx / flavour.name, np.random.default_rng(seed), Counter[str]()
+    folder, numbers, counts = workspace.kernel_onnx / flavour.name, np.random.default_rng(seed), Counter[str]()
     seeds: Seeds = read_seeds(folder)
     for number in cli.progress(range(count), "drawing operators"):
         drawn = DRAWS[operators[number % len(operators)]](sizes, numbers)
@@ -62,14 +62,14 @@ def sample(workspace: Workspace, sizes: OperatorSizes, count: int, operators: Se
             if name not in graph.functions or name in seeds:
                 continue
             if too_large(kernel, sizes):
-                found["(too large)"] += 1
+                counts["(too large)"] += 1
                 continue
             write_functions(workspace, flavour, graph.kernels, {name: graph.functions[name]})
             seeds[name] = ()
-            found[kernel.type] += 1
+            counts[kernel.type] += 1
     files.write_json(folder / SEED_FILE, seeds)
     update_index(workspace, flavour)
-    return found
+    return counts
 
 
 def main() -> None:
@@ -85,9 +85,9 @@ def main() -> None:
         parser.error(f"--operators: {', '.join(unknown)}: choose from {', '.join(DRAWS)}")
     workspace = cli.start(args)
     with sole_writer(workspace.kernel_records):
-        found = sample(workspace, read_config(args.config, OperatorSizes, args.changes), args.count, args.operators,
-                       args.seed, args.device)
-    cli.print_rows([{"type": kind, "kernels": number} for kind, number in found.most_common()], args.json, "kernels drawn")
+        counts = sample(workspace, read_config(args.config, OperatorSizes, args.changes), args.count, args.operators,
+                        args.seed, args.device)
+    cli.print_rows([{"type": kind, "kernels": number} for kind, number in counts.most_common()], args.json, "kernels drawn")
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def node_rows(record: ModelRecord) -> list[dict[str, Any]]:
     """One row for each kernel of a model, in the order in which they run."""
     return [{"node": node.name, "type": record.kernel_of(node).type,
              "class": kind_of_all(operators_in(record, node.kernel_id)),
-             "inputs": " ".join("x".join(map(str, one.shape)) or "scalar" for one in record.kernel_of(node).inputs),
-             "outputs": " ".join("x".join(map(str, one.shape)) or "scalar" for one in record.kernel_of(node).outputs)}
+             "inputs": " ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in record.kernel_of(node).inputs),
+             "outputs": " ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in record.kernel_of(node).outputs)}
             for node in record.nodes]
 
 

@@ -49,7 +49,7 @@ def records_named(records: Sequence[ModelRecord], names: Sequence[str]) -> list[
     """
     for name in names:
         if not any(record.model.startswith(name) for record in records):
-            raise UserError(f"--model {name}: TVM took no such model apart (there: "
+            raise UserError(f"--model {name}: no record of this model under TVM (analysed: "
                             f"{', '.join(record.model for record in records)})")
     return [record for record in records if not names or record.model.startswith(tuple(names))]
 
@@ -90,12 +90,12 @@ def tune_kernels(workspace: Workspace, trials: int, threads: int, seconds: float
         if time.monotonic() > until_s:
             break
         function = read_function(function_path(workspace, flavour, kernel.id))
-        found = tune(function, kernel, device, threads, trials, database)
-        write_function(function_path(workspace, tuned, kernel.id), kernel, found.function)
-        rows.append({"kernel": kernel.id, "type": kernel.type, "before_ms": found.before_ms, "after_ms": found.after_ms,
-                     "times_faster": found.before_ms / found.after_ms, "trials": found.worked})
+        result = tune(function, kernel, device, threads, trials, database)
+        write_function(function_path(workspace, tuned, kernel.id), kernel, result.function)
+        rows.append({"kernel": kernel.id, "type": kernel.type, "before_ms": result.before_ms, "after_ms": result.after_ms,
+                     "times_faster": result.before_ms / result.after_ms, "trials": result.worked})
     if left := len(todo) - len(rows):
-        log.warning("%d kernels are left without a schedule; the same command goes on", left)
+        log.warning("%d kernels are left without a schedule; run the same command again to go on", left)
     return rows
 
 

@@ -26,6 +26,9 @@ DEEPEST = 100  # graphs within graphs; protobuf reads no deeper either
 DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: default sizes, used where the user gives none
 GROUP_KEY = "hase.group"  # metadata of every model: the name of its variants, which are held out together
 COLLECTION_KEY = "hase.collection"  # metadata of every model: where its architecture comes from, for example `timm`
+METADATA_FIELD = 14  # of ModelProto in onnx.proto
+VARINT, FIXED_64, BYTES, FIXED_32 = 0, 1, 2, 5  # protobuf's wire types
+FIXED_BYTES = {FIXED_64: 8, FIXED_32: 4}
 
 
 def check_plain_file(path: Path, whose: str = "") -> None:
@@ -53,7 +56,8 @@ def weight_files(model: Path) -> list[Path]:
     """The files that hold the weights of the ONNX file `model`, each checked. The model is parsed only if it may name any.
 
     Raises:
-        UserError: as `check_plain_file`, for `model` itself too; not an ONNX model; or a file outside the model's folder.
+        UserError: `model` or a file of its weights is missing or not a plain file, `model` is not an ONNX model, or a file of
+            weights is outside its folder.
     """
     check_plain_file(model)
     with model.open("rb") as file:
@@ -76,23 +80,23 @@ def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
     Raises:
         UserError: a file is outside the model's folder (or a link to such a file), is missing, or is not a plain file.
     """
-    found = []
+    paths = []
     for location in sorted({place for tensor in _tensors(proto) for place in _locations(tensor)}):
         path = model.parent / location
         try:
             folders = (model.parent.resolve(), model.resolve().parent)  # a link's folder, and its target's
             inside = any(path.resolve().is_relative_to(folder) for folder in folders) and not Path(location).is_absolute()
-            there = path.exists()
+            exists = path.exists()
         except (OSError, RuntimeError, ValueError):  # a name that no file can have, or links in a circle
-            inside, there = True, False
+            inside, exists = True, False
         if not inside:
             raise UserError(f"{model}: refused: it says that its weights lie in {location[:SHOWN]!r}, outside its own folder; "
                             "use models from sources that you trust, with their weights in the same folder")
-        if not there:
+        if not exists:
             raise UserError(f"{model}: its weights lie in {location[:SHOWN]}, which is missing from {model.parent}")
         check_plain_file(path, f"{model}: its weights lie in ")
-        found.append(path)
-    return found
+        paths.append(path)
+    return paths
 
 
 def read_whole_model(model: Path) -> onnx.ModelProto:
@@ -101,7 +105,8 @@ def read_whole_model(model: Path) -> onnx.ModelProto:
     onnx's own loader refuses files with several names (hard links), as the caches of model hubs and of Hase have them.
 
     Raises:
-        UserError: as `weight_files`, or a weight's file is too short.
+        UserError: not an ONNX model, or a file of its weights is missing, not a plain file, outside the model's folder, or too
+            short.
     """
     with model_errors(str(model)):
         proto = onnx.load(str(model), load_external_data=False)
@@ -140,8 +145,8 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
             file.seek(offset)
             content = file.read(needed)
     except ValueError:
-        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} is said to begin at {place['offset'][:SHOWN]!r}, "
-                        "which is no place in a file") from None
+        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} has the offset {place['offset'][:SHOWN]!r}, "
+                        "which is not a number of bytes") from None
     if len(content) < needed:
         raise UserError(f"{path}: too short for weight {tensor.name[:SHOWN]}, which takes {needed} bytes from {offset} on")
     return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=content)
@@ -182,14 +187,9 @@ def _of_nodes(nodes: Any, depth: int) -> Iterator[onnx.TensorProto]:
                 yield from _of_graph(graph, depth + 1)
 
 
-METADATA_FIELD = 14  # of ModelProto in onnx.proto
-VARINT, FIXED_64, BYTES, FIXED_32 = 0, 1, 2, 5  # protobuf's wire types
-FIXED_BYTES = {FIXED_64: 8, FIXED_32: 4}
-
-
 def read_metadata(path: Path) -> dict[str, str]:
     """The metadata in an ONNX file by key; empty where the file is none, or cut short. Takes a millisecond at any size."""
-    found: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     end = path.stat().st_size
     with path.open("rb") as file:
         while (tag := _varint(file)) is not None:
@@ -200,10 +200,10 @@ def read_metadata(path: Path) -> dict[str, str]:
                 return {}
             if field == METADATA_FIELD and wire == BYTES:
                 entry = onnx.StringStringEntryProto.FromString(file.read(size))
-                found[entry.key] = entry.value
+                metadata[entry.key] = entry.value
             else:
                 file.seek(size, io.SEEK_CUR)
-    return found
+    return metadata
 
 
 def _varint(file: BinaryIO) -> int | None:

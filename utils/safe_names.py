@@ -23,8 +23,8 @@ def _checked(name: str) -> str:
 
 
 def _checked_part(name: str) -> str:
-    if found := _UNSAFE.search(name):
-        raise ValueError(f"{name[:80]!r} can't be the name of a file: it holds {found.group()!r}")
+    if unsafe := _UNSAFE.search(name):
+        raise ValueError(f"{name[:80]!r} can't be the name of a file: it holds {unsafe.group()!r}")
     try:
         length = len(name.encode())
     except UnicodeEncodeError:

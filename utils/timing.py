@@ -27,7 +27,7 @@ class TimeSpan:
 def covered_us(spans: Iterable[TimeSpan]) -> float:
     """The time in which at least one of the spans runs."""
     covered, until = 0.0, -math.inf
-    for span in sorted(spans, key=lambda one: one.start_us):
+    for span in sorted(spans, key=lambda span: span.start_us):
         covered += max(0.0, span.end_us - max(span.start_us, until))
         until = max(until, span.end_us)
     return covered

@@ -68,11 +68,12 @@ def read_processes(path: Path, name: str, number: int) -> list[dict[str, Any]]:
     events = data.get("traceEvents") if isinstance(data, dict) else None
     advice = f"a trace with a process named {name} is written by: python benchmark/run_anatomy.py --trace"
     try:
-        found = TypeAdapter(list[_Event]).validate_python(events)
+        parsed = TypeAdapter(list[_Event]).validate_python(events)
     except ValidationError:
         raise UserError(f"{path}: no such trace; {advice}") from None
-    named = [event.pid for event in found if (event.ph, event.name) == ("M", "process_name") and event.args.get("name") == name]
-    if not any(event.ph == "X" and event.pid in named for event in found):
+    named = [event.pid for event in parsed
+             if (event.ph, event.name) == ("M", "process_name") and event.args.get("name") == name]
+    if not any(event.ph == "X" and event.pid in named for event in parsed):
         raise UserError(f"{path}: a trace, but without a process named {name}; {advice}")
     numbers = {pid: place for place, pid in enumerate(dict.fromkeys(named), number)}
     return [event | {"pid": numbers[event["pid"]]} for event in events or () if event["pid"] in numbers]

@@ -12,10 +12,11 @@ from benchmark.collecting.workers import Workers
 from measuring.bench import Bench, Effort, Steadiness
 from measuring.metrics.source import MetricSource
 from measuring.pending import chunks
+from measuring.worker_process import WorkerFailed
 from records.measurement import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS, Measurement, Place, Status, now
 from records.probe_reading import ProbeReading
 from runtimes import runtime_named
-from runtimes.protocol import Reply, Request, Worker, WorkerFailed
+from runtimes.protocol import Reply, Request, Worker
 from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.logger import get_logger

@@ -29,11 +29,12 @@ from measuring.bench import Canary, Effort
 from measuring.loads import describe_load
 from measuring.metrics.source import MetricSource, values
 from measuring.stress import Stress, stress
+from measuring.worker_process import WorkerFailed
 from records.backgrounds import COMPUTE, Background
 from records.dataset_files import header_path, model_table_path, read_header, read_model_table
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_records
-from runtimes.protocol import Reply, Request, Setting, Worker, WorkerFailed
+from runtimes.protocol import Reply, Request, Setting, Worker
 from training.energy.learned import energy_path
 from utils import cli
 from utils.errors import UserError

@@ -214,19 +214,19 @@ def draw_other_conv(kernel: Kernel, batch: int, generator: np.random.Generator, 
     group = int(attributes.get("group", 1))
     transposed = kernel.op_type == "ConvTranspose"
     cin = x[1] if x[1] < 8 else scaled(x[1], generator, 8, spread)
-    other = scaled(w[1] if transposed else w[0], generator, 8, spread)
+    cout = scaled(w[1] if transposed else w[0], generator, 8, spread)
     if group > 1 and group in (x[1], w[0]):  # depthwise
-        cin = group = other = scaled(group, generator, 8, spread)
+        cin = group = cout = scaled(group, generator, 8, spread)
         attributes["group"] = group
     elif group > 1:
-        cin, other = (max(1, round(size / group)) * group for size in (cin, other))
+        cin, cout = (max(1, round(size / group)) * group for size in (cin, cout))
     inner = [scaled(size, generator, spread=spread) if len(x) == 3 else side(size, generator, spread) for size in x[2:]]
     if x[-1] == x[-2] and len(x) > 3:
         inner[-2] = inner[-1]
     inputs[0] = resize(inputs[0], (batch, cin, *inner))
-    inputs[1] = resize(inputs[1], (cin, other // group, *w[2:]) if transposed else (other, cin // group, *w[2:]))
+    inputs[1] = resize(inputs[1], (cin, cout // group, *w[2:]) if transposed else (cout, cin // group, *w[2:]))
     if len(inputs) > 2 and inputs[2].present:
-        inputs[2] = resize(inputs[2], (other,))
+        inputs[2] = resize(inputs[2], (cout,))
     return inputs[:3], attributes  # what a fused Conv adds has the size of its output
 
 
@@ -353,12 +353,12 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
     for output in model.graph.output:
         output.ClearField("type")
     session = open_session(model.SerializeToString(), "cpu", optimize="none", name=kernel.id)
-    found = {}
+    tensors = {}
     for output in session.get_outputs():
         if any(not isinstance(size, int) or size < 1 for size in output.shape):
             raise UserError(f"{kernel.id}: sizes {output.shape} are not fixed")
-        found[output.name] = Tensor(dtype=session_dtype(output.type), shape=tuple(output.shape))
-    return tuple(found.get(f"y{position}", Tensor(dtype="")) for position in range(len(kernel.outputs)))
+        tensors[output.name] = Tensor(dtype=session_dtype(output.type), shape=tuple(output.shape))
+    return tuple(tensors.get(f"y{position}", Tensor(dtype="")) for position in range(len(kernel.outputs)))
 
 
 def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0, dtype: str = "") -> Kernel:
@@ -375,15 +375,15 @@ def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     Raises:
         UserError: the sizes drawn do not fit together, or there is no such kernel in `dtype`.
     """
-    own = float_types(kernel)
+    kernel_floats = float_types(kernel)
     # The CPU provider, which says what a kernel puts out, lacks many operators in half precision.
-    seed = in_float_type(kernel, "float32") if own == {"float16"} else kernel
+    seed = in_float_type(kernel, "float32") if kernel_floats == {"float16"} else kernel
     inputs, attributes = DRAWS.get(operator_row(seed.op_type).base_name, draw_axes)(seed, batch, generator, spread)
     outputs = infer_outputs(seed, inputs, attributes)
     drawn = describe_kernel(seed.op_type, seed.domain, seed.opset, attributes, inputs, outputs)
     for position, tensor in enumerate(drawn.inputs):
         limit = index_limit(drawn, position)
-        if limit is not None and tensor.values is not None and not all(-limit <= one < limit for one in tensor.values):
-            raise UserError(f"{kernel.id}: input {position} holds an index outside the {limit} that are there")
-    wanted = dtype if dtype and own else next(iter(own)) if len(own) == 1 else ""
+        if limit is not None and tensor.values is not None and not all(-limit <= value < limit for value in tensor.values):
+            raise UserError(f"{kernel.id}: input {position} holds an index outside of its axis, which has {limit} places")
+    wanted = dtype if dtype and kernel_floats else next(iter(kernel_floats)) if len(kernel_floats) == 1 else ""
     return in_float_type(drawn, wanted) if wanted else drawn

@@ -19,8 +19,8 @@ def read_seeds(folder: Path) -> Seeds:
         UserError: an earlier version wrote the file: it knew one family alone.
     """
     path = folder / SEED_FILE
-    found = files.read_json(path) if path.exists() else {}
-    if not all(isinstance(families, list) for families in found.values()):
+    families_of = files.read_json(path) if path.exists() else {}
+    if not all(isinstance(families, list) for families in families_of.values()):
         raise UserError(f"{path}: written by another version; remove {folder}, then build and sample its kernels again: "
                         "python kernel_model/kernel_builder.py, python kernel_model/kernel_sampler.py")
-    return {name: tuple(families) for name, families in found.items()}
+    return {name: tuple(families) for name, families in families_of.items()}

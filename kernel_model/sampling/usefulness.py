@@ -93,9 +93,9 @@ def order_by_usefulness(candidates: Points, measured: Points, count: int, genera
     seed = int(generator.integers(2**32))
     wanted = _places_by_kind(candidates, measured, count, weights)
     for kind, (rank, share, places) in wanted.items():
-        there = measured.positions[measured.kinds == kind]
+        measured_positions = measured.positions[measured.kinds == kind]
         of_kind = np.flatnonzero(candidates.kinds == kind)
-        drawn = draw_apart(candidates.positions[of_kind], there, weights[of_kind], places,
+        drawn = draw_apart(candidates.positions[of_kind], measured_positions, weights[of_kind], places,
                            np.random.default_rng([seed, zlib.crc32(kind.encode())]))
         ranked += [(rank + turn > 0, (rank + turn + 0.5) / share, int(of_kind[place])) for turn, place in enumerate(drawn)]
     return np.array([place for _, _, place in sorted(ranked)], dtype=np.int64)
@@ -106,28 +106,28 @@ def _places_by_kind(candidates: Points, measured: Points, count: int, weights: F
 
     The share of a kind is the weight of its candidates. A kind that has many measured kernels for its share waits.
     """
-    ranked, there = [], dict(zip(*np.unique(measured.kinds, return_counts=True), strict=True))
+    ranked, counts = [], dict(zip(*np.unique(measured.kinds, return_counts=True), strict=True))
     kinds, of_kind = np.unique(candidates.kinds, return_inverse=True)
     shares, sizes = np.bincount(of_kind, weights), np.bincount(of_kind)
     for place, kind in enumerate(kinds.tolist()):
         if shares[place] > 0:
-            rank = int(there.get(kind, 0))
+            rank = int(counts.get(kind, 0))
             ranked += [(rank + turn > 0, (rank + turn + 0.5) / shares[place], kind) for turn in range(sizes[place])]
     wanted: dict[str, int] = {}
     for _, _, kind in sorted(ranked)[:count]:
         wanted[kind] = wanted.get(kind, 0) + 1
-    return {kind: (int(there.get(kind, 0)), float(share), wanted[kind])
+    return {kind: (int(counts.get(kind, 0)), float(share), wanted[kind])
             for kind, share in zip(kinds.tolist(), shares, strict=True) if kind in wanted}
 
 
-def draw_apart(points: Floats, there: Floats, weights: Floats, count: int, generator: np.random.Generator) -> list[int]:
+def draw_apart(points: Floats, measured: Floats, weights: Floats, count: int, generator: np.random.Generator) -> list[int]:
     """The places of `count` of the points, drawn one after another: the probability is a point's weight times the square root
-    of its distance to the nearest one that is `there` or was drawn before.
+    of its distance to the nearest of the `measured` points and those drawn before.
 
     This is the seeding of k-means++ (Arthur and Vassilvitskii, 2007), which takes squares of distances and so prefers outliers.
     Of 200 kernels of the H200's dataset, distances themselves gave a larger error than their roots.
     """
-    distances = nearest_distances(points, there) if len(there) else np.full(len(points), np.inf)
+    distances = nearest_distances(points, measured) if len(measured) else np.full(len(points), np.inf)
     drawn: list[int] = []
     left = weights > 0
     while len(drawn) < count and left.any():

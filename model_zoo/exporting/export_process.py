@@ -21,6 +21,7 @@ from utils.processes import begin_child, exit_cause
 STOP_SECONDS = 10.0
 
 log = logger.get_logger("exporter")
+SHOWN = ("model", "file", "status", "mb", "difference")
 
 
 class ExportProcess:
@@ -53,11 +54,19 @@ class ExportProcess:
         self._process, self._connection = None, None
 
     def check_names(self, names: Iterable[str]) -> None:
-        """See Exporter."""
+        """Checks that torchvision has these models.
+
+        Raises:
+            UserError: it lacks one.
+        """
         self._ask("check_names", tuple(names))
 
     def write(self, export: Export) -> list[dict[str, Any]]:
-        """See Exporter; a crash of the process raises a `UserError`, too."""
+        """Writes the files of one export, or keeps existing ones. Returns one row per file, for the report.
+
+        Raises:
+            UserError: the export failed, or its process crashed.
+        """
         try:
             rows: list[dict[str, Any]] = self._ask("write", export)
         except EOFError:
@@ -69,7 +78,7 @@ class ExportProcess:
             if code == -signal.SIGKILL:
                 raise UserError("the exporting process was killed, most likely for lack of memory: "
                                 "try a smaller batch or image size") from None
-            raise UserError(f"torch or ONNX Runtime crashed over it ({exit_cause(code)})") from None
+            raise UserError(f"torch or ONNX Runtime crashed while exporting it ({exit_cause(code)})") from None
         return rows
 
     def _ask(self, request: str, argument: Any) -> Any:
@@ -82,7 +91,7 @@ class ExportProcess:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
             handlers = logging.getLogger("hase").handlers
-            quiet = all(one.level > logging.INFO for one in handlers if not isinstance(one, logging.FileHandler))
+            quiet = all(handler.level > logging.INFO for handler in handlers if not isinstance(handler, logging.FileHandler))
             self._process = context.Process(target=_serve, args=(theirs, self._made_with, quiet), daemon=True)
             self._process.start()
             theirs.close()
@@ -117,9 +126,6 @@ def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet
             log.debug("%s", argument, exc_info=True)
             answer = UserError(short(error))
         connection.send(answer)
-
-
-SHOWN = ("model", "file", "status", "mb", "difference")
 
 
 def report(rows: Sequence[dict[str, Any]], folder: Path, as_json: bool) -> int:

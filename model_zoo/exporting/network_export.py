@@ -22,6 +22,18 @@ from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from utils.ort_sessions import model_errors, open_session
 
 Values = Literal["normal", "ones", "indices"]
+EXPORTER_VERSION = 1  # of what is made here; files of another version are made anew
+DATA_SIZED_KEY = "hase.data_sized"  # metadata: sizes in the graph depend on data
+POOL_SIZES_KEY = "hase.pool_sizes"  # metadata: the sizes of each dynamic dimension at which the pool is measured
+MOST_OF_A_DIMENSION = 65536
+NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # others may be exporting at the same time
+LEAST_TRACED = 2  # a traced size of 1 would stay 1
+OLDER_OPSET = 17  # the last that torch's older exporter is meant for
+CHECKED_BESIDE = 3  # times the default size: a tracer can bake a size in unseen
+# Largest difference allowed, as for torchvision's models (onnx_export.py says why); of float32's rounding, a deep network with
+# random weights makes up to 0.003.
+TOLERANCE = {"fp32": 0.01, "reduced": 0.1}
+PACKAGES = {"timm": ("timm",), "transformers": ("transformers",), "torchvision": ("torchvision",)}  # by collection
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class Network:
     @property
     def dims(self) -> tuple[str, ...]:
         """The dynamic dimensions, in the order in which the inputs name them."""
-        return tuple(dict.fromkeys(size for one in self.inputs for size in one.shape if isinstance(size, str)))
+        return tuple(dict.fromkeys(size for spec in self.inputs for size in spec.shape if isinstance(size, str)))
 
     @property
     def default_sizes(self) -> dict[str, int]:
@@ -87,7 +99,7 @@ class Network:
     def draw(self, sizes: Mapping[str, int], dtype: str) -> dict[str, np.ndarray]:
         """Random inputs by name, the same for the same sizes; floats are float16 where `dtype` is fp16."""
         generator = np.random.default_rng(SEED)
-        drawn = {one.name: one.draw(sizes, generator) for one in self.inputs}
+        drawn = {spec.name: spec.draw(sizes, generator) for spec in self.inputs}
         return {name: values.astype(np.float16) if dtype == "fp16" and values.dtype == np.float32 else values
                 for name, values in drawn.items()}
 
@@ -98,34 +110,19 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
-    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, (list, tuple)) else []
 
 
 def outputs_of(network: Network, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """What torch computes for these inputs, in float32 on the CPU, also where the weights are float16 (they then stay so)."""
-    dtype = next((one.dtype for one in network.module.parameters() if one.is_floating_point()), torch.float32)
-    given = [torch.from_numpy(one.astype(np.float32) if one.dtype == np.float16 else one) for one in inputs.values()]
+    dtype = next((parameter.dtype for parameter in network.module.parameters() if parameter.is_floating_point()), torch.float32)
+    given = [torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else array) for array in inputs.values()]
     network.module.float()
     try:
         with torch.inference_mode():
             return [tensor.cpu().numpy() for tensor in tensors_in(network.module(*given))]
     finally:
         network.module.to(dtype)  # exact: the weights came from this type
-
-
-EXPORTER_VERSION = 1  # of what is made here; files of another version are made anew
-DATA_SIZED_KEY = "hase.data_sized"  # metadata: sizes in the graph depend on data
-POOL_SIZES_KEY = "hase.pool_sizes"  # metadata: the sizes of each dynamic dimension at which the pool is measured
-MOST_OF_A_DIMENSION = 65536
-NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # others may be exporting at the same time
-LEAST_TRACED = 2  # a traced size of 1 would stay 1
-OLDER_OPSET = 17  # the last that torch's older exporter is meant for
-CHECKED_BESIDE = 3  # times the default size: a tracer can bake a size in unseen
-
-# Largest difference allowed, as for torchvision's models (onnx_export.py says why); of float32's rounding, a deep network with
-# random weights makes up to 0.003.
-TOLERANCE = {"fp32": 0.01, "reduced": 0.1}
-PACKAGES = {"timm": ("timm",), "transformers": ("transformers",), "torchvision": ("torchvision",)}  # by collection
 
 
 def stem_of(name: str, dtype: str) -> str:
@@ -164,28 +161,28 @@ def trace_network(network: Network, dtype: str) -> onnx.ModelProto:
 
 def _by_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> onnx.ModelProto:
     dims = {dim: torch.export.Dim(dim, min=1, max=MOST_OF_A_DIMENSION) for dim in network.dims}
-    each = [{axis: dims[size] for axis, size in enumerate(one.shape) if isinstance(size, str)} for one in network.inputs]
-    kinds = [one.kind for one in inspect.signature(network.module.forward).parameters.values()]
-    own = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # what goes into `*inputs` stands together
-    shapes: tuple[Any, ...] = (*each[:own], *([tuple(each[own:])] if own < len(each) else []))
+    each = [{axis: dims[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)} for spec in network.inputs]
+    kinds = [parameter.kind for parameter in inspect.signature(network.module.forward).parameters.values()]
+    single = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # what goes into `*inputs` stands together
+    shapes: tuple[Any, ...] = (*each[:single], *([tuple(each[single:])] if single < len(each) else []))
     program = torch.onnx.export(
         network.module, examples, dynamo=True, external_data=False, verbose=False,
-        input_names=[one.name for one in network.inputs], dynamic_shapes=shapes if dims else None)
+        input_names=[spec.name for spec in network.inputs], dynamic_shapes=shapes if dims else None)
     if program is None:
         raise RuntimeError("torch.onnx.export returned nothing")
     proto: onnx.ModelProto = program.model_proto
-    for one, found in zip(network.inputs, proto.graph.input, strict=True):
-        for size, dim in zip(one.shape, found.type.tensor_type.shape.dim, strict=True):
+    for spec, graph_input in zip(network.inputs, proto.graph.input, strict=True):
+        for size, dim in zip(spec.shape, graph_input.type.tensor_type.shape.dim, strict=True):
             if isinstance(size, str) and dim.dim_param != size:
-                raise RuntimeError(f"torch.export fixed dimension {size} of input {one.name}")
+                raise RuntimeError(f"torch.export fixed dimension {size} of input {spec.name}")
     return proto
 
 
 def _by_older_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> onnx.ModelProto:
     written = io.BytesIO()
-    axes = {one.name: {axis: size for axis, size in enumerate(one.shape) if isinstance(size, str)} for one in network.inputs}
+    axes = {spec.name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)} for spec in network.inputs}
     torch.onnx.export(network.module, examples, written, dynamo=False, dynamic_axes=axes,  # type: ignore[arg-type]
-                      opset_version=OLDER_OPSET, input_names=[one.name for one in network.inputs])
+                      opset_version=OLDER_OPSET, input_names=[spec.name for spec in network.inputs])
     return onnx.load_model_from_string(written.getvalue())
 
 
@@ -197,20 +194,20 @@ def check_network(path: Path, network: Network, dtype: str, device: str, sizes: 
     """
     inputs = network.draw(sizes, dtype)
     session = open_session(path, device, name="the exported graph", entries=NO_SPINNING)
-    taken = {one.name for one in session.get_inputs()}  # the exporter drops those that change nothing
+    taken = {graph_input.name for graph_input in session.get_inputs()}  # the exporter drops those that change nothing
     with model_errors("the exported graph"):
-        found = session.run(None, {name: values for name, values in inputs.items() if name in taken})
+        outputs = session.run(None, {name: values for name, values in inputs.items() if name in taken})
     wanted = outputs_of(network, inputs)
     if network.data_sized:
-        return 0.0 if len(found) == len(wanted) else float("inf")
-    if len(found) != len(wanted):
-        raise UserError(f"it has {len(found)} outputs, torch's has {len(wanted)}")
+        return 0.0 if len(outputs) == len(wanted) else float("inf")
+    if len(outputs) != len(wanted):
+        raise UserError(f"it has {len(outputs)} outputs, torch's has {len(wanted)}")
     worst = 0.0
-    for one, by_torch in zip(found, wanted, strict=True):
+    for output, by_torch in zip(outputs, wanted, strict=True):
         if not np.isfinite(by_torch).all() or not by_torch.any():
             raise UserError(f"{network.name}: an output of torch's own is all zero or not finite, "
                             "so nothing can be compared with it")
-        worst = max(worst, difference(one, by_torch))
+        worst = max(worst, difference(output, by_torch))
     tolerance = TOLERANCE["fp32" if dtype == "fp32" and device == "cpu" else "reduced"]
     if not worst <= tolerance:  # NaN, too
         raise UserError(f"its outputs differ from torch's by {worst:.2g} of the largest; {tolerance:g} is allowed")

@@ -77,10 +77,10 @@ def is_done(path: Path, expected: Mapping[str, str]) -> bool:
     if not path.is_file():
         return False
     try:
-        found = {prop.key: prop.value for prop in onnx.load(path).metadata_props}
+        metadata = {prop.key: prop.value for prop in onnx.load(path).metadata_props}
     except DecodeError:
         return False
-    return expected.items() <= found.items()
+    return expected.items() <= metadata.items()
 
 
 def add_metadata(proto: onnx.ModelProto, properties: Mapping[str, str]) -> None:
@@ -131,11 +131,11 @@ def without_paths(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def difference(found: Any, wanted: Any) -> float:
+def difference(actual: Any, wanted: Any) -> float:
     """The largest difference, relative to the largest wanted value; infinite if the shapes differ."""
-    if found.shape != wanted.shape:
+    if actual.shape != wanted.shape:
         return float("inf")
-    return float(np.abs(found.astype(np.float32) - wanted).max() / np.abs(wanted).max())
+    return float(np.abs(actual.astype(np.float32) - wanted).max() / np.abs(wanted).max())
 
 
 def check_outputs(path: Path, device: str, optimize: str, images: Any, wanted: Any, dtype: str) -> float:
@@ -227,12 +227,12 @@ class Exporter:
     def _write_open(self, export: Export, path: Path, open_dims: Mapping[int, str]) -> float:
         """Writes a file with dynamic dimensions. It is checked at two shapes, since tracing can fix a size unnoticed."""
         proto = trace(self._models.get(export), export, open_dims)
-        found = [dim.dim_param for dim in proto.graph.input[0].type.tensor_type.shape.dim]
-        if any(found[axis] != name for axis, name in open_dims.items()):
+        dim_names = [dim.dim_param for dim in proto.graph.input[0].type.tensor_type.shape.dim]
+        if any(dim_names[axis] != name for axis, name in open_dims.items()):
             raise UserError("torch.export fixed it")
         height, width = export.size
-        other = (height + 32, width + 64) if 2 in open_dims else export.size
-        return self._save_checked(proto, export, path, [(1, export.size), (3, other)])
+        other_size = (height + 32, width + 64) if 2 in open_dims else export.size
+        return self._save_checked(proto, export, path, [(1, export.size), (3, other_size)])
 
     def _save_checked(self, proto: onnx.ModelProto, export: Export, path: Path,
                       shapes: list[tuple[int, tuple[int, int]]]) -> float:
@@ -244,8 +244,8 @@ class Exporter:
             onnx.checker.check_model(str(temporary))
             worst = 0.0
             for batch, size in shapes:
-                own = (batch, size) == (export.batch, export.size)
-                images, wanted = self._expected(export) if own else self._images_and_outputs(export, batch, size)
+                as_exported = (batch, size) == (export.batch, export.size)
+                images, wanted = self._expected(export) if as_exported else self._images_and_outputs(export, batch, size)
                 worst = max(worst, check_outputs(temporary, self.device, "all", images, wanted, export.dtype))
         return worst
 

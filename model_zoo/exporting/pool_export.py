@@ -26,6 +26,7 @@ MODULES: dict[Collection, str] = {
     "torchvision": "model_zoo.networks.torchvision_tasks", "other": "model_zoo.networks.other",
     "random": "model_zoo.networks.drawn"}
 OPTIONAL_PACKAGES: dict[Collection, str] = {"timm": "timm", "transformers": "transformers"}
+log = get_logger("exporter")
 
 
 class NetworkSource(NamedTuple):
@@ -47,9 +48,6 @@ def network_source(collection: Collection) -> NetworkSource:
         raise UserError(f"{package} is not installed here; install it with: pip install -r requirements-pool.txt")
     module = importlib.import_module(MODULES[collection])
     return NetworkSource(module.check_names, module.build_network)
-
-
-log = get_logger("exporter")
 
 
 @dataclass(frozen=True)

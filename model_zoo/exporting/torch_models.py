@@ -73,8 +73,15 @@ def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
 
 
 def bare(name: str, size: tuple[int, int]) -> torch.nn.Module:
-    """The model as torchvision initialises it, in its device context (`meta`: shapes alone); arguments and errors as of
-    `build`."""
+    """The model as torchvision initialises it, in its device context (`meta`: shapes alone).
+
+    Args:
+        name: a torchvision classification model.
+        size: height and width; used only by models that are built for one size.
+
+    Raises:
+        UserError: the model can't be built for this size.
+    """
     options: dict[str, Any] = {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": False}

@@ -17,6 +17,7 @@ CONFIG_FILE = ROOT / "model_zoo" / "config.yaml"
 SMALLEST_IMAGE = 32  # pixels a side; below, no classification model has anything left to pool
 
 Dtype = Literal["fp32", "fp16"]
+POOL_FILE = ROOT / "model_zoo" / "pool.yaml"
 
 
 def _image_size(value: Any) -> Any:
@@ -98,7 +99,6 @@ class Export:
         return f"{self.model}_{self.dtype}_b{self.batch}{size}"
 
 
-POOL_FILE = ROOT / "model_zoo" / "pool.yaml"
 Collection = Literal["timm", "transformers", "torchvision", "other", "random"]
 COLLECTIONS: tuple[Collection, ...] = get_args(Collection)
 Families = dict[str, tuple[str, ...]]

@@ -96,12 +96,12 @@ class ConvBlock(nn.Module):
         self.squeeze = nn.Conv2d(2 * width, width, 1) if self.join == "concat" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.layers(x)
+        out = self.layers(x)
         if self.join == "add":
-            found = found + x
+            out = out + x
         elif self.join == "concat":
-            found = self.squeeze(torch.cat((found, x), 1))
-        return self.last(found)
+            out = self.squeeze(torch.cat((out, x), 1))
+        return self.last(out)
 
 
 def conv_stages(draw: Draw, before: int, width: int, stages: int) -> tuple[nn.Sequential, int]:
@@ -141,10 +141,10 @@ class Attention(nn.Module):
         if share > 1:
             key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
         if self.linear:
-            found = F.softmax(query, -1) @ (F.softmax(key, -2).transpose(-1, -2) @ value)
+            attended = F.softmax(query, -1) @ (F.softmax(key, -2).transpose(-1, -2) @ value)
         else:
-            found = F.scaled_dot_product_attention(query, key, value)
-        return self.out(found.transpose(1, 2).reshape(batch, length, width))
+            attended = F.scaled_dot_product_attention(query, key, value)
+        return self.out(attended.transpose(1, 2).reshape(batch, length, width))
 
 
 class RootMeanSquareNorm(nn.Module):
@@ -169,8 +169,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
             return self.down(self.activation(self.up(x)))
-        gate, found = self.up(x).chunk(2, -1)
-        return self.down(self.activation(gate) * found)
+        gate, values = self.up(x).chunk(2, -1)
+        return self.down(self.activation(gate) * values)
 
 
 class Mixer(nn.Module):

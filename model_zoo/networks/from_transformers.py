@@ -78,7 +78,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "squeezebert": Architecture({**_TEXT, "embedding_size": 768}, (_WORDS, _MASK, _KINDS)),
     "funnel": Architecture({"block_sizes": [2, 2, 2], "num_decoder_layers": 1, "vocab_size": WORDS, "d_model": 512, "n_head": 8,
                             "d_head": 64, "d_inner": 2048},  # torch's exporter fixes the length, as its pooling halves it
-                           tuple(replace(one, shape=("batch", 256)) for one in (_WORDS, _MASK)), {"batch": (1, 8)},
+                           tuple(replace(spec, shape=("batch", 256)) for spec in (_WORDS, _MASK)), {"batch": (1, 8)},
                            "FunnelModel"),
     "xlnet": Architecture({"d_model": 768, "n_layer": LAYERS, "n_head": 12, "d_inner": 3072, "vocab_size": WORDS},
                           (_WORDS, _MASK), options={"use_mems": False}),
@@ -140,8 +140,8 @@ class ByPosition(nn.Module):
         self.inner, self.names, self.options = inner, names, dict(options)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        found = self.inner(**dict(zip(self.names, inputs, strict=True)), **self.options, return_dict=True)
-        return tuple(one for one in tensors_in(found) if one.is_floating_point())
+        outputs = self.inner(**dict(zip(self.names, inputs, strict=True)), **self.options, return_dict=True)
+        return tuple(tensor for tensor in tensors_in(outputs) if tensor.is_floating_point())
 
 
 class WithCache(nn.Module):
@@ -154,9 +154,9 @@ class WithCache(nn.Module):
 
     def forward(self, input_ids: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         cache = transformers.DynamicCache(list(zip(past[0::2], past[1::2], strict=True))) if self.cached else None
-        found = self.inner(input_ids=input_ids, past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=1)
-        kept = [tensor for layer in found.past_key_values.layers for tensor in (layer.keys, layer.values)]
-        return (found.logits, *kept)
+        outputs = self.inner(input_ids=input_ids, past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=1)
+        kept = [tensor for layer in outputs.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        return (outputs.logits, *kept)
 
 
 def names() -> list[str]:
@@ -193,7 +193,7 @@ def build_network(name: str, family: str) -> Network:
                       for layer in range(config.num_hidden_layers) for part in ("key", "value")]
             inputs, sizes = (NetworkInput("input_ids", ("batch", 1), "indices", WORDS), *caches), TOKEN_SIZES
     else:
-        taker = ByPosition(module, [one.name for one in inputs], made.options)
+        taker = ByPosition(module, [spec.name for spec in inputs], made.options)
     network = Network(name, COLLECTION, family, taker, inputs, sizes)
     make_like_trained(taker, network.example)
     return network

@@ -108,11 +108,11 @@ class OneStageDetector(nn.Module):
         self.boxes, self.scores, self.most = nn.Conv2d(widths[-1], 12, 1), nn.Conv2d(widths[-1], 3 * classes, 1), most
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found = self.body(image)
-        raw = self.boxes(found).permute(0, 2, 3, 1).reshape(-1, 4)
+        features = self.body(image)
+        raw = self.boxes(features).permute(0, 2, 3, 1).reshape(-1, 4)
         middle, size = 400 * torch.sigmoid(40 * raw[:, :2]), 10 + 60 * torch.sigmoid(40 * raw[:, 2:])
         boxes = torch.cat([middle - size, middle + size], 1)
-        score, kind = self.scores(found).permute(0, 2, 3, 1).reshape(boxes.size(0), -1).max(1)
+        score, kind = self.scores(features).permute(0, 2, 3, 1).reshape(boxes.size(0), -1).max(1)
         kept = torchvision.ops.nms(boxes + 1000.0 * kind[:, None], score, 0.5)[:self.most]
         return boxes[kept], score[kept], kind[kept]
 
@@ -160,12 +160,12 @@ class FoldedPatches(nn.Module):
         self.mix = nn.ModuleList(nn.Linear(9 * width, 9 * width) for _ in range(layers))
 
     def forward(self, image: Tensor) -> Tensor:
-        found = self.first(image)
-        size = (found.shape[2], found.shape[3])
+        features = self.first(image)
+        size = (features.shape[2], features.shape[3])
         for mix in self.mix:
-            patches = F.unfold(found, 3, padding=1, stride=2)
-            found = found + F.fold(F.relu(mix(patches.transpose(1, 2))).transpose(1, 2), size, 3, padding=1, stride=2)
-        return self.last(found.mean((2, 3)))
+            patches = F.unfold(features, 3, padding=1, stride=2)
+            features = features + F.fold(F.relu(mix(patches.transpose(1, 2))).transpose(1, 2), size, 3, padding=1, stride=2)
+        return self.last(features.mean((2, 3)))
 
 
 class HashedRecommender(nn.Module):
@@ -178,8 +178,8 @@ class HashedRecommender(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.distinct:
-            own, place = torch.unique(ids, return_inverse=True)
-            vectors = self.table(own)[place]
+            unique_ids, place = torch.unique(ids, return_inverse=True)
+            vectors = self.table(unique_ids)[place]
         else:
             vectors = self.table((ids + torch.bitwise_right_shift(ids, 7) + torch.bitwise_right_shift(ids, 13)) % self.rows)
         return torch.sigmoid(self.top(vectors.reshape(-1, self.wide)))

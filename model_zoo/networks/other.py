@@ -78,10 +78,10 @@ class UNet(nn.Module):
         levels = [self.first(image)]
         for down in self.down:
             levels.append(down(levels[-1]))
-        found = levels.pop()
+        out = levels.pop()
         for up, join in zip(reversed(self.up), reversed(self.join), strict=True):
-            found = join(torch.cat((up(found), levels.pop()), 1))
-        return self.last(found)
+            out = join(torch.cat((up(out), levels.pop()), 1))
+        return self.last(out)
 
 
 class SuperResolution(nn.Module):
@@ -96,11 +96,11 @@ class SuperResolution(nn.Module):
         self.factor = factor
 
     def forward(self, image: Tensor) -> Tensor:
-        found = self.first(image)
+        out = self.first(image)
         for block in self.blocks:
-            found = found + 0.2 * block(found)
+            out = out + 0.2 * block(out)
         larger = F.interpolate(image, scale_factor=float(self.factor), mode="bilinear", align_corners=False)
-        return F.pixel_shuffle(self.last(found), self.factor) + larger
+        return F.pixel_shuffle(self.last(out), self.factor) + larger
 
 
 class SequenceConvs(nn.Module):
@@ -116,10 +116,10 @@ class SequenceConvs(nn.Module):
         self.head = nn.Linear(width, 50)
 
     def forward(self, features: Tensor) -> Tensor:
-        found = self.first(features)
+        out = self.first(features)
         for block in self.blocks:
-            found = block(found) if self.strided else found + block(found)
-        return self.head(found.mean(-1))
+            out = block(out) if self.strided else out + block(out)
+        return self.head(out.mean(-1))
 
 
 class VolumeConvs(nn.Module):
@@ -143,7 +143,7 @@ class Made:
 
     Attributes:
         chooses: it chooses tokens, boxes or ids, so that its outputs can't be compared with torch's.
-        traced: as of `Network`.
+        traced: exported by torch's older exporter, which traces a run.
     """
 
     build: Callable[[], nn.Module]

@@ -67,8 +67,8 @@ class FirstOutput(nn.Module):
         self.inner, self.all_of_them = inner, all_of_them
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        found = tuple(tensors_in(self.inner(image)))
-        return found if self.all_of_them else found[:1]
+        outputs = tuple(tensors_in(self.inner(image)))
+        return outputs if self.all_of_them else outputs[:1]
 
 
 def check_names(names: Iterable[str]) -> None:

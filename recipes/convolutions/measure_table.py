@@ -84,7 +84,7 @@ def measure(workspace: Workspace, args: argparse.Namespace, device: str) -> list
             model, built = build(settings.model, settings.dtype, (SIZES[0], SIZES[0])), settings.model
         UnifiedProfiler(settings, args.energy_seconds, AT_ONCE).profile(folder, model, by)
     if left:
-        log.warning("the time is over: %d of %d combinations are left; the same command goes on", left, len(asked))
+        log.warning("time limit reached, %d of %d combinations are left; run the same command again to go on", left, len(asked))
     return folders
 
 

@@ -86,7 +86,7 @@ def waiting_graph(operator: str, elements: int, count: int, gpu: Side) -> Timed:
     limits = [onnx.numpy_helper.from_array(np.array(100, np.int64), "most"),
               onnx.numpy_helper.from_array(np.array(0.5, np.float32), "overlap")] if operator == "NonMaxSuppression" else []
     inputs = [helper.make_tensor_value_info(name, *what) for name, what in shapes[operator].items()]
-    names = [*shapes[operator], *(one.name for one in limits)]
+    names = [*shapes[operator], *(limit.name for limit in limits)]
     outs = [f"y{number}" for number in range(count)]
     nodes = [helper.make_node(operator, names, [out], f"n{out}") for out in outs]
     outputs = [helper.make_tensor_value_info(out, kind.FLOAT if operator == "Compress" else kind.INT64, None) for out in outs]
@@ -119,24 +119,24 @@ def times_ms(run: Callable[[], Any]) -> list[float]:
     """Latencies of consecutive runs, after two warm-up runs; fewer than RUNS if they are long."""
     for _ in range(2):
         run()
-    found: list[float] = []
+    samples_ms: list[float] = []
     end = time.perf_counter() + LONGEST_S
-    while len(found) < RUNS and (time.perf_counter() < end or len(found) < LEAST_RUNS):
+    while len(samples_ms) < RUNS and (time.perf_counter() < end or len(samples_ms) < LEAST_RUNS):
         begin = time.perf_counter()
         run()
-        found.append(round(1e3 * (time.perf_counter() - begin), 5))
-    return found
+        samples_ms.append(round(1e3 * (time.perf_counter() - begin), 5))
+    return samples_ms
 
 
 def samples_ms(graphs: Mapping[str, Timed]) -> dict[str, tuple[float, ...]]:
     """Samples of each graph by name; the graphs take turns."""
     runs = {name: runner(timed) for name, timed in graphs.items()}
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    samples_of: dict[str, list[float]] = {name: [] for name in runs}
     with off_the_workers_cores():
         for _ in range(ROUNDS):
             for name, run in runs.items():
-                found[name] += times_ms(run)
-    return {name: tuple(samples) for name, samples in found.items()}
+                samples_of[name] += times_ms(run)
+    return {name: tuple(samples) for name, samples in samples_of.items()}
 
 
 def measure(gpu: Side, sizes: Sequence[int]) -> tuple[tuple[CopyTimes, ...], tuple[WaitTimes, ...]]:
@@ -149,8 +149,8 @@ def measure(gpu: Side, sizes: Sequence[int]) -> tuple[tuple[CopyTimes, ...], tup
     return copies, waits
 
 
-def row(one: CopyTimes) -> dict[str, Any]:
-    return {"bytes": one.bytes, **{name: round(1e3 * min(samples), 1) for name, samples in one.samples_ms.items()}}
+def row(copy: CopyTimes) -> dict[str, Any]:
+    return {"bytes": copy.bytes, **{name: round(1e3 * min(samples), 1) for name, samples in copy.samples_ms.items()}}
 
 
 def options() -> argparse.ArgumentParser:
@@ -166,12 +166,12 @@ def main() -> int:
     args = options().parse_args()
     workspace = cli.start(args)
     if args.device == "cuda" and not has_cuda():
-        raise UserError("copies between host and GPU need a GPU, and no NVIDIA GPU that the driver can talk to is here")
+        raise UserError("copies between host and GPU need an NVIDIA GPU, and the driver of this machine finds none")
     copies, waits = measure(args.device, [size for size in SIZES if size <= args.most_mib * 2**20])
     target = local_target(args.device)
-    found = MeasuredCopies(target=target.name, machine=machine(args.device), copies=copies, waits=waits)
-    files.write_json(args.out or copies_path(workspace.dataset(target.name)), found)
-    cli.print_table([row(one) for one in copies], "shortest run, microseconds")
+    measured = MeasuredCopies(target=target.name, machine=machine(args.device), copies=copies, waits=waits)
+    files.write_json(args.out or copies_path(workspace.dataset(target.name)), measured)
+    cli.print_table([row(copy) for copy in copies], "shortest run, microseconds")
     return 0
 
 

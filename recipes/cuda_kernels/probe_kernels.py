@@ -70,21 +70,21 @@ def read_session(model: bytes, probes: Sequence[Probe], folder: Path) -> list[Fo
     for node in graph.node:
         for name in node.input:
             consumers[name].append(node)
-    found = []
+    results = []
     for number, probe in enumerate(probes):
         cuda = providers.get(f"op{number}") == "CUDAExecutionProvider"
-        one = Found(cuda)
+        result = Found(cuda)
         if cuda:
             node = by_name[f"op{number}"]
-            one.host_inputs = [place for place in range(len(probe.inputs)) if node.input[place] in copies]
+            result.host_inputs = [place for place in range(len(probe.inputs)) if node.input[place] in copies]
             for place in range(len(probe.outputs)):
                 after = providers.get(f"out{number}_{place}")
                 reader = by_name.get(f"out{number}_{place}")
                 copied = reader is not None and reader.input[0] in copies
                 if after is not None and (after == "CUDAExecutionProvider") == copied:
-                    one.host_outputs.append(place)
-        found.append(one)
-    return found
+                    result.host_outputs.append(place)
+        results.append(result)
+    return results
 
 
 def ask(probes: Sequence[Probe], opset: int, folder: Path) -> list[tuple[Probe, Found | str]]:
@@ -103,8 +103,8 @@ def one_schema(name: str, domain: str, version: int, opset: int) -> dict[str, An
     onnxruntime.set_default_logger_severity(4)
     if hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()
-    schema = next(one for one in schemas()
-                  if (one.name, one.domain, one.since_version) == (name, domain, version))
+    schema = next(candidate for candidate in schemas()
+                  if (candidate.name, candidate.domain, candidate.since_version) == (name, domain, version))
     answers: dict[tuple[tuple[str, str], ...], Found | str] = {}
     shapes: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="hase-probe-") as folder:
@@ -120,12 +120,14 @@ def one_schema(name: str, domain: str, version: int, opset: int) -> dict[str, An
     hosts = [answer for answer in answers.values() if isinstance(answer, Found) and answer.cuda]
     errors = sorted({answer for answer in answers.values() if isinstance(answer, str)
                      and "Could not find an implementation" not in answer})
-    formal = {"inputs": [one.typeStr for one in schema.inputs], "outputs": [one.typeStr for one in schema.outputs]}
+    formal = {"inputs": [parameter.typeStr for parameter in schema.inputs],
+              "outputs": [parameter.typeStr for parameter in schema.outputs]}
     return {
         "domain": domain, "op_type": name, "version": version, **formal, "tried": len(answers),
         "loaded": sum(isinstance(answer, Found) for answer in answers.values()),
-        "cuda": cuda, "host_inputs": sorted({tuple(one.host_inputs) for one in hosts}),
-        "host_outputs": sorted({tuple(one.host_outputs) for one in hosts}), "errors": errors[:3], "error_count": len(errors),
+        "cuda": cuda, "host_inputs": sorted({tuple(answer.host_inputs) for answer in hosts}),
+        "host_outputs": sorted({tuple(answer.host_outputs) for answer in hosts}), "errors": errors[:3],
+        "error_count": len(errors),
         "has_function": bool(getattr(schema, "has_function", False)),
     }
 
@@ -136,14 +138,14 @@ def versions_in_use() -> list[tuple[str, str, int, int]]:
     for schema in schemas():
         if schema.domain in DOMAINS and not schema.deprecated and schema.name not in SKIPPED:
             versions[schema.domain, schema.name].append(schema.since_version)
-    found = []
-    for (domain, name), there in sorted(versions.items()):
-        there.sort()
-        for place, version in enumerate(there):
-            last = there[place + 1] - 1 if place + 1 < len(there) else 10_000
+    used = []
+    for (domain, name), of_operator in sorted(versions.items()):
+        of_operator.sort()
+        for place, version in enumerate(of_operator):
+            last = of_operator[place + 1] - 1 if place + 1 < len(of_operator) else 10_000
             if domain or last >= OLDEST_OPSET:
-                found.append((name, domain, version, max(version, OLDEST_OPSET) if not domain else version))
-    return found
+                used.append((name, domain, version, max(version, OLDEST_OPSET) if not domain else version))
+    return used
 
 
 def main() -> int:
@@ -156,18 +158,18 @@ def main() -> int:
     if args.table:
         write_table(args.table, args.out)
         return 0
-    work = [one for one in versions_in_use() if not args.only or one[0] in args.only]
+    work = [version for version in versions_in_use() if not args.only or version[0] in args.only]
     answers, failed = [], []
     with process_pool(args.jobs) as pool:
-        pending = {pool.submit(one_schema, *one): one for one in work}
+        pending = {pool.submit(one_schema, *version): version for version in work}
         for done in cli.progress(list(pending), "asking"):
             try:
                 answers.append(done.result())
             except Exception as error:  # noqa: BLE001 - one operator must not cost the others
                 failed.append([*pending[done], repr(error)[:300]])
     files.write_json(args.out, {"ort_version": ort_version(), "answers": answers, "failed": failed})
-    log.info("%d operator versions, %d with CUDA kernels, %d failed", len(work), sum(bool(one["cuda"]) for one in answers),
-             len(failed))
+    log.info("%d operator versions, %d with CUDA kernels, %d failed", len(work),
+             sum(bool(answer["cuda"]) for answer in answers), len(failed))
     return 0
 
 

@@ -110,17 +110,17 @@ def probes_of(schema: Any, with_optional: bool) -> Iterator[Probe]:
         with_optional: also with its optional inputs.
     """
     variables: dict[str, list[str]] = {}
-    constraints = {one.type_param_str: list(one.allowed_type_strs) for one in schema.type_constraints}
+    constraints = {constraint.type_param_str: list(constraint.allowed_type_strs) for constraint in schema.type_constraints}
 
     def formals(parameters: Sequence[Any], most: int) -> tuple[str, ...]:
-        found: list[str] = []
+        type_names: list[str] = []
         for parameter in parameters:
             option = str(parameter.option).rsplit(".", 1)[-1]
             left_out = option == "Optional" and (not with_optional or (schema.name, parameter.name) in LEFT_OUT)
-            found += [""] if left_out else [parameter.typeStr] * (2 if option == "Variadic" and most > 1 else 1)
-        while found and not found[-1]:
-            found.pop()
-        return tuple(found)
+            type_names += [""] if left_out else [parameter.typeStr] * (2 if option == "Variadic" and most > 1 else 1)
+        while type_names and not type_names[-1]:
+            type_names.pop()
+        return tuple(type_names)
 
     inputs, outputs = formals(schema.inputs, 2), formals(schema.outputs, 1)
     for name in dict.fromkeys(inputs + outputs):
@@ -129,8 +129,8 @@ def probes_of(schema: Any, with_optional: bool) -> Iterator[Probe]:
     if any(not types for types in variables.values()):
         return  # sequences and maps: no CUDA tensor
     given = ATTRIBUTES.get(schema.name, {})
-    attributes = {name: given.get(name, usual_attribute(name, one)) for name, one in schema.attributes.items()
-                  if one.required or name in given}
+    attributes = {name: given.get(name, usual_attribute(name, attribute)) for name, attribute in schema.attributes.items()
+                  if attribute.required or name in given}
     if any(value is None for value in attributes.values()):
         return
     for chosen in combinations(variables):

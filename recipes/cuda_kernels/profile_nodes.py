@@ -56,16 +56,16 @@ def profile(path: Path, record: ModelRecord, device: str) -> list[dict[str, Any]
         with model_errors(str(path)):
             counted = profile_runs(bind(session, feed, device, "device"), EFFORT)
             runs = counted_runs(session.end_profiling(), counted)
-    found: dict[str, dict[str, Any]] = {}
+    nodes: dict[str, dict[str, Any]] = {}
     for number, run in enumerate(runs):
         for event in run.nodes:
-            node = found.setdefault(event.node, {"node": event.node, "op_type": event.op_type, "provider": event.provider,
+            node = nodes.setdefault(event.node, {"node": event.node, "op_type": event.op_type, "provider": event.provider,
                                                  "runs": [0] * len(runs), "us": [0.0] * len(runs), "start_us": []})
             node["runs"][number] += 1
             node["us"][number] += event.duration_us
             if number == len(runs) - 1:
                 node["start_us"].append(event.start_us - run.start_us)
-    return list(found.values())
+    return list(nodes.values())
 
 
 def main() -> int:

@@ -101,8 +101,8 @@ def addition(workspace: Workspace, packed: Workspace, target: str) -> Addition:
     return Addition(header, [line for line in blocks if line not in packed_blocks], kernels, records)
 
 
-def _same_file(path: Path, other: Path) -> bool:
-    return other.is_file() and other.read_bytes() == path.read_bytes()
+def _same_file(path: Path, candidate: Path) -> bool:
+    return candidate.is_file() and candidate.read_bytes() == path.read_bytes()
 
 
 def _says_more(line: str, packed: str | None) -> bool:
@@ -155,7 +155,7 @@ def pack_more(workspace: Workspace, folder: Path, target: str) -> Path | None:
             return None
         write_addition(new, Workspace(more), target)
         merge_dataset(Workspace(more), Workspace(packed), target, {}, "")  # what can't be joined is refused before it is packed
-        numbers = [int(found[1]) for path in archives if (found := re.search(r"-(\d{3})-[\d-]+\.tar", path.name))]
+        numbers = [int(matched[1]) for path in archives if (matched := re.search(r"-(\d{3})-[\d-]+\.tar", path.name))]
         archive = folder / f"{target}-{max(numbers, default=1) + 1:03d}-{datetime.now(UTC):%Y-%m-%d}.tar.xz"
         pack(archive, packed_files(Workspace(more), target))
     log.info("%d blocks, %d kernels, %d kernel records", len(new.blocks), len(new.kernels), len(new.records))

@@ -169,13 +169,13 @@ def on_cpu(record: ModelRecord) -> int:
                for node in record.nodes)
 
 
-def row(one: Judged) -> dict[str, Any]:
-    record, latency = one.model.record, one.model.latency_ms
-    return {"model": record.model.partition("@")[0], "batch": record.dims.get("batch", ""), "family": one.model.group,
-            "nodes on the CPU and copies": on_cpu(record), "measured (ms)": latency, "pace": one.model.pace,
-            "held out (ms)": one.held_out_ms, "error_%": 100 * (one.held_out_ms / latency - 1),
-            "host's as measured, error_%": 100 * (one.host_known_ms / latency - 1),
-            "kernels as measured, error_%": 100 * (one.looked_up_ms / latency - 1)}
+def row(judged: Judged) -> dict[str, Any]:
+    record, latency = judged.model.record, judged.model.latency_ms
+    return {"model": record.model.partition("@")[0], "batch": record.dims.get("batch", ""), "family": judged.model.group,
+            "nodes on the CPU and copies": on_cpu(record), "measured (ms)": latency, "pace": judged.model.pace,
+            "held out (ms)": judged.held_out_ms, "error_%": 100 * (judged.held_out_ms / latency - 1),
+            "host's as measured, error_%": 100 * (judged.host_known_ms / latency - 1),
+            "kernels as measured, error_%": 100 * (judged.looked_up_ms / latency - 1)}
 
 
 def main() -> int:

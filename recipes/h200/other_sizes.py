@@ -63,7 +63,7 @@ def export_anew(folder: Path, anew: Anew) -> str:
     network = network_source(anew.collection).build_network(anew.name, anew.family)
     inputs = network.inputs
     if anew.image:
-        inputs = tuple(dataclasses.replace(one, shape=(*one.shape[:2], anew.image, anew.image)) for one in inputs)
+        inputs = tuple(dataclasses.replace(spec, shape=(*spec.shape[:2], anew.image, anew.image)) for spec in inputs)
     sizes = {**network.sizes, **anew.sizes}
     network = dataclasses.replace(network, name=f"{anew.name}_anew", inputs=inputs, sizes=sizes)
     try:

@@ -47,9 +47,9 @@ python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu --derive
 """
 
 
-def one(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dict[str, Any]]:
+def results_of(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dict[str, Any]]:
     """Does one piece of work for one model in this process; a failure is a result too."""
-    path, found = folder / model.file, []
+    path, results = folder / model.file, []
     for way in ways_of(model):
         made: Any
         try:
@@ -64,17 +64,17 @@ def one(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dic
             message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             made = GpuLatency(model=model.name, way=way, error=message) if work == "times" else NodeList(
                 model=model.name, way=way, error=message)
-        found.append(made.model_dump(mode="json"))
-    return found
+        results.append(made.model_dump(mode="json"))
+    return results
 
 
 def work_through(work: Work, models: Sequence[MadeModel], folder: Path, lines: Path, budget_s: float, limit_s: int) -> None:
     """Does a piece of work for several models and writes one line for each. A model that hangs ends this process (SIGALRM)."""
     for model in models:
         signal.alarm(limit_s)
-        found = one(work, model, folder, budget_s)
+        results = results_of(work, model, folder, budget_s)
         signal.alarm(0)
-        files.append_line(lines, json.dumps({"model": model.name, "found": found}))
+        files.append_line(lines, json.dumps({"model": model.name, "found": results}))
 
 
 def in_processes(work: Work, names: Sequence[str], folder: Path, scratch: Path, jobs: int, budget_s: float,
@@ -86,24 +86,24 @@ def in_processes(work: Work, names: Sequence[str], folder: Path, scratch: Path, 
     """
     def chunk(number: int) -> dict[str, list[dict[str, Any]]]:
         left, lines = list(names[number::jobs]), scratch / f"{work}{number}.jsonl"
-        found: dict[str, list[dict[str, Any]]] = {}
+        results: dict[str, list[dict[str, Any]]] = {}
         while left:
             options = ["--work", work, "--lines", str(lines), "--budget-s", str(budget_s), "--limit-s", str(limit_s), "--only"]
             environment = os.environ | ({WITHOUT_GPU: "1"} if work == "derived" else {})
             done = subprocess.run([sys.executable, __file__, str(folder), "--out", str(scratch), *options, *left], cwd=ROOT,
                                   env=environment, capture_output=True, text=True)
-            found = {line["model"]: line["found"] for line in map(json.loads, files.read_lines(lines))}
-            left = [name for name in left if name not in found]
+            results = {line["model"]: line["found"] for line in map(json.loads, files.read_lines(lines))}
+            left = [name for name in left if name not in results]
             if left:
                 last = (done.stderr.strip().splitlines() or [""])[-1][:300]
                 log.warning("%s, %s: its process ended with %d %s", left[0], work, done.returncode, last)
                 failed = {"model": left[0], "way": work, "error": f"its process ended with {done.returncode} {last}"}
                 files.append_line(lines, json.dumps({"model": left[0], "found": [failed]}))
-                found[left.pop(0)] = [failed]
-        return found
+                results[left.pop(0)] = [failed]
+        return results
 
     with ThreadPoolExecutor(jobs) as pool:
-        every = {name: found for part in pool.map(chunk, range(jobs)) for name, found in part.items()}
+        every = {name: results for part in pool.map(chunk, range(jobs)) for name, results in part.items()}
     return [row for name in names for row in every.get(name, ())]
 
 
@@ -125,9 +125,9 @@ def difference_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     alike: Counter[tuple[Any, ...]] = Counter()
     where: dict[tuple[Any, ...], set[str]] = {}
     for model in compared:
-        for found in model.differences:
-            dtypes = " ".join(text.partition("[")[0] or "-" for text in found.types.split())
-            key = (found.what, found.operator, found.opset, dtypes, found.derived, found.real)
+        for difference in model.differences:
+            dtypes = " ".join(text.partition("[")[0] or "-" for text in difference.types.split())
+            key = (difference.what, difference.operator, difference.opset, dtypes, difference.derived, difference.real)
             alike[key] += 1
             where.setdefault(key, set()).add(model.model)
     return [dict(zip(("difference", "operator", "opset", "types", "derived", "real"), key, strict=True))
@@ -167,7 +167,7 @@ def main() -> int:
         work_through(args.work, models, args.folder, args.lines, args.budget_s, args.limit_s)
         return 0
     if not args.derive_only and not gpu_facts():
-        raise UserError("no NVIDIA GPU here; --derive-only compares with files from a machine with one")
+        raise UserError("this machine has no NVIDIA GPU; --derive-only compares with files from a machine with one")
     names, folder = [model.name for model in models], args.folder.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     with temporary_folder() as scratch:

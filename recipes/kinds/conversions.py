@@ -34,7 +34,8 @@ class RandomFeeds:
     def __init__(self, path: Path, batches: int = 2) -> None:
         session = open_session(path, "cpu", optimize="none")
         generator = np.random.default_rng(0)
-        self._feeds = iter([{one.name: generator.standard_normal(one.shape).astype(np.float32) for one in session.get_inputs()}
+        shapes = {model_input.name: model_input.shape for model_input in session.get_inputs()}
+        self._feeds = iter([{name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
                             for _ in range(batches)])
 
     def get_next(self) -> dict[str, np.ndarray] | None:
@@ -70,15 +71,15 @@ def write_mixed_fp16(path: Path, write: Write, single: Sequence[str] = IN_SINGLE
     with written(write) as plain:
         proto = onnx.shape_inference.infer_shapes(onnx.load(plain))
     graph = proto.graph
-    single_typed = {one.name for one in [*graph.value_info, *graph.input, *graph.output]
-                    if one.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
-    weights = {one.name: one for one in graph.initializer if one.data_type == onnx.TensorProto.FLOAT}
+    single_typed = {value.name for value in [*graph.value_info, *graph.input, *graph.output]
+                    if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    weights = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT}
     nodes: list[onnx.NodeProto] = []
     renamed: dict[str, str] = {}
-    for one in graph.input:
-        if one.name in single_typed and one.name not in weights:
-            renamed[one.name] = f"{one.name}_half"
-            nodes.append(onnx.helper.make_node("Cast", [one.name], [renamed[one.name]], to=onnx.TensorProto.FLOAT16))
+    for value in graph.input:
+        if value.name in single_typed and value.name not in weights:
+            renamed[value.name] = f"{value.name}_half"
+            nodes.append(onnx.helper.make_node("Cast", [value.name], [renamed[value.name]], to=onnx.TensorProto.FLOAT16))
     for number, node in enumerate(graph.node):
         names = [renamed.get(name, name) for name in node.input]
         outputs = list(node.output)
@@ -100,10 +101,10 @@ def write_mixed_fp16(path: Path, write: Write, single: Sequence[str] = IN_SINGLE
         if node.op_type in single:
             nodes += [onnx.helper.make_node("Cast", [f"{name}_single"], [name], to=onnx.TensorProto.FLOAT16)
                       for name in node.output if name in single_typed]
-    for one in graph.output:
-        if one.name in single_typed:
-            nodes = [_with_output(node, one.name, f"{one.name}_half") for node in nodes]
-            nodes.append(onnx.helper.make_node("Cast", [f"{one.name}_half"], [one.name], to=onnx.TensorProto.FLOAT))
+    for value in graph.output:
+        if value.name in single_typed:
+            nodes = [_with_output(node, value.name, f"{value.name}_half") for node in nodes]
+            nodes.append(onnx.helper.make_node("Cast", [f"{value.name}_half"], [value.name], to=onnx.TensorProto.FLOAT))
     for tensor in weights.values():
         tensor.CopyFrom(_half(tensor))
     del graph.node[:], graph.value_info[:]

@@ -102,9 +102,9 @@ def write_gated_if(path: Path, width: int = 512) -> None:
     """A cheap network decides whether an expensive one runs: the condition depends on data."""
     then = onnx.helper.make_graph([node("MatMul", ["h", "w1"], ["t1"]), node("Relu", ["t1"], ["t2"]),
                               node("MatMul", ["t2", "w2"], ["t3"])], "deep", [], [value("t3", [64, width])])
-    other = onnx.helper.make_graph([node("Identity", ["h"], ["e"])], "early", [], [value("e", [64, width])])
+    otherwise = onnx.helper.make_graph([node("Identity", ["h"], ["e"])], "early", [], [value("e", [64, width])])
     save(path, [node("MatMul", ["x", "w0"], ["h"]), node("ReduceMean", ["h"], ["m"], keepdims=0),
-                node("Greater", ["m", "limit"], ["c"]), node("If", ["c"], ["y"], then_branch=then, else_branch=other)],
+                node("Greater", ["m", "limit"], ["c"]), node("If", ["c"], ["y"], then_branch=then, else_branch=otherwise)],
          [value("x", [64, width])], [value("y", [64, width])],
          [weight("w0", width, width), weight("w1", width, width), weight("w2", width, width), numbers("limit", 0.5, "float32")])
 

@@ -147,7 +147,7 @@ def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s
             return StepResult.model_validate({"model": model.name, "step": "measured", "outcome": ended.outcome,
                                          "message": ended.message, "seconds": round(seconds, 2)})
         samples[turn % 2].extend(json.loads(ended.out)["samples_ms"])
-    first, second = (round(statistics.median(some), 6) for some in samples)
+    first, second = (round(statistics.median(times_ms), 6) for times_ms in samples)
     return StepResult(model=model.name, step="measured", outcome="answered", seconds=round(seconds, 2), first_ms=first,
                  second_ms=second)
 
@@ -156,7 +156,7 @@ def on_gpu(path: Path | None) -> dict[str, float]:
     """Latencies in ms by model, from a file of compare_on_gpu.py; empty without a file."""
     if path is None:
         return {}
-    return {one["model"]: one["latency_ms"] for one in files.read_json(path)["models"] if one.get("latency_ms")}
+    return {row["model"]: row["latency_ms"] for row in files.read_json(path)["models"] if row.get("latency_ms")}
 
 
 def paces_on_gpu(path: Path | None, workspace: Path) -> dict[str, float]:
@@ -195,16 +195,17 @@ def main() -> int:
     workspace = cli.start(args).root
     models = read_manifest(args.folder).chosen(args.only)
     if not models:
-        raise UserError(f"{args.folder}: none of its models is called {' or '.join(args.only)}")
-    there, paces = read_judgement(args.folder), paces_on_gpu(args.gpu, workspace)
+        raise UserError(f"{args.folder}: no model with the name {' or '.join(args.only)}")
+    judged, paces = read_judgement(args.folder), paces_on_gpu(args.gpu, workspace)
 
     def is_done(model: str, step: Step) -> bool:
         """Whether a step is done; a prediction for another host pace than the measured one is not."""
-        return (model, step) in there and (step != "h200" or model not in paces or there[model, step].host_pace == paces[model])
+        return (model, step) in judged and (
+            step != "h200" or model not in paces or judged[model, step].host_pace == paces[model])
 
     steps = [] if args.table_only else args.steps
-    todo = [(model, step) for some in (ASKED_FIRST, tuple(set(STEPS) - set(ASKED_FIRST))) for model in models
-            for step in STEPS if step in some and step in steps and (step in args.again or not is_done(model.name, step))]
+    todo = [(model, step) for asked in (ASKED_FIRST, tuple(set(STEPS) - set(ASKED_FIRST))) for model in models
+            for step in STEPS if step in asked and step in steps and (step in args.again or not is_done(model.name, step))]
     for model, step in cli.progress(todo, "judging"):
         path = (args.folder / model.file).resolve()
         result = (measured(model, path, args.rounds, args.budget_s, args.limit_s, workspace) if step == "measured" else

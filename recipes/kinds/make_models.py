@@ -37,7 +37,7 @@ python recipes/kinds/make_models.py --out out/kinds --large
 
 def make(name: str, folder: Path) -> MadeModel | str:
     """Makes one model in this process; returns its description, or why it could not be made."""
-    recipe = next(one for one in recipes() if one.name == name)
+    recipe = next(candidate for candidate in recipes() if candidate.name == name)
     path = folder / f"{name}.onnx"
     try:
         if recipe.large:
@@ -66,7 +66,8 @@ def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [recipe.name for recipe in every if (not only or recipe.name in only) and (large or not recipe.large)]
     before = read_manifest(folder) if (folder / MANIFEST).exists() else None
-    made = {one.name: one for one in before.models if one.name in names and (folder / one.file).exists()} if before else {}
+    made = {model.name: model for model in before.models
+            if model.name in names and (folder / model.file).exists()} if before else {}
     skipped = {name: why for name, why in before.skipped.items() if name in names and name not in wanted} if before else {}
     versions = {name: package_version(name) for name in PACKAGES}
 
@@ -86,9 +87,9 @@ def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
                 skipped[name] = done
                 log.warning("%s: %s", name, done)
             files.write_json(folder / MANIFEST, manifest())
-    found = manifest()
-    files.write_json(folder / MANIFEST, found)
-    return found
+    written = manifest()
+    files.write_json(folder / MANIFEST, written)
+    return written
 
 
 def main() -> int:
@@ -101,10 +102,10 @@ def main() -> int:
     if args.jobs < 1:
         parser.error("--jobs must be positive")
     cli.start(args)
-    found = make_all(args.out, args.only, args.large, args.jobs)
+    manifest = make_all(args.out, args.only, args.large, args.jobs)
     cli.print_rows([{"model": model.name, "kind": model.kind, "opset": model.opset,
-                     "MB": round((args.out / model.file).stat().st_size / 1e6, 2)} for model in found.models]
-                   + [{"model": name, "kind": "skipped", "opset": None, "MB": None} for name in found.skipped], args.json)
+                     "MB": round((args.out / model.file).stat().st_size / 1e6, 2)} for model in manifest.models]
+                   + [{"model": name, "kind": "skipped", "opset": None, "MB": None} for name in manifest.skipped], args.json)
     return 0
 
 

@@ -71,11 +71,12 @@ def compare(real: NodeList, derived: NodeList) -> Compared:
         return Compared(model=real.model, way=real.way, error=error)
     nodes = [node for node in real.nodes if not node.is_copy]
     pairs, only_real, only_derived = match(nodes, [node for node in derived.nodes if not node.is_copy])
-    unlike = [(node, other) for node, other in pairs if (node.operator, node.provider) != (other.operator, other.provider)]
-    differences = [_difference(real, "provider" if node.operator == other.operator else "operator", node, other)
-                   for node, other in unlike]
+    unlike = [(node, derived_node) for node, derived_node in pairs
+              if (node.operator, node.provider) != (derived_node.operator, derived_node.provider)]
+    differences = [_difference(real, "provider" if node.operator == derived_node.operator else "operator", node, derived_node)
+                   for node, derived_node in unlike]
     differences += [_difference(real, "only real", node, None) for node in only_real]
-    differences += [_difference(real, "only derived", None, other) for other in only_derived]
+    differences += [_difference(real, "only derived", None, derived_node) for derived_node in only_derived]
     return Compared(
         model=real.model, way=real.way, nodes=len(nodes), same=len(pairs) - len(unlike), copies=_copies(real),
         derived_copies=_copies(derived), kernels=sum(real.kernels.values()),
@@ -94,18 +95,20 @@ def match(real: Sequence[NodeRow], derived: Sequence[NodeRow]) -> tuple[
     pairs: list[tuple[NodeRow, NodeRow]] = []
 
     def paired(node: NodeRow, candidates: Iterable[NodeRow]) -> bool:
-        other = next((one for one in candidates if id(one) in left), None)
-        if other is not None:
-            pairs.append((node, left.pop(id(other))))
-        return other is not None
+        matching = next((candidate for candidate in candidates if id(candidate) in left), None)
+        if matching is not None:
+            pairs.append((node, left.pop(id(matching))))
+        return matching is not None
 
     def makers(node: NodeRow) -> list[NodeRow]:
         return [by_output[name] for name in node.outputs if name in by_output]
 
-    waiting = [node for node in real if not paired(node, (one for one in makers(node) if one.operator == node.operator))]
+    waiting = [node for node in real if not paired(node, (
+        candidate for candidate in makers(node) if candidate.operator == node.operator))]
     for exact in (True, False):
         waiting = [node for node in waiting if not paired(node, (
-            one for one in derived if one.operator == node.operator and (one.provider == node.provider or not exact)))]
+            candidate for candidate in derived
+            if candidate.operator == node.operator and (candidate.provider == node.provider or not exact)))]
     waiting = [node for node in waiting if not paired(node, makers(node))]
     return pairs, waiting, list(left.values())
 
@@ -115,12 +118,12 @@ def _copies(of: NodeList) -> tuple[int, int]:
     return counts["MemcpyToHost"], counts["MemcpyFromHost"]
 
 
-def _difference(real: NodeList, what: str, node: NodeRow | None, other: NodeRow | None) -> Difference:
-    there = [one for one in (node, other) if one is not None]
+def _difference(real: NodeList, what: str, node: NodeRow | None, derived: NodeRow | None) -> Difference:
+    present = [listed for listed in (node, derived) if listed is not None]
 
-    def side(one: NodeRow | None) -> str:
-        return "" if one is None else f"{one.operator} {one.provider}" if what == "operator" else one.provider
+    def side(listed: NodeRow | None) -> str:
+        return "" if listed is None else f"{listed.operator} {listed.provider}" if what == "operator" else listed.provider
 
-    return Difference(model=real.model, what=what, operator=there[0].operator, opset=real.opsets.get(there[0].domain),
-                      types=" ".join(next((one.types for one in there if one.types), ())), derived=side(other),
-                      real=side(node), tensor=next(iter(there[0].outputs), ""))
+    return Difference(model=real.model, what=what, operator=present[0].operator, opset=real.opsets.get(present[0].domain),
+                      types=" ".join(next((listed.types for listed in present if listed.types), ())), derived=side(derived),
+                      real=side(node), tensor=next(iter(present[0].outputs), ""))

@@ -139,8 +139,8 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
             name = event["name"].removesuffix("_kernel_time")
             providers[name] = PROVIDER_NAMES.get(event["args"]["provider"], event["args"]["provider"])
-            types[name] = tuple(f"{dtype}{shape}".replace(" ", "") for one in event["args"].get("input_type_shape", ())
-                                for dtype, shape in one.items())
+            types[name] = tuple(f"{dtype}{shape}".replace(" ", "") for tensor_type in event["args"].get("input_type_shape", ())
+                                for dtype, shape in tensor_type.items())
     proto = onnx.load(str(saved), load_external_data=False)
     providers |= unnamed_providers(proto, saved, model.name)
     rows = tuple(NodeRow(
@@ -150,7 +150,7 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
         for node, inside in every_node(proto.graph))
     return NodeList(model=model.name, way=way, nodes=rows, error=error,
                     opsets={entry.domain: entry.version for entry in proto.opset_import},
-                    kernels=hases_kernels(model, path, way))
+                    kernels=recorded_kernels(model, path, way))
 
 
 def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[str, str]:
@@ -163,11 +163,11 @@ def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[st
     name_nodes(proto.graph)
     onnx.save(proto, str(saved))  # in the folder of its weights
     session = open_session(saved, "cuda", optimize="none", entries={"session.record_ep_graph_assignment_info": "1"}, name=name)
-    found = dict(assignments(session))
-    return {node.name: found.get(node.name, "") for node in unclear}
+    providers = dict(assignments(session))
+    return {node.name: providers.get(node.name, "") for node in unclear}
 
 
-def hases_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
+def recorded_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
     """The kernels in Hase's record of a model on CUDA; none if it can't be analysed."""
     try:
         record = analyze(path, "cuda", model.dims, static=way == "static")

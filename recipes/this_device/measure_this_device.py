@@ -61,18 +61,17 @@ def put_models(workspace: Workspace, models: Sequence[Path]) -> list[Path]:
         for path in (model, *weight_files(model)):
             place = workspace.models / path.relative_to(model.parent)
             if place.exists() and not (place.samefile(path) or files.sha256(place) == files.sha256(path)):
-                raise UserError(f"{place} is there already and differs from {path}; rename one of them, or use another "
-                                "--workspace")
+                raise UserError(f"{place} exists and differs from {path}; rename one of them, or use another --workspace")
             if not place.exists():
                 place.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     os.link(path.resolve(), place)
                 except OSError:  # another file system
                     files.write_bytes(place, path.read_bytes())
-    found = model_files([workspace.models])
-    if not found:
+    paths = model_files([workspace.models])
+    if not paths:
         raise UserError(f"{workspace.models}: no models; name your own with --model")
-    return found
+    return paths
 
 
 def analyse(workspace: Workspace, device: str, args: argparse.Namespace, budget: Budget) -> int:

@@ -140,9 +140,9 @@ def _row(predicted: str, errors: Sequence[float]) -> dict[str, Any]:
 
 
 def _kernels(sidecar: Sidecar, composition: Composition) -> dict[str, Any]:
-    found = sidecar.labels[composition.label].errors[0]
-    return {"predicted": "kernels, each held out", "count": found.kernels, "mean_error_%": 100 * found.mape,
-            "median_error_%": 100 * found.median}
+    errors = sidecar.labels[composition.label].errors[0]
+    return {"predicted": "kernels, each held out", "count": errors.kernels, "mean_error_%": 100 * errors.mape,
+            "median_error_%": 100 * errors.median}
 
 
 def _models(composition: Composition) -> dict[str, Any]:
@@ -157,6 +157,6 @@ def _measured(workspace: Workspace, sidecar: Sidecar, composition: Composition) 
     errors = []
     for model in composition.models:
         record = read_model_record(record_path(workspace, sidecar.target.flavour, model.model))
-        found = predict(record, target=sidecar.target.name, workspace=workspace)
-        errors.append(abs(found.latency_ms / model.measured_ms - 1))
+        predicted = predict(record, target=sidecar.target.name, workspace=workspace)
+        errors.append(abs(predicted.latency_ms / model.measured_ms - 1))
     return _row("your models, with measured kernels (these fitted the constants)", errors)

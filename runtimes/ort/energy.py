@@ -59,17 +59,17 @@ def _energy(facts: dict[str, Any], device: str, run: Callable[[], Any], seconds:
 
     Its quantities are `energy_j` (of a run), `counter_j` (the same by the device's own counter, if there is one), `power_w`
     (mean), `idle_w` (with the session open and nothing running), `window_s` and `runs`; its only sample is a run's mean time.
-    Doubts about the readings are its `error`. Where the power can't be read, it failed, and its error says why.
+    What is doubtful about the readings is its `error`. Where the power can't be read, it failed, and its error says why.
     """
     try:
         with PowerMonitor(open_power_sensor(device)) as monitor, model_errors(facts["id"]), off_the_workers_cores():
             time.sleep(CALM_S + monitor.sensor.averages_s)
             idle = monitor.rest(REST_S)
-            found = energy_of_runs(monitor, run, seconds)
+            measured = energy_of_runs(monitor, run, seconds)
     except UserError as error:
         return Measurement.model_validate(facts | {"status": "failed", "error": str(error)})
-    used, runs = found.used, len(found.samples_ms)
-    quantities = {"energy_j": found.energy_j, "power_w": used.mean_w, "idle_w": idle.mean_w, "window_s": used.seconds,
+    used, runs = measured.used, len(measured.samples_ms)
+    quantities = {"energy_j": measured.energy_j, "power_w": used.mean_w, "idle_w": idle.mean_w, "window_s": used.seconds,
                   "runs": float(runs)}
     if used.counter_j is not None:
         quantities["counter_j"] = used.counter_j / runs

@@ -1,9 +1,7 @@
 """Fixed pieces of work: the canary, the host's probe with the host's pace, and the sharing probe.
 
-It multiplies two matrices, and then transposes and negates the product several times. So it is slow when arithmetic is slow,
-and also when threads are slow to pass data to each other. The second matters on virtual machines: it depends on the host
-whether two virtual processors share a cache. Memory-bound models differ by half between the two states, while a matrix
-product alone shows nothing.
+The canary shows how fast the device is now. The host's probe shows how fast the host dispatches work to a GPU, and the sharing
+probe how much of the GPU another process takes.
 """
 
 from __future__ import annotations
@@ -24,9 +22,22 @@ from utils.ort_sessions import model_errors, open_nodes
 from utils.sharing_mode import sharing_mode
 from utils.timing import summarize
 
+# The canary multiplies two matrices, and then transposes and negates the product several times. So it is slow when arithmetic
+# is slow, and also when threads are slow to pass data to each other. The second matters on virtual machines: it depends on the
+# host whether two virtual processors share a cache. Memory-bound models differ by half between the two states, while a matrix
+# product alone shows nothing.
+NAME = "canary"
 SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices: two milliseconds on a CPU, one on a GPU
 EXCHANGES = 4  # transposes
-NAME = "canary"
+PROBE_NODES = 60  # of the host's probe: about 0.2 ms
+FIRST_LOOK_S = 0.3  # how long a new host's probe is read at first
+PACE_SECONDS = 2.0  # of readings, for the host's pace
+PROBE_SECONDS = 0.2  # of the sharing probe, half of it for each piece; five periods of 20 ms
+LEAST_RUNS = 5  # at least, of each piece
+WARMUP = 5
+TINY_SIDE = 64  # of the tiny piece's tensor; 16 µs on an idle H200
+LONG_SIDE = {"cpu": 192, "cuda": 2048}  # of the long piece's matrices
+LONG_PRODUCTS = 6  # one after another: 0.33 ms on an H200
 
 
 @cache
@@ -43,19 +54,12 @@ def canary(device: str) -> Runner:
                   run_once=bind(session, random_feed(session), device, "device"))
 
 
-PROBE_NODES = 60  # about 0.2 ms
-FIRST_LOOK_S = 0.3  # how long a new probe is read at first
-
-
 @cache
 def host_probe(device: str) -> HostProbe:
     """The host probe of this process, which has learned what is normal. `device` is `cuda`, or `cpu` in tests."""
     nodes = [onnx.helper.make_node("Relu", [f"x{place}"], [f"x{place + 1}"]) for place in range(PROBE_NODES)]
     session = open_nodes(nodes, ["x0"], [1, 16, 14, 14], device, "probe")
     return first_look(dispatcher(session, device_binding(session, random_feed(session), device)), FIRST_LOOK_S)
-
-
-PACE_SECONDS = 2.0
 
 
 def check_gpu() -> None:
@@ -81,18 +85,10 @@ def measure_pace(device: str = "cuda", seconds: float = PACE_SECONDS) -> Machine
     """
     if device == "cuda":
         check_gpu()
-    found = summarize([1e3 * reading for reading in readings_s(host_probe(device), seconds)])
-    return MachinePace(probe_us=round(1e3 * found.median_ms, 2), spread=round(found.spread, 4), readings=found.runs,
+    timing = summarize([1e3 * reading for reading in readings_s(host_probe(device), seconds)])
+    return MachinePace(probe_us=round(1e3 * timing.median_ms, 2), spread=round(timing.spread, 4), readings=timing.runs,
                        taken=datetime.now(UTC), boot_id=boot_id(), device=device,
                        machine=machine(device))
-
-
-PROBE_SECONDS = 0.2  # half of it for each piece; five periods of 20 ms
-LEAST_RUNS = 5  # at least, of each piece
-WARMUP = 5
-TINY_SIDE = 64  # of the tiny piece's tensor; 16 µs on an idle H200
-LONG_SIDE = {"cpu": 192, "cuda": 2048}  # of the long piece's matrices
-LONG_PRODUCTS = 6  # one after another: 0.33 ms on an H200
 
 
 class SharingProbe:

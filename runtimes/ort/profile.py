@@ -6,12 +6,6 @@ many runs is right. Node events are named `<node>_kernel_time`; each run ends wi
 The profiler adds 2 to 9 microseconds to each node's time (more for more inputs and outputs), which is most of the time of a
 small node. Its share is known only for a whole run: the same session is also run without the profiler. The difference is
 taken off the nodes' times in equal parts, so that a model's nodes add up to its latency.
-
-On a CPU they were read off loops of one and of four Adds of eight numbers (ONNX Runtime 1.31, two cores of a Xeon): 0.3 to
-0.7 µs per trip besides the body's nodes. What a trip costs on an NVIDIA H200 was fitted manually: 24 trips of a Scan, an If,
-and 12 and 10 trips of Loops whose body makes the condition on the GPU. The host reads such a condition after each trip, and so
-waits for the GPU. A Loop whose body leaves the condition alone, as torch exports a `for`, costs next to nothing besides its
-body (12 to 31 trips of four decoders and a sampler of points).
 """
 
 from __future__ import annotations
@@ -38,6 +32,8 @@ from utils.timing import TimeSpan
 
 TRUNCATION_US = 0.5
 SUFFIX = "_kernel_time"
+LEAST_SHARE = 0.1  # least share of a node's profiled time that is left
+HALVINGS = 50  # of the range in which the profiler's part lies: more than a double can resolve
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,8 @@ def _mean_by_run(runs: Sequence[Sequence[tuple[str, float]]]) -> dict[str, list[
         times: dict[str, list[float]] = {}
         for node, time in run:
             times.setdefault(node, []).append(time)
-        for node, found in times.items():
-            means.setdefault(node, []).append(sum(found) / len(found))
+        for node, times_ms in times.items():
+            means.setdefault(node, []).append(sum(times_ms) / len(times_ms))
     return means
 
 
@@ -189,10 +185,6 @@ def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Eff
             return ModelProfile(counted_runs(profile, counted), graph, plain_runs_ms(run, counted) if plain else [])
 
 
-LEAST_SHARE = 0.1  # least share of a node's profiled time that is left
-HALVINGS = 50  # of the range in which the profiler's part lies: more than a double can resolve
-
-
 def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, list[float]]:
     """The time of each node without the profiler, in each profiled run (ms). Nodes that hold bodies are omitted: their times
     are those of the bodies.
@@ -202,11 +194,11 @@ def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, lis
         nodes_ms: the time of all nodes but those that hold bodies, together, in a run without the profiler.
     """
     holders = {event.node for run in runs for event in run.nodes if event.op_type in CONTROL_FLOW}
-    times = {node: found for node, found in kernel_times_ms(list(runs)).items() if node not in holders}
+    times = {node: times_ms for node, times_ms in kernel_times_ms(list(runs)).items() if node not in holders}
     executed = Counter(event.node for run in runs for event in run.nodes)
-    added_ms = profiler_ms({node: median(found) for node, found in times.items()},
+    added_ms = profiler_ms({node: median(times_ms) for node, times_ms in times.items()},
                            {node: executed[node] / len(runs) for node in times}, nodes_ms)
-    return {node: [without(time, added_ms) for time in found] for node, found in times.items()}
+    return {node: [without(time, added_ms) for time in times_ms] for node, times_ms in times.items()}
 
 
 def profiler_ms(times_ms: Mapping[str, float], executed: Mapping[str, float], nodes_ms: float) -> float:
@@ -230,6 +222,11 @@ def without(time_ms: float, added_ms: float) -> float:
     return max(time_ms - added_ms, LEAST_SHARE * time_ms)
 
 
+# What a trip of a node with bodies costs besides the body's nodes. On a CPU it was read off loops of one and of four Adds of
+# eight numbers (ONNX Runtime 1.31, two cores of a Xeon): 0.3 to 0.7 µs per trip. On an NVIDIA H200 it was fitted manually: 24
+# trips of a Scan, an If, and 12 and 10 trips of Loops whose body makes the condition on the GPU. The host reads such a
+# condition after each trip, and so waits for the GPU. A Loop whose body leaves the condition alone, as torch exports a `for`,
+# costs next to nothing besides its body (12 to 31 trips of four decoders and a sampler of points).
 CPU_TRIP_MS = {"Loop": 0.0006, "Scan": 0.0004, "If": 0.0005}
 CUDA_TRIP_MS = {"Loop": 0.001, "Scan": 0.017, "If": 0.001}
 CONDITION_MS = 0.018  # of a Loop on a GPU that reads its condition from there, besides waiting

@@ -200,7 +200,8 @@ def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | 
         static: whether `dims` are fixed before ONNX Runtime optimises the model; else its session takes any sizes.
 
     Raises:
-        UserError: as `read_source`; ORT can't load it; a CUDA graph is asked for where there can be none.
+        UserError: the model can't be read, a dynamic dimension is unknown or has no size, ORT can't load the model, or a CUDA
+            graph is asked for where there can be none.
     """
     device = resolve_device(device)
     if cuda_graph and (device != "cuda" or io == "host"):

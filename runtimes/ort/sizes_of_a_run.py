@@ -68,7 +68,7 @@ def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndar
         events = [event for event in files.read_json(Path(session.end_profiling()))
                   if event.get("cat") == "Node" and event["name"].endswith(SUFFIX)]
     made = _tensors_by_node(proto.graph)
-    found: dict[str, tuple[int, ...]] = {}
+    largest: dict[str, tuple[int, ...]] = {}
     ran: Counter[str] = Counter()
     for event in events:
         name = event["name"].removesuffix(SUFFIX)
@@ -77,8 +77,8 @@ def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndar
         shapes = [tuple(shape) for kind in event["args"]["output_type_shape"] for shape in kind.values()]
         if len(names) == len(shapes):  # an event says nothing of sequences
             for tensor, shape in zip(names, shapes, strict=True):
-                found[tensor] = max(found.get(tensor, shape), shape, key=math.prod)
-    return SeenRun(found, [name for name in _branches(proto.graph, ran) if name in body_sizes(source.graph_only.graph)])
+                largest[tensor] = max(largest.get(tensor, shape), shape, key=math.prod)
+    return SeenRun(largest, [name for name in _branches(proto.graph, ran) if name in body_sizes(source.graph_only.graph)])
 
 
 def _branches(graph: onnx.GraphProto, ran: Mapping[str, int]) -> Iterator[str]:
@@ -102,22 +102,28 @@ def _branches(graph: onnx.GraphProto, ran: Mapping[str, int]) -> Iterator[str]:
 
 def _tensors_by_node(graph: onnx.GraphProto, prefix: str = "") -> dict[str, list[str]]:
     """The tensors that each node of a graph makes, and those of its bodies, by the node's name."""
-    found = {}
+    tensors = {}
     for node in graph.node:
-        found[node.name] = [prefix + out for out in node.output if out]
+        tensors[node.name] = [prefix + out for out in node.output if out]
         for body in bodies_of(node).values():
-            found |= _tensors_by_node(body, f"{node.name}/")
-    return found
+            tensors |= _tensors_by_node(body, f"{node.name}/")
+    return tensors
 
 
 def sizes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndarray] | None = None,
                    static: bool = False) -> dict[str, int]:
     """The sizes that depend on data, as they come out when a model runs once on this CPU, by the names under which they can be
     given: `<tensor>.<axis>`. Where the branch of an If depends on data, the one that ran is given too: `<node>.then` or
-    `<node>.else`, as 1. Arguments as of `see_a_run`.
+    `<node>.else`, as 1.
+
+    Args:
+        model: the ONNX file.
+        dims: sizes of its dynamic dimensions.
+        inputs: values of inputs by name; the others are as `random_feed` makes them.
+        static: whether `dims` are fixed before ONNX Runtime optimises the model.
 
     Raises:
-        UserError: as `see_a_run`, or where the model can't be analysed even with these sizes.
+        UserError: ORT can't load or run the model, or it can't be analysed even with these sizes.
     """
     seen = see_a_run(model, dims, inputs, static)
     branches = [name for name in seen.branches if not given_branch(name.rpartition(".")[0], dims)]
@@ -131,11 +137,11 @@ def sizes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np
             unknown = dict(record.assumed)
             if not unknown and not (record.guessed and set(branches) - set(sizes)):
                 return sizes
-        found_now = dict.fromkeys(branches, 1)
+        new_sizes = dict.fromkeys(branches, 1)
         for tensor, shape in unknown.items():
-            found = {f"{tensor}.{axis}": size for axis, size in enumerate(seen.shapes.get(tensor, ()))}
-            other = {name: found[name] for name, size in zip(found, shape, strict=False) if found[name] != size}
-            found_now |= other if other.keys() - sizes.keys() else found  # most axes are known
-        if not found_now.keys() - sizes.keys():
+            of_tensor = {f"{tensor}.{axis}": size for axis, size in enumerate(seen.shapes.get(tensor, ()))}
+            differing = {name: of_tensor[name] for name, size in zip(of_tensor, shape, strict=False) if of_tensor[name] != size}
+            new_sizes |= differing if differing.keys() - sizes.keys() else of_tensor  # most axes are known
+        if not new_sizes.keys() - sizes.keys():
             raise UserError(f"{model}: the sizes of {', '.join(unknown)} depend on data, and nothing of them was made in a run")
-        sizes |= found_now
+        sizes |= new_sizes

@@ -58,6 +58,11 @@ from utils.timing import covered_us
 if TYPE_CHECKING:
     import onnxruntime
 
+RANDOM_BYTES = 64 << 20  # made on the host once; a block repeats it
+LEAST_BYTES = 4 * RANDOM_BYTES
+TRACED_RUNS = 5
+CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
+
 
 def time_session(request: Request) -> Reply:
     """Times a whole model's runs as the request's one label says, and the memory that opening and running it took.
@@ -73,11 +78,11 @@ def time_session(request: Request) -> Reply:
                          cuda_graph=label == "cuda_graph", static=request.static)
     if probe:
         runner.warm_up(effort.warmup)
-        found = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]._asdict()
+        measured = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]._asdict()
     else:
-        found = {"samples_ms": runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms}
+        measured = {"samples_ms": runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms}
     name = request.model_name
-    return Reply(measurements=(Measurement(subject="model", id=name, label=label, context=name, place="alone", **found),),
+    return Reply(measurements=(Measurement(subject="model", id=name, label=label, context=name, place="alone", **measured),),
                  memory_mib=memory_in_use_mib(device) - before_mib)
 
 
@@ -89,10 +94,6 @@ def memory_in_use_mib(device: str) -> float:
     with suppress(OSError, AttributeError):  # without malloc_trim, memory figures are rough
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
     return psutil.Process().memory_info().rss / 2**20
-
-
-RANDOM_BYTES = 64 << 20  # made on the host once; a block repeats it
-LEAST_BYTES = 4 * RANDOM_BYTES
 
 
 class SharedMemory:
@@ -126,10 +127,6 @@ class SharedMemory:
         return lambda: session.run_with_iobinding(binding)
 
 
-TRACED_RUNS = 5
-CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
-
-
 def time_canary(request: Request) -> Reply:
     """The canary, as often as the effort says."""
     timing = canary(request.device).time_as(request.effort)
@@ -160,7 +157,7 @@ def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, pla
         context, place: where they ran, as in a Measurement.
         nodes_ms: the time of all nodes together without the profiler (see `unprofiled_ms`); None omits that label.
     """
-    found, by_label = [], {"kernel_time": kernel_times_ms(runs), "node_span": node_spans_ms(runs)}
+    measurements, by_label = [], {"kernel_time": kernel_times_ms(runs), "node_span": node_spans_ms(runs)}
     if nodes_ms is not None:
         by_label[UNPROFILED] = unprofiled_ms(runs, nodes_ms)
     for label, times in by_label.items():
@@ -168,10 +165,10 @@ def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, pla
         for node, samples in times.items():
             if node in ids:
                 by_kernel.setdefault(ids[node], []).extend(samples)
-        found += [Measurement(subject="kernel", id=kernel, label=label, context=context, place=place,
-                              samples_ms=tuple(round(s, 6) for s in samples))
-                  for kernel, samples in by_kernel.items()]
-    return found
+        measurements += [Measurement(subject="kernel", id=kernel, label=label, context=context, place=place,
+                                     samples_ms=tuple(round(s, 6) for s in samples))
+                         for kernel, samples in by_kernel.items()]
+    return measurements
 
 
 @functools.cache
@@ -202,8 +199,9 @@ def time_carrier(request: Request) -> Reply:
         nodes_ms = median(plain_runs_ms(run, counted)) if UNPROFILED in request.labels else None
     ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
     like_writers = {node_name(number) for number, kernel in enumerate(kernels) if kernel.op_type == WRITER_OP}
-    found = [m for m in labels_of(runs, ids, "carrier", "carrier", nodes_ms) if m.label in request.labels]
-    return Reply(measurements=(*found, *gpu_measurements(traced, [node.node for node in runs[-1].nodes], ids, like_writers)))
+    measurements = [m for m in labels_of(runs, ids, "carrier", "carrier", nodes_ms) if m.label in request.labels]
+    return Reply(measurements=(
+        *measurements, *gpu_measurements(traced, [node.node for node in runs[-1].nodes], ids, like_writers)))
 
 
 def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[str, str],
@@ -226,7 +224,7 @@ def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Map
         raise UserError("carrier: the GPU's work can't be assigned to kernels")
     return [Measurement(subject="kernel", id=ids[name], label=GPU_LABEL, context="carrier", place="carrier",
                         samples_ms=tuple(round(covered_us(work[name]) / 1000, 6) for work in split),
-                        launches=len(split[0][name]), cuda_kernels=tuple(one.name for one in split[0][name]))
+                        launches=len(split[0][name]), cuda_kernels=tuple(cuda_kernel.name for cuda_kernel in split[0][name]))
             for name in (split[0] if split else ())]
 
 
@@ -246,21 +244,21 @@ def time_model(request: Request) -> Reply:
     def in_model() -> list[Measurement]:
         return [m for m in model_labels(path, request) if m.label in request.labels] if request.labels else []
 
-    found = ([*beside_the_probe(name, timed, request), *in_model()] if request.watch_host else
-             in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model))
+    measurements = ([*beside_the_probe(name, timed, request), *in_model()] if request.watch_host else
+                    in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model))
     energy = [energy_of_model(runner, name, request.energy_s)] if request.energy_s else []
-    return Reply(measurements=(*found, *energy))
+    return Reply(measurements=(*measurements, *energy))
 
 
-def of_model(model: str, label: str, **found: Any) -> Measurement:
-    """A measurement of a whole model; `found` are its further fields."""
-    return Measurement(subject="model", id=model, label=label, context=model, place="alone", **found)
+def of_model(model: str, label: str, **fields: Any) -> Measurement:
+    """A measurement of a whole model; `fields` are its further fields."""
+    return Measurement(subject="model", id=model, label=label, context=model, place="alone", **fields)
 
 
 def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Measurement]:
     """Samples of a model's runs, by label, from moments in which the host was undisturbed."""
-    return [of_model(model, label, **one._asdict())
-            for label, one in quiet_samples_ms(host_probe(request.device), timed, request.effort).items()]
+    return [of_model(model, label, **samples._asdict())
+            for label, samples in quiet_samples_ms(host_probe(request.device), timed, request.effort).items()]
 
 
 def time_model_as_graph(request: Request) -> Reply:
@@ -291,7 +289,7 @@ def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float
         if not second:
             meanwhile = between()
             runner.warm_up(effort.warmup, effort.warmup_s)
-    return [*(of_model(model, label, samples_ms=tuple(found)) for label, found in samples.items()), *meanwhile]
+    return [*(of_model(model, label, samples_ms=tuple(times_ms)) for label, times_ms in samples.items()), *meanwhile]
 
 
 def traced_runs(request: Request) -> list[GpuRun]:
@@ -350,11 +348,11 @@ def time_kernels_in_model(request: Request) -> Reply:
     """
     path, record = Path(request.paths[0]), read_model_record(Path(request.record))
     count = Counter(node.kernel_id for node in record.nodes)
-    found = []
+    measurements = []
     for m in model_labels(path, request):
         by_node = np.array(m.samples_ms).reshape(count[m.id], -1)  # `labels_of` appends one node's samples to another's
-        found.append(m.model_copy(update={"samples_ms": tuple(np.sort(by_node, axis=1).mean(axis=0).round(6).tolist())}))
-    return Reply(measurements=tuple(m for m in found if m.label in request.labels))
+        measurements.append(m.model_copy(update={"samples_ms": tuple(np.sort(by_node, axis=1).mean(axis=0).round(6).tolist())}))
+    return Reply(measurements=tuple(m for m in measurements if m.label in request.labels))
 
 
 def prepare(request: Request) -> Reply:

@@ -76,13 +76,21 @@ def _compiled(module: Any, target: Any, **options: Any) -> Any:
 
 
 def built_function(function: Any, target: Any) -> Any:
-    """A function of TVM, compiled for a target of TVM; errors as of `_compiled`."""
+    """A function of TVM, compiled for a target of TVM.
+
+    Raises:
+        UserError: TVM can't compile it.
+    """
     built = _compiled(tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)}), target)
     return built.mod if hasattr(built, "mod") else built
 
 
 def compiled_model(module: Any, target: Any) -> Any:
-    """A lowered module, compiled for a target of TVM; errors as of `_compiled`."""
+    """A lowered module, compiled for a target of TVM.
+
+    Raises:
+        UserError: TVM can't compile it.
+    """
     return _compiled(module, target, **({"relax_pipeline": pipeline_after_schedules(target)} if on_gpu(target) else {}))
 
 
@@ -103,7 +111,7 @@ def with_searched_schedules(module: Any, callees: Mapping[str, str], folder: Pat
 
 def cuda_sources(built: Any) -> list[str]:
     """The CUDA code in what was compiled for a GPU on a machine without one."""
-    found = [built]
-    for module in found:
-        found.extend(module.imports)
-    return [str(module.inspect_source("cuda")) for module in found if module.kind == "cuda"]
+    modules = [built]
+    for module in modules:
+        modules.extend(module.imports)
+    return [str(module.inspect_source("cuda")) for module in modules if module.kind == "cuda"]

@@ -54,8 +54,8 @@ def _width(span: Span, numbers: np.random.Generator) -> int:
     if numbers.random() < 0.5:
         return size
     power = 2 ** round(math.log2(size))
-    near = [one for one in (power, 3 * power // 2, 3 * power // 4) if span[0] <= one <= span[1]]
-    return min(near, key=lambda one: abs(math.log(one / size)), default=size)
+    near = [width for width in (power, 3 * power // 2, 3 * power // 4) if span[0] <= width <= span[1]]
+    return min(near, key=lambda width: abs(math.log(width / size)), default=size)
 
 
 def _model(nodes: list[NodeProto], inputs: dict[str, list[int]], weights: dict[str, list[int]], output: str) -> ModelProto:

@@ -72,21 +72,21 @@ def described(operators: Sequence[Operator], function: str, inputs: Sequence[Ker
         inputs, outputs: of the function.
     """
     first = anchor(operators)
-    one = operators[first]
-    others = [other.name for place, other in enumerate(operators) if place != first and other.name not in VIEWS]
-    name = "_".join([one.name, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
-    attributes = dict(one.attributes)
+    main = operators[first]
+    others = [operator.name for place, operator in enumerate(operators) if place != first and operator.name not in VIEWS]
+    name = "_".join([main.name, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
+    attributes = dict(main.attributes)
     if "perm" in attributes and len(inputs[0].shape) != len(attributes["perm"]):
         # A reshape comes first in the kernel: it permutes no dimensions of the kernel's own input.
         attributes["perm"] = list(range(len(inputs[0].shape)))
-    if one.name == "Conv" and len(inputs) > 1:
+    if main.name == "Conv" and len(inputs) > 1:
         attributes["kernel_shape"] = list(inputs[1].shape[2:])
     kept = normalize(attributes) | {"operators": [each.relax for each in operators]}
     kept |= {"function": function} if function else {}
     return Kernel(
-        id=kernel_id(name, one.name, DOMAIN, 1, kept, inputs, outputs), type=name, op_type=one.name, domain=DOMAIN, opset=1,
-        attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs), flops=flops(one.name, kept, inputs, outputs),
-        bytes_read=bytes_read(one.name, kept, inputs, outputs), bytes_written=bytes_written(one.name, outputs),
+        id=kernel_id(name, main.name, DOMAIN, 1, kept, inputs, outputs), type=name, op_type=main.name, domain=DOMAIN, opset=1,
+        attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs), flops=flops(main.name, kept, inputs, outputs),
+        bytes_read=bytes_read(main.name, kept, inputs, outputs), bytes_written=bytes_written(main.name, outputs),
         weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant))
 
 
@@ -126,11 +126,11 @@ class _Reader:
     def _inputs(self, value: Any) -> list[tuple[str, KernelInput]]:
         """The tensors that a call reads, with their names."""
         if isinstance(value, tvm.relax.Tuple):
-            return [one for part in value.fields for one in self._inputs(part)]
+            return [kernel_input for part in value.fields for kernel_input in self._inputs(part)]
         names = self._tensors(value)
         if names == ("",):
-            found = tensor_of(value.ty, self.name)
-            return [("", KernelInput(dtype=found.dtype, shape=found.shape, constant=True))]
+            tensor = tensor_of(value.ty, self.name)
+            return [("", KernelInput(dtype=tensor.dtype, shape=tensor.shape, constant=True))]
         return [(name, KernelInput(dtype=self.graph.tensors[name].dtype, shape=self.graph.tensors[name].shape))
                 for name in names]
 
@@ -146,7 +146,7 @@ class _Reader:
             return
         callee = called(value)
         arguments = value.args[1:] if callee or relax_name(value).startswith("relax.call_") else value.args
-        inputs = [one for argument in arguments for one in self._inputs(argument)]
+        inputs = [kernel_input for argument in arguments for kernel_input in self._inputs(argument)]
         node = f"{len(self.graph.nodes):04d}_{callee or relax_name(value).rpartition('.')[2]}"
         types = list(variable.ty.fields) if isinstance(variable.ty, tvm.relax.TupleType) else [variable.ty]
         outputs = [node] if len(types) == 1 else [f"{node}.{place}" for place in range(len(types))]
@@ -157,15 +157,15 @@ class _Reader:
              outputs: Sequence[str]) -> None:
         graph, function = self.graph, self.functions.get(callee)
         operators = self.lowered.operators.get(callee) or (Operator(onnx_name(relax_name(value)), {}, relax_name(value)),)
-        kernel = described(operators, hash_of(function) if function is not None else "", [one for _, one in inputs],
-                           [graph.tensors[name] for name in outputs])
+        kernel = described(operators, hash_of(function) if function is not None else "",
+                           [kernel_input for _, kernel_input in inputs], [graph.tensors[name] for name in outputs])
         graph.kernels[kernel.id] = kernel
         if function is not None:
             graph.functions[kernel.id], graph.callees[callee] = function, kernel.id
         graph.nodes.append(Node(
             name=node, kernel_id=kernel.id, provider=self.device,
             inputs=tuple(name for name, _ in inputs), outputs=tuple(outputs),
-            origins=tuple(Origin(name=f"{node}.{place}", op_type=one.relax) for place, one in enumerate(operators))))
+            origins=tuple(Origin(name=f"{node}.{place}", op_type=operator.relax) for place, operator in enumerate(operators))))
 
 
 def graph_of(name: str, lowered: Lowered, device: str = "cpu") -> Graph:

@@ -31,7 +31,8 @@ def source_of(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = No
     """The model as the user gave it. The sizes of a program of PyTorch are those that it was exported with.
 
     Raises:
-        UserError: as `read_source`; or sizes are given for a program of PyTorch.
+        UserError: the model can't be read, a dynamic dimension is unknown or has no size, or sizes are given for a program of
+            PyTorch.
     """
     if not isinstance(model, Path) or model.suffix != TORCH_SUFFIX:
         return read_source(model, dims, name)

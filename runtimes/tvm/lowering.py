@@ -101,7 +101,8 @@ def lower(name: str, module: Any, device: str = "cpu") -> dict[str, Lowered]:
             unfused = passes.RewriteDataflowReshape()(plain)
     except Exception as error:  # TVM raises all sorts
         raise unreadable(name, error) from error
-    within = {gv.name_hint: tuple(one for binding in bindings(function) for one in operators.get(called(binding.value), ()))
+    within = {gv.name_hint: tuple(operator for binding in bindings(function)
+                                  for operator in operators.get(called(binding.value), ()))
               for gv, function in grouped.functions.items()
               if isinstance(function, tvm.relax.Function) and gv.name_hint != "main"}
     return {UNFUSED: Lowered(unfused, operators), FUSED: Lowered(fused, {**operators, **within})}
@@ -124,15 +125,15 @@ def operators_of(before: Any, after: Any) -> dict[str, tuple[Operator, ...]]:
     calls: list[Any] = [by_name.get(binding.var.name) for binding in new]
     if len(old) == len(new):
         calls = [binding.value for binding in old]
-    found: dict[str, tuple[Operator, ...]] = {}
+    of_function: dict[str, tuple[Operator, ...]] = {}
     for binding, call in zip(new, calls, strict=True):
         function = called(binding.value)
-        if not function or function in found:
+        if not function or function in of_function:
             continue
         operator = relax_name(call) if isinstance(call, tvm.relax.Call) and isinstance(call.op, tvm.ir.Op) else ""
         if not operator or operator.startswith("relax.call_"):
             name = operator_of_function(function)
-            found[function] = (Operator(onnx_name(name), {}, name),)
+            of_function[function] = (Operator(onnx_name(name), {}, name),)
         else:
-            found[function] = (Operator(onnx_name(operator), attributes_of(operator, call.attrs), operator),)
-    return found
+            of_function[function] = (Operator(onnx_name(operator), attributes_of(operator, call.attrs), operator),)
+    return of_function

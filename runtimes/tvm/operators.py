@@ -69,33 +69,34 @@ def attributes_of(relax: str, attrs: Any) -> dict[str, Any]:
         relax: the operator's name.
         attrs: of the call; None where it has none.
     """
-    last, found = relax.rpartition(".")[2], dict[str, Any]()
-    for name, own in (("strides", "strides"), ("pads", "padding"), ("dilations", "dilation"), ("kernel_shape", "pool_size")):
-        if (values := getattr(attrs, own, None)) is not None and last.startswith(("conv", "max_pool", "avg_pool")):
-            found[name] = _numbers(values)
+    last, attributes = relax.rpartition(".")[2], dict[str, Any]()
+    for name, relax_name in (("strides", "strides"), ("pads", "padding"), ("dilations", "dilation"),
+                             ("kernel_shape", "pool_size")):
+        if (values := getattr(attrs, relax_name, None)) is not None and last.startswith(("conv", "max_pool", "avg_pool")):
+            attributes[name] = _numbers(values)
     if last.startswith("conv"):
-        found["group"] = int(attrs.groups)
+        attributes["group"] = int(attrs.groups)
     for name in ("ceil_mode", "count_include_pad"):
         if "pool" in last and (flag := getattr(attrs, name, None)) is not None:
-            found[name] = int(flag)
+            attributes[name] = int(flag)
     if last == "permute_dims" and attrs.axes is not None:
-        found["perm"] = _numbers(attrs.axes)
+        attributes["perm"] = _numbers(attrs.axes)
     if (axis := getattr(attrs, "axis", None)) is not None:
         if isinstance(axis, int):
-            found["axis"] = axis
+            attributes["axis"] = axis
         elif not hasattr(axis, "dtype"):
-            found["axes"] = _numbers(axis)
+            attributes["axes"] = _numbers(axis)
     if last in ("layer_norm", "rms_norm"):
-        found["axis"] = min(_numbers(attrs.axes))
-    return found
+        attributes["axis"] = min(_numbers(attrs.axes))
+    return attributes
 
 
 def operator_kind(name: str) -> OperatorKind:
     """The class of an operator by its name in ONNX: linear (additions, comparisons, and what only moves data), multiplicative
     (products, matrix products, activations of single elements) or nonlinear (convolutions, pools, normalisations and the rest).
 
-    The document counts activations twice, as multiplicative and as nonlinear. Since fully connected networks have only linear
-    and multiplicative operators there, activations of single elements are multiplicative here.
+    The user's document on TVM counts activations twice, as multiplicative and as nonlinear. Since its fully connected networks
+    have only linear and multiplicative operators, activations of single elements are multiplicative here.
     """
     linearity = operator_row(name).linearity
     return "nonlinear" if linearity == "convolutional" else linearity
@@ -108,7 +109,7 @@ def kind_of_all(names: Iterable[str]) -> OperatorKind:
 
 
 def network_kind(names: Iterable[str]) -> NetworkKind:
-    """The stage of the document that a network belongs to, from the names of its operators. A softmax at the end of a fully
+    """The kind of network in the user's document on TVM, from the names of its operators. A softmax at the end of a fully
     connected network does not make it another one."""
     rows = [operator_row(name) for name in set(names) - {"Softmax", "LogSoftmax"}]
     if any(row.dispatch == "convolution" for row in rows):

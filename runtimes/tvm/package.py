@@ -24,6 +24,12 @@ TOOLKIT, OPTIONS = "CUDA_PATH", "TVM_CUDA_NVRTC_EXTRA_OPTS"  # environment varia
 CALLBACK = "tvm_callback_cuda_compile"  # the function that TVM calls to get machine code
 HEADERS = ("include", f"targets/{platform.machine()}-linux/include", "targets/sbsa-linux/include")  # in a toolkit
 FOLDER = "cubins"  # in the folder of a flavour's kernels
+INSTALL = "pip install -r requirements-tvm.txt"
+UNFUSED, FUSED, TUNED = "unfused", "fused", "tuned"  # levels of a flavour: operators, kernels, kernels with searched schedules
+LEVELS = (UNFUSED, FUSED, TUNED)
+OLDEST_ARCH = "sm_80"
+# What every GPU of these architectures has at least (CUDA C++ Programming Guide, "Compute Capabilities", 8.0 and later).
+ANY_GPU = {"kind": "cuda", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32}
 
 
 def _pathfinder() -> Any:
@@ -87,20 +93,16 @@ def kept_cubin(source: str, arch: str, folder: Path) -> bytes:
 
 def compile_for(arch: str, folder: Path | None = None) -> None:
     """From now on, TVM compiles for GPUs of an architecture, which must be that of this machine's GPU if it has one; with
-    `folder`, it keeps there what it compiled. Errors as of `check_compiler`."""
+    `folder`, it keeps there what it compiled.
+
+    Raises:
+        UserError: NVIDIA's compiler can't be called from Python.
+    """
     check_compiler()
     import_module("tvm.support.nvcc")  # registers TVM's own function first
     compiler = functools.partial(compiled_cubin, arch=arch) if folder is None else functools.partial(kept_cubin, arch=arch,
                                                                                                     folder=folder)
     tvm_ffi.register_global_func(CALLBACK, compiler, override=True)
-
-
-INSTALL = "pip install -r requirements-tvm.txt"
-UNFUSED, FUSED, TUNED = "unfused", "fused", "tuned"  # levels of a flavour: operators, kernels, kernels with searched schedules
-LEVELS = (UNFUSED, FUSED, TUNED)
-OLDEST_ARCH = "sm_80"
-# What every GPU of these architectures has at least (CUDA C++ Programming Guide, "Compute Capabilities", 8.0 and later).
-ANY_GPU = {"kind": "cuda", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32}
 
 
 def check_tvm() -> None:
@@ -165,5 +167,9 @@ def target_to_lower_for(device: str) -> Any:
 
 
 def target_to_run_on(device: str, threads: int = 1) -> Any:
-    """TVM's target for functions that run on this machine's `cpu` or `cuda`; errors as of `arch_here`."""
+    """TVM's target for functions that run on this machine's `cpu` or `cuda`.
+
+    Raises:
+        UserError: `cuda`, and TVM finds no GPU.
+    """
     return llvm_target(threads) if device == "cpu" else gpu_target(arch_here())

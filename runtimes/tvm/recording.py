@@ -36,7 +36,8 @@ def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, 
     """A model's operators (UNFUSED) and kernels (FUSED) on `cpu` or `cuda`; `name` is that of a model in memory.
 
     Raises:
-        UserError: TVM is not installed, or can't take this model apart; as `read_source`.
+        UserError: TVM is not installed, or can't take this model apart; the model can't be read, or a dynamic dimension is
+            unknown or has no size.
     """
     source = source_of(model, dims, name)
     return parse_relax(source, read_relax(source), device)
@@ -44,16 +45,20 @@ def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, 
 
 def parse_relax(source: Source, module: Any, device: str = "cpu") -> dict[str, Parsed]:
     """As `parse`, for a module that was read already. `source` says what it is."""
-    found = {}
+    parsed = {}
     for level, lowered in lower(source.name, module, device).items():
         graph = graph_of(source.name, lowered, device)
-        found[level] = Parsed(lowered, graph, record_of(source, graph, tvm_flavour(device, level)))
-    return found
+        parsed[level] = Parsed(lowered, graph, record_of(source, graph, tvm_flavour(device, level)))
+    return parsed
 
 
 def parse_at(level: str, model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, device: str = "cpu") -> Parsed:
-    """A model at one of LEVELS on `cpu` or `cuda`. Tuned kernels are the fused ones, with other schedules; errors as of
-    `parse`."""
+    """A model at one of LEVELS on `cpu` or `cuda`. Tuned kernels are the fused ones, with other schedules.
+
+    Raises:
+        UserError: TVM is not installed, or can't take this model apart; the model can't be read, or a dynamic dimension is
+            unknown or has no size.
+    """
     parsed = parse(model, dims, device=device)[FUSED if level == TUNED else level]
     return parsed._replace(record=parsed.record.model_copy(update={"flavour": tvm_flavour(device, level)}))
 

@@ -49,7 +49,7 @@ def _searched(candidate: Any, target: Any) -> Any:
 def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any, list[str]]:
     """A builder and a runner for one kernel on a target of TVM, whose tensors are `arguments` on `device`; and the list of the
     trials that ran, which the runner fills. TVM's database has those that failed, too."""
-    schedules, found, worked = tvm.s_tir.meta_schedule, dict[str, Any](), list[str]()
+    schedules, functions, worked = tvm.s_tir.meta_schedule, dict[str, Any](), list[str]()
     builds_at_once = psutil.cpu_count() or 1 if on_gpu(target) else 1  # NVIDIA's compiler takes a second, and blocks no thread
     derived = tvm.ir.utils.derived_object
 
@@ -59,9 +59,9 @@ def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any
             with ThreadPoolExecutor(builds_at_once) as threads:
                 return list(threads.map(self.built, map(str, range(len(build_inputs))), build_inputs))
 
-        def built(self, name: str, one: Any) -> Any:
+        def built(self, name: str, candidate: Any) -> Any:
             try:
-                found[name] = built_function(_searched(one.mod, target), target)
+                functions[name] = built_function(_searched(candidate.mod, target), target)
             except UserError as error:
                 return schedules.builder.BuilderResult(None, str(error))
             return schedules.builder.BuilderResult(name, None)
@@ -70,22 +70,22 @@ def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any
     class Result(schedules.runner.PyRunnerFuture):  # type: ignore[name-defined]
         def __init__(self, times_s: list[float] | None, error: str | None) -> None:
             super().__init__()
-            self.found = times_s, error
+            self.outcome = times_s, error
 
         def done(self) -> bool:
             return True
 
         def result(self) -> Any:
-            return schedules.runner.RunnerResult(*self.found)
+            return schedules.runner.RunnerResult(*self.outcome)
 
     @derived
     class Runner(schedules.runner.PyRunner):  # type: ignore[name-defined]
         def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
-            return [self.timed(str(one.artifact_path)) for one in runner_inputs]
+            return [self.timed(str(runner_input.artifact_path)) for runner_input in runner_inputs]
 
         def timed(self, name: str) -> Any:
             try:
-                times_ms = samples_ms(found.pop(name), arguments, TRIAL, device)
+                times_ms = samples_ms(functions.pop(name), arguments, TRIAL, device)
             except UserError as error:
                 return Result(None, str(error))
             worked.append(name)
@@ -130,7 +130,7 @@ def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, 
     log = logging.getLogger("tvm.s_tir.meta_schedule")
     log.setLevel(logging.ERROR)
     log.handlers.clear()  # TVM writes to its own alone, and breaks where another has no name
-    arguments = [tensor_for(one, device) for one in (*kernel.inputs, *kernel.outputs)]
+    arguments = [tensor_for(tensor, device) for tensor in (*kernel.inputs, *kernel.outputs)]
     builder, runner, worked = _in_process(arguments, target, device)
     kept = schedules.tune_tir(module, target, work_dir=str(database), max_trials_global=trials,
                               num_trials_per_iter=min(trials, 16), builder=builder, runner=runner, cost_model="random",

@@ -35,6 +35,12 @@ from utils.lazy import tvm
 # schedules added up to 10 to 33 % less than the networks took.
 SAMPLE_S = {"cpu": 3e-5, "cuda": 5e-4}
 FLUSH = "cache_flush_cpu_non_first_arg"  # TVM's own
+CANARY_SIDE = {"cpu": 128, "cuda": 1024}  # of the matrices: about two milliseconds on a CPU
+NAME = "canary"
+# Where the tensors of a kernel lie decides which of their lines a cache can hold together: one product of 5 x 768 by 768 x 3072
+# took 32 ms with some tensors and 48 ms with others. A network has many such places, so a kernel is timed in several. A network
+# reads each weight once a run, so weights are not in the caches when their kernel begins.
+PLACEMENTS = 5
 
 
 def tensor_for(described: Tensor, device: str = "cpu") -> Any:
@@ -112,16 +118,8 @@ def planned_memory(module: Any, record: ModelRecord) -> Memory:
                                         passes.StaticPlanBlockMemory()])(module)
     activations = sum(int(binding.value.args[0].values[0].value) for binding in bindings(planned["main"])
                       if relax_name(binding.value) == "relax.memory.alloc_storage")
-    ends = sum(one.bytes for one in (*record.inputs.values(), *record.outputs.values()))
+    ends = sum(tensor.bytes for tensor in (*record.inputs.values(), *record.outputs.values()))
     return Memory(record.weight_bytes / 2**20, ends / 2**20, activations / 2**20)
-
-
-CANARY_SIDE = {"cpu": 128, "cuda": 1024}  # of the matrices: about two milliseconds on a CPU
-NAME = "canary"
-# Where the tensors of a kernel lie decides which of their lines a cache can hold together: one product of 5 x 768 by 768 x 3072
-# took 32 ms with some tensors and 48 ms with others. A network has many such places, so a kernel is timed in several. A network
-# reads each weight once a run, so weights are not in the caches when their kernel begins.
-PLACEMENTS = 5
 
 
 @functools.cache
@@ -134,11 +132,11 @@ def settled(setting: Setting) -> None:
     check_tvm()
     if settled.cache_info().currsize:
         raise UserError("a worker of TVM keeps its first setting; start another one")
-    there = sorted(os.sched_getaffinity(0))
-    if setting.cores > len(there):
-        raise UserError(f"cores: {setting.cores}, but this process may use {len(there)}")
+    allowed = sorted(os.sched_getaffinity(0))
+    if setting.cores > len(allowed):
+        raise UserError(f"cores: {setting.cores}, but this process may use {len(allowed)}")
     if setting.cores:
-        os.sched_setaffinity(0, there[:setting.cores])
+        os.sched_setaffinity(0, allowed[:setting.cores])
     os.environ["TVM_NUM_THREADS"], os.environ["TVM_BIND_THREADS"] = str(setting.threads), "0"
 
 
@@ -146,7 +144,7 @@ def setting_of(request: Request) -> Setting:
     """The setting of a request, which holds from now on.
 
     Raises:
-        UserError: see `settled`.
+        UserError: the process had another setting before, there are fewer cores, or TVM can't compile for this machine's GPU.
     """
     setting = request.setting or Setting(level=FUSED)
     settled(setting)
@@ -157,7 +155,11 @@ def setting_of(request: Request) -> Setting:
 
 @functools.cache
 def compile_here(folder: Path | None) -> None:
-    """As `compile_for`, for this machine's GPU; errors as of `arch_here`, too."""
+    """From now on, TVM compiles for this machine's GPU; with `folder`, it keeps there what it compiled.
+
+    Raises:
+        UserError: TVM finds no GPU, or NVIDIA's compiler can't be called from Python.
+    """
     compile_for(arch_here(), folder)
 
 
@@ -190,7 +192,7 @@ def time_alone(request: Request) -> Reply:
     part = request.effort.part(placements)
     held, samples = [], list[float]()  # all are held, or the next tensors would lie where the last ones did
     for _ in range(placements):
-        held.append([tensor_for(one, request.device) for one in (*kernel.inputs, *kernel.outputs)])
+        held.append([tensor_for(tensor, request.device) for tensor in (*kernel.inputs, *kernel.outputs)])
         samples += samples_ms(built, held[-1], part, request.device, cold=on_cpu)
     return Reply(measurements=(Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone",
                                            samples_ms=tuple(samples)),))
@@ -200,7 +202,8 @@ def time_model(request: Request) -> Reply:
     """A whole model's latency in TVM's virtual machine, with the memory that it takes.
 
     Raises:
-        UserError: as `timed`; or TVM's graph is not the one of the model's record.
+        UserError: TVM's graph is not the one of the model's record; the model needs more memory than the limit; or TVM can't
+            take it apart.
     """
     setting, record = setting_of(request), read_model_record(Path(request.record))
     parsed = parse_at(setting.level, Path(request.paths[0]), request.dims, request.device)
@@ -211,7 +214,11 @@ def time_model(request: Request) -> Reply:
 
 
 def time_session(request: Request) -> Reply:
-    """As `time_model`, without a record; errors as of `timed`."""
+    """As `time_model`, without a record.
+
+    Raises:
+        UserError: the model needs more memory than the limit, or TVM can't take it apart.
+    """
     setting = setting_of(request)
     parsed = parse_at(setting.level, Path(request.paths[0]), request.dims, request.device)
     return timed(parsed, setting, request.effort)

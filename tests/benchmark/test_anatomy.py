@@ -15,8 +15,9 @@ from conftest import small_model
 from benchmark.run_anatomy import TracedModel, as_json, ask, measure, row, runs_of
 from measuring.bench import Effort
 from measuring.gpu_trace import PARTS, GpuRun, GpuWork, Launch, anatomy_of, attribute, measured_trace, typical_run
+from measuring.worker_process import WorkerFailed
 from records.measurement import Measurement
-from runtimes.protocol import Reply, Request, Worker, WorkerFailed
+from runtimes.protocol import Reply, Request, Worker
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

@@ -30,6 +30,7 @@ from kernel_model.sampling.seeds import SEED_FILE
 from measuring.bench import Effort
 from measuring.loads import idle, measure_block
 from measuring.metrics.sources import open_source
+from measuring.worker_process import WorkerFailed
 from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
 from records.blocks import Block
 from records.dataset_files import (
@@ -52,7 +53,7 @@ from records.kernel_types import describe_kernel
 from records.measurement import Measurement
 from runtimes.ort import worker as worker_process
 from runtimes.ort.building.kernel_models import KERNEL_KEY, build_model, kernel_build
-from runtimes.protocol import Request, Worker, WorkerFailed
+from runtimes.protocol import Request, Worker
 from runtimes.targets import local_target
 from training.kernels.training_set import read_training_set
 from utils import files

@@ -43,7 +43,7 @@ def entries(torch_models: dict[str, Path]) -> list[Drawn]:
 
 def draw(entries: list[Drawn], count: int = 60, seed: int = 0, gflop: float = 0.2, without: tuple[str, ...] = (),
          known: frozenset[str] = frozenset()) -> dict[str, tuple[str, ...]]:
-    found, _ = sample(entries, count, np.random.default_rng(seed), [1, 4], gflop, without=without, there=known)
+    found, _ = sample(entries, count, np.random.default_rng(seed), [1, 4], gflop, without=without, existing=known)
     return {name: families for name, (_, families) in found.items()}
 
 
@@ -118,7 +118,7 @@ def test_free_kernels_are_what_onnx_runtime_makes_of_them() -> None:
     """ONNX Runtime opens each, and puts out the shapes that were worked out; all kinds of operators come up."""
     found, refused = sample_free(250, np.random.default_rng(5), [1, 2], 0.5)
     assert len(found) == 250
-    assert refused["there already"] < 25
+    assert refused["built already"] < 25
     assert {kernel.op_type for kernel, _ in found.values()} >= {
         "Conv", "Gemm", "MatMul", "FusedMatMul", "Transpose", "LayerNormalization", "Relu", "Add", "ReduceMean", "Concat",
         "Pad"}

@@ -107,7 +107,7 @@ def test_models_are_put_into_the_workspace(tmp_path: Path) -> None:
     assert put_models(workspace, given[:1]) == put_models(workspace, [])
     other = tmp_path / "elsewhere" / "first.onnx"
     files.write_bytes(other, b"another model")
-    with pytest.raises(UserError, match=r"first\.onnx is there already and differs from"):
+    with pytest.raises(UserError, match=r"first\.onnx exists and differs from"):
         put_models(workspace, [other])
 
 

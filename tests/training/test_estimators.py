@@ -223,7 +223,7 @@ def test_other_code_than_was_checked_is_refused(mine: Workspace) -> None:
         Predictor(mine).predict("mine.onnx")
     assert Predictor(mine, estimators=[named(mine)]).predict("mine.onnx").estimators
     named(mine).write_text(WITH_ARRAY + "\n# changed\n")
-    with pytest.raises(UserError, match="is another; check it again"):
+    with pytest.raises(UserError, match="has changed since; check it again"):
         Predictor(mine, estimators=[named(mine).parent]).predict("mine.onnx")
     (path,) = folder_of(mine).glob("estimator_*")
     named(mine).write_text(WITH_ARRAY)
@@ -347,8 +347,9 @@ def test_damaged_forms_are_refused(damage: dict[str, Any], said: str, fitted_roo
 @pytest.mark.parametrize(("text", "said"), [
     ("x = 1\n", "defines no Estimator"), ("import nowhere_to_be_found\n", "can't be run"),
     (EXAMPLE.replace('    name = "softmax_by_bytes"\n', ""), "does not state its name"),
-    (EXAMPLE.replace(NAME, "../x"), "letters, digits"), (EXAMPLE.replace(f'"{NAME}"', '"roofline"'), "two have this name"),
-    (EXAMPLE.replace('EnvironmentPattern(device="cpu"), ', ""), "no tuple of EnvironmentPattern")])
+    (EXAMPLE.replace(NAME, "../x"), "letters, digits"),
+    (EXAMPLE.replace(f'"{NAME}"', '"roofline"'), "two estimators have this name"),
+    (EXAMPLE.replace('EnvironmentPattern(device="cpu"), ', ""), "must be a tuple of EnvironmentPattern")])
 def test_files_that_are_no_estimators(text: str, said: str, tmp_path: Path) -> None:
     files.write_text(tmp_path / "one.py", text)
     with pytest.raises(UserError, match=said):
@@ -359,7 +360,7 @@ def test_predictions_that_are_no_times_are_refused(mine: Workspace) -> None:
     path = mine.root / "negative.py"
     files.write_text(path, EXAMPLE.replace(NAME, "negative").replace("return self", "return -self"))
     done = check(mine, "negative", "--estimators", path, "--force")
-    assert (done.returncode, "something else than a positive number of ms" in done.stderr) == (1, True)
+    assert (done.returncode, "must predict a positive number of ms" in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(("types", "said"), [("Softmaks", "no kernel of this type"), ("Softmax,Gemm", "is not for it")])

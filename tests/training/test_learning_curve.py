@@ -99,7 +99,7 @@ def test_a_kernel_in_single_precision() -> None:
 def test_what_can_not_be_replayed(workspace: Workspace, tmp_path: Path) -> None:
     config = ("--workspace", str(workspace.root), "--config", str(workspace.root / "training.yaml"))
     refused = run_script("training/learning_curve.py", *config, "--half-from-single")
-    assert (refused.returncode, "needs kernels of two families of models at least, in half precision" in refused.stderr) == (
+    assert (refused.returncode, "needs kernels of at least two families of models, in half precision" in refused.stderr) == (
         1, True)
     refused = run_script("training/learning_curve.py", *config, "--label", "gpu")
     assert (refused.returncode, "label gpu: not in the dataset" in refused.stderr) == (1, True)

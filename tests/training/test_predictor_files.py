@@ -125,7 +125,7 @@ def test_predictors_of_an_idle_device_refuse_a_load(workspace: Workspace) -> Non
     write_workspace(workspace, levels={0.0: 0.0}, sampled=20)
     rows = read_training_set(workspace, TARGET.name)
     save(workspace, rows, [train_label(rows, "run", QUICK)], QUICK)
-    with pytest.raises(UserError, match="idle device alone"):
+    with pytest.raises(UserError, match="idle device only"):
         read_predictors(workspace.predictors(TARGET.name)).predict(NEW, {METRIC: 30.0})
 
 
@@ -325,7 +325,7 @@ def test_a_booster_that_can_not_be_saved_says_so(parameters: dict[str, Any]) -> 
     generator = np.random.default_rng(0)
     matrix = generator.normal(size=(500, 4)).astype(np.float32)
     booster = xgboost.train({"max_depth": 0} | parameters, xgboost.DMatrix(matrix, np.exp(matrix.sum(axis=1))), 3)
-    with pytest.raises(UserError, match="only sums of trees can that were grown level by level"):
+    with pytest.raises(UserError, match="it must be a sum of trees that were grown level by level"):
         as_arrays(booster)
 
 

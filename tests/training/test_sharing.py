@@ -251,7 +251,7 @@ def test_one_name_for_two_backgrounds_is_refused(tmp_path: Path) -> None:
 
     one, same, other = workspace("one", 0.5), workspace("same", 0.5), workspace("other", 2.0)
     assert list(backgrounds_of([one, same], target.name)) == ["bursts"]
-    with pytest.raises(UserError, match=r"other.*background bursts is another there"):
+    with pytest.raises(UserError, match=r"other.*background bursts differs"):
         backgrounds_of([one, other], target.name)
     with pytest.raises(UserError, match="no dataset of target"):
         backgrounds_of([one, Workspace(tmp_path / "none")], target.name)
@@ -283,7 +283,7 @@ def test_a_slice_at_the_edge_of_those_tried_is_warned_of(slice_ms: float, warns:
     with caplog.at_level("WARNING"):
         assert evaluation.learned().slice_ms == slice_ms
     assert [record.levelname for record in caplog.records] == (["WARNING"] if warns else [])
-    assert (f"a slice of {slice_ms:g} ms errs least" in caplog.text) is warns
+    assert (f"a slice of {slice_ms:g} ms gives the smallest error" in caplog.text) is warns
 
 
 def test_errors_are_of_what_is_predicted() -> None:

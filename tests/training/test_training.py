@@ -97,13 +97,13 @@ def test_cross_validation_does_not_see_the_answer(rows: TrainingSet) -> None:
 
 
 def test_a_type_gets_its_own_predictor_only_where_that_helps(rows: TrainingSet) -> None:
-    from training.kernels.label_training import LeftOut, choose_own
+    from training.kernels.label_training import LeftOut, choose_dedicated_types
 
     truth = rows.times_ms["run"]
     conv_rows = rows.types == "Conv"
-    better = LeftOut(shared_ms=truth * 1.2, own_ms=np.where(conv_rows, truth * 1.1, truth * 1.3), forest_ms=truth,
+    better = LeftOut(shared_ms=truth * 1.2, dedicated_ms=np.where(conv_rows, truth * 1.1, truth * 1.3), forest_ms=truth,
                      roofline_ms=truth)
-    assert choose_own(rows, "run", better, ["Conv", "Relu"]) == ["Conv"]
+    assert choose_dedicated_types(rows, "run", better, ["Conv", "Relu"]) == ["Conv"]
 
 
 def test_types_are_numbered_by_speed() -> None:

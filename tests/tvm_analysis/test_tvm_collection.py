@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
 CONFIG = {"device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
           "kernel": {"warmup": 1, "budget_s": 0.02, "least_runs": 3, "most_runs": 5},
-          "model": {"warmup": 1, "budget_s": 0.05, "least_runs": 4, "most_runs": 10}, "tvm": {"threads": 1, "cores": 1}}
+          "model": {"warmup": 1, "budget_s": 0.05, "least_runs": 4, "most_runs": 10}, "setting": {"threads": 1, "cores": 1}}
 
 
 def layers(path: Path, depth: int, width: int = 256) -> Path:
@@ -65,7 +65,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, dict[
     for name, depth, width in (("small", 3, 256), ("large", 2, 1024)):
         write_parsed(workspace, parse(layers(workspace.models / f"{name}.onnx", depth, width)))
     update_index(workspace, tvm_flavour())
-    config = validate(CONFIG | {"tvm": {"threads": 1, "cores": 1, "memory_limit_mib": 4}}, CollectorConfig, "test")
+    config = validate(CONFIG | {"setting": {"threads": 1, "cores": 1, "memory_limit_mib": 4}}, CollectorConfig, "test")
     return workspace, collect(workspace, config)
 
 
@@ -232,7 +232,7 @@ def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> 
     write_parsed(workspace, parse(elementwise(workspace.models / "relu.onnx", "Relu")))
     write_parsed(workspace, parse(elementwise(workspace.models / "both.onnx", "Relu", "Softmax")))
     update_index(workspace, tvm_flavour())
-    with pytest.raises(UserError, match=r"--model gelu: TVM took no such model apart \(there: both, relu\)"):
+    with pytest.raises(UserError, match=r"--model gelu: no record of this model under TVM \(analysed: both, relu\)"):
         tune_kernels(workspace, trials=2, threads=1, models=["gelu"])
     [row] = tune_kernels(workspace, trials=2, threads=1, models=["relu"])
     assert row["type"] == "Relu"
@@ -241,12 +241,12 @@ def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> 
     assert tune_kernels(workspace, trials=2, threads=1, models=["relu"]) == []
     assert len(list((workspace.kernel_onnx / tvm_flavour(level=TUNED).name / DATABASE).glob("*.json"))) == 2
     setting = {"threads": 1, "cores": 1}
-    tuned = validate(CONFIG | {"tvm": setting | {"level": "tuned"}}, CollectorConfig, "test")
+    tuned = validate(CONFIG | {"setting": setting | {"level": "tuned"}}, CollectorConfig, "test")
     totals = collect(workspace, tuned)
     assert str(totals["target"]).endswith("-tuned")
     assert (totals["kernel_rows"], totals["model_rows"], totals["failed"]) == (1, 2, [])
     assert [one["model"] for one in target_rows(workspace, str(totals["target"]))] == ["relu"]  # Softmax has no time
-    fused = str(collect(workspace, validate(CONFIG | {"tvm": setting}, CollectorConfig, "test"))["target"])
+    fused = str(collect(workspace, validate(CONFIG | {"setting": setting}, CollectorConfig, "test"))["target"])
     both, relu = target_rows(workspace, str(totals["target"]))
     assert (both["unsearched"], relu["unsearched"]) == (1, 0)
     [softmax_ms] = [times["run"] for name, times in measured_times(workspace, fused).items() if name.startswith("Softmax")]

@@ -141,7 +141,7 @@ class AdmittedEstimators:
                             f"{self.target.name}") from None
         if (known.code_sha256, known.estimator.version) != (entry.code_sha256, entry.version):
             raise UserError(f"{path}: estimator {entry.name} was checked as version {entry.version} of {entry.source}, but the "
-                            f"code of {known.source}, version {known.estimator.version}, is another; {remedy}")
+                            f"code of {known.source}, version {known.estimator.version}, has changed since; {remedy}")
         if not known.estimator.holds_for(self.target):
             raise UserError(f"{path}: estimator {entry.name} does not hold for {self.target.name}; {remedy}")
         return open_estimator(entry, known.estimator, self.folder, remedy)
@@ -155,7 +155,7 @@ def checked_times(estimator: Estimator, kernels: KernelRows) -> Floats:
     """
     times_ms = np.asarray(estimator.predict_ms(kernels), dtype=float)
     if times_ms.shape != (len(kernels),) or not (np.isfinite(times_ms) & (times_ms > 0)).all():
-        raise UserError(f"estimator {estimator.name}: predicts something else than a positive number of ms for each of "
+        raise UserError(f"estimator {estimator.name}: must predict a positive number of ms for each of "
                         f"{len(kernels)} kernels")
     return times_ms
 
@@ -247,7 +247,8 @@ def find_estimators(named: Sequence[Path] = ()) -> dict[str, KnownEstimator]:
     for entry in (*_shipped(), *_of_packages(), *_of_files([*named, *_in_environment()])):
         name = entry.estimator.name
         if name in known:
-            raise UserError(f"estimator {name}: two have this name, of {known[name].source} and of {entry.source}; rename one")
+            raise UserError(f"estimator {name}: two estimators have this name, in {known[name].source} and in "
+                            f"{entry.source}; rename one of them")
         known[name] = entry
     return known
 
@@ -289,7 +290,7 @@ def _of_packages() -> Iterator[KnownEstimator]:
         elif isinstance(loaded, type) and issubclass(loaded, Estimator):
             yield KnownEstimator(_checked(loaded, of), of)
         else:
-            raise UserError(f"{of}: its entry point {point.name} of {GROUP} is no Estimator and no module")
+            raise UserError(f"{of}: its entry point {point.name} of {GROUP} is neither an Estimator nor a module")
 
 
 def _of_files(named: Sequence[Path]) -> Iterator[KnownEstimator]:
@@ -325,7 +326,7 @@ def _module(path: Path, sha256: str) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{path}: no Python file")
+        raise UserError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -350,7 +351,7 @@ def _checked(estimator: type[Estimator], where: str) -> type[Estimator]:
         raise UserError(f"{where}: the name {estimator.name!r} of an estimator: letters, digits, _ and -, at most 60")
     stated = estimator.environments
     if not isinstance(stated, tuple) or not all(isinstance(pattern, EnvironmentPattern) for pattern in stated):
-        raise UserError(f"{where}: estimator {estimator.name}: environments is no tuple of EnvironmentPattern")
+        raise UserError(f"{where}: estimator {estimator.name}: environments must be a tuple of EnvironmentPattern")
     return estimator
 
 

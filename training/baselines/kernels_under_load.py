@@ -60,8 +60,8 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
 
     def sums_of(key: tuple[str, str]) -> list[float]:
         background, family = key
-        own = {name for record in records.values() if families[record.model] == family for name in record.kernels}
-        seen = (rows.backgrounds != background) & ~np.isin(rows.ids, list(own))
+        kernels_of_family = {name for record in records.values() if families[record.model] == family for name in record.kernels}
+        seen = (rows.backgrounds != background) & ~np.isin(rows.ids, list(kernels_of_family))
         seen &= np.array([family not in names for names in rows.groups])
         if not (seen & ~rows.idle).any():
             return [np.nan] * len(groups[key])
@@ -72,13 +72,13 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
     for key, predicted in zip(keys, parallel_map(sums_of, keys, config.workers), strict=True):
         sums[groups[key]] = predicted
     means = np.array([run.samples_ms.mean() for run in runs])
-    found = np.full(len(runs), np.nan)
+    predicted_ms = np.full(len(runs), np.nan)
     for (background, family), places in groups.items():
         others = [place for key in keys if key[0] != background and key[1] != family for place in groups[key]
                   if np.isfinite(sums[place])]
         if others:
-            found[places] = latency_ms(fit_line(sums[others], means[others]), sums[places], 0.0)
-    return found
+            predicted_ms[places] = latency_ms(fit_line(sums[others], means[others]), sums[places], 0.0)
+    return predicted_ms
 
 
 def _sum_ms(model: KernelModel, rows: TrainingSet, record: ModelRecord, metrics: Mapping[str, float]) -> float:

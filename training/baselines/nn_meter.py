@@ -74,8 +74,8 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
             forest = sklearn.ensemble.RandomForestRegressor(
                 n_estimators=trees, max_depth=depth, max_features=share, random_state=10, n_jobs=1)
             forest.fit(rows.features[learned][:, columns], rows.times_ms[GPU_LABEL][learned])
-            found = forest.predict(np.array([features[kernel_id][columns] for kernel_id in mine]))
-            times |= dict(zip(mine, found.tolist(), strict=True))
+            predicted_ms = forest.predict(np.array([features[kernel_id][columns] for kernel_id in mine]))
+            times |= dict(zip(mine, predicted_ms.tolist(), strict=True))
         return by_model(fold, times)
 
     folds = folds_of(rows, models, groups, left_out, config.folds)

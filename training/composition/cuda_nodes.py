@@ -4,16 +4,6 @@
   (host_side.py). Where the CPU provider's kernels were not, their times are guessed here, and marked as estimated.
 - GPU kernels at which the host waits, since the size of their output depends on data.
 - GPU kernels that select one after another: NonMaxSuppression, and TopK in long rows.
-
-NonMaxSuppression depends on how many boxes it keeps. A kernel measured alone got random boxes and kept another number of them,
-so neither its time nor what is learned from it holds in a detector. These constants were fitted to the spans of 15 such nodes
-in detectors of five families on an NVIDIA H200 (recipes/cuda_kernels/profile_nodes.py, ONNX Runtime 1.31.1), with 507 to
-27,000 boxes of which 3 to 16,405 were kept: boxes are looked at one after another, and each that is kept is compared with all.
-The mean error is 1.6 %, and 3.3 % with each family left out of the fit.
-
-Where ONNX Runtime selects more than 64 by radix, one block of threads reads a whole row several times, slower where the row
-does not fit into the caches next to it. These constants were read off 20 such kernels of 675 to 43,200 numbers, measured
-alone, and off the waiting after three of up to 1.2 million in a detector.
 """
 
 from __future__ import annotations
@@ -32,7 +22,11 @@ HOST_BYTES_PER_MS = 10e6
 SLOW_MS = 8e-6
 HOST_RANGE = (0.2, 6.0)  # plausible range of a CPU kernel's time, as multiples of the guess; a choice
 SERIAL_RANGE = (0.2, 30.0)  # the same for kernels of serial steps (recurrent ones) and of unknown operators
-# NonMaxSuppression
+# NonMaxSuppression depends on how many boxes it keeps. A kernel measured alone got random boxes and kept another number of
+# them, so neither its time nor what is learned from it holds in a detector. These constants were fitted to the spans of 15 such
+# nodes in detectors of five families on an NVIDIA H200 (recipes/cuda_kernels/profile_nodes.py, ONNX Runtime 1.31.1), with 507
+# to 27,000 boxes of which 3 to 16,405 were kept: boxes are looked at one after another, and each that is kept is compared with
+# all. The mean error is 1.6 %, and 3.3 % with each family left out of the fit.
 BASE_MS = 0.07
 BOX_MS = 1.108e-4
 KEPT_MS = 1.850e-4
@@ -40,7 +34,9 @@ PAIR_MS = 1.353e-8  # for each box that is kept, and each box
 MANY_BOXES = 8192  # from here on they are sorted with more launches
 LAUNCHES = (17.0, 28.0)  # with fewer boxes, and with more
 SELECTION_RANGE = (0.7, 1.5)  # plausible range of the time, as multiples; a choice
-# TopK
+# TopK: where ONNX Runtime selects more than 64 by radix, one block of threads reads a whole row several times, slower where the
+# row does not fit into the caches next to it. These constants were read off 20 such kernels of 675 to 43,200 numbers, measured
+# alone, and off the waiting after three of up to 1.2 million in a detector.
 TOPK_MS = 0.024
 NUMBER_MS = 2.9e-6
 FAR_MS = 2.4e-6  # of each number beyond NEAR, in addition

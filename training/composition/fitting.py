@@ -3,11 +3,11 @@ richer one is clearly better.
 
 Candidates are a line for each label and kind of sum, and on a GPU its two tracks.
 
-For a handful of models whose kernels were measured, the candidates differ. Where few kernels were measured, kernels that were
-held out are predicted badly, and constants that are fitted to such times are bad even for models whose kernels are all known.
-So the constants are fitted to kernels as measured. The errors are still those of models that were held out, with their kernels
-predicted. On a GPU, a few models can't separate the costs of a run. They are taken from the GPU whose predictors come with
-Hase, and one number is fitted: how many times as long this host takes.
+A handful of models whose kernels were measured is fitted in another way. With few kernels measured, those held out are
+predicted badly, and constants that are fitted to such times are bad even for models whose kernels are all known. So the
+constants are fitted to kernels as measured; the errors are still those of held-out models with their kernels predicted. On a
+GPU, a few models can't separate the costs of a run. They are taken from the GPU whose predictors come with Hase, and one number
+is fitted: how many times as long this host takes.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def host_predictors(workspace: Workspace) -> Path:
              if read_sidecar(workspace.predictors(name)).target.flavour.device == "cpu"]
     if len(names) != 1:
         raise UserError(f"{workspace.root}: {len(names)} CPU targets with predictors ({', '.join(names) or 'none'}); exactly "
-                        f"one must be there: {TRAIN} --workspace {workspace.root}")
+                        f"one is expected: {TRAIN} --workspace {workspace.root}")
     return workspace.predictors(names[0])
 
 

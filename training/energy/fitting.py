@@ -57,6 +57,7 @@ LEAST_MODELS = 5
 # Of the idle readings. A device draws more for a while after it worked: H200s between two blocks of measurements, idle for some
 # tenths of a second, drew 125 to 195 W (medians of six). What they draw beyond the lowest readings is learned with the runs.
 IDLE_QUANTILE = 0.1
+log = get_logger("energy")
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ def fit_coefficients(models: Sequence[MeasuredEnergy], names: Sequence[str]) -> 
     scale = shares.mean(axis=0)
     scale[scale == 0.0] = 1.0
     penalty = np.sqrt(SHRINK * len(models)) * np.eye(len(names))
-    found, _ = scipy.optimize.nnls(np.vstack([shares / scale, penalty]), np.concatenate([beyond_idle, np.zeros(len(names))]))
-    return np.asarray(found / scale, dtype=float)
+    scaled, _ = scipy.optimize.nnls(np.vstack([shares / scale, penalty]), np.concatenate([beyond_idle, np.zeros(len(names))]))
+    return np.asarray(scaled / scale, dtype=float)
 
 
 def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: str,
@@ -132,11 +133,12 @@ def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: s
     Raises:
         UserError: fewer than LEAST_MODELS models.
     """
-    models, batches = ([one for one in measured if one.is_model is wanted] for wanted in (True, False))
+    models, batches = ([energy for energy in measured if energy.is_model is wanted] for wanted in (True, False))
     if len(models) < LEAST_MODELS:
         raise UserError(f"{target}: {len(models)} models with a sound measured energy; it takes {LEAST_MODELS} or more")
     tried = [_try(name, kinds, models, batches, limit_w) for name, kinds in CANDIDATES.items()]
-    best = min(tried, key=lambda one: one.candidate.fit_mape if one.candidate.cv_mape is None else one.candidate.cv_mape)
+    best = min(tried, key=lambda attempt: attempt.candidate.fit_mape if attempt.candidate.cv_mape is None
+               else attempt.candidate.cv_mape)
     idle_w = idle_power_w(measured)
     measured_j = np.array([model.energy_j for model in models])
     predicted_j = best.held_out_j
@@ -154,11 +156,11 @@ def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: s
         learned_from=_names(measured, CANDIDATES[best.candidate.name]), kind=best.candidate.name, left_out=left_out,
         left_out_with_latency=_with_latency(models, best), interval=interval,
         agreement=float(np.mean(agreements)) if agreements else None, models_sha256=models_sha256,
-        candidates=tuple(one.candidate for one in tried), models=tuple(
+        candidates=tuple(attempt.candidate for attempt in tried), models=tuple(
             FittedEnergy(model=model.model, group=model.group, power_w=model.power_w, measured_j=model.energy_j,
-                         predicted_j=float(found), with_latency_j=float(with_latency) if np.isfinite(with_latency) else None,
+                         predicted_j=float(energy_j), with_latency_j=float(with_latency) if np.isfinite(with_latency) else None,
                          agreement=model.agreement)
-            for model, found, with_latency in zip(models, predicted_j, with_latency_j, strict=True)))
+            for model, energy_j, with_latency in zip(models, predicted_j, with_latency_j, strict=True)))
 
 
 def _names(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> tuple[str, ...]:
@@ -201,7 +203,7 @@ def _try(name: str, kinds: Sequence[str], models: Sequence[MeasuredEnergy], batc
         return _Tried(EnergyCandidate(name=name, cv_mape=None, fit_mape=fit_mape), coefficients, None, None)
     held_out_j, with_latency_j = np.zeros(len(models)), np.full(len(models), np.nan)
     for group in groups:
-        predict = _fitted([one for one in fitted_to if one.group != group], kinds, limit_w)
+        predict = _fitted([energy for energy in fitted_to if energy.group != group], kinds, limit_w)
         inside = [place for place, model in enumerate(models) if model.group == group]
         held_out_j[inside] = predict([models[place].work for place in inside])
         for place in inside:
@@ -220,9 +222,6 @@ def _with_latency(models: Sequence[MeasuredEnergy], used: _Tried) -> ErrorStatis
     return error_statistics(used.held_out_with_latency_j[known].tolist(), measured_j[known].tolist()) if known.any() else None
 
 
-log = get_logger("energy")
-
-
 def parts_of(record: ModelRecord, predictors: Predictors, label: str) -> list[Part]:
     """The kernels of a model that the target's device runs, with their times (ms) and launches; measured ones are looked up."""
     on_gpu = predictors.sidecar.target.flavour.device == "cuda"
@@ -231,14 +230,14 @@ def parts_of(record: ModelRecord, predictors: Predictors, label: str) -> list[Pa
                   and not (on_gpu and is_off_gpu(record.kernel_of(node), node.provider))], predictors, label)
 
 
-def parts(there: Sequence[tuple[Kernel, float]], predictors: Predictors, label: str) -> list[Part]:
+def parts(kernel_runs: Sequence[tuple[Kernel, float]], predictors: Predictors, label: str) -> list[Part]:
     """Kernels and how often they run, with their times (ms) and launches."""
-    kernels = [kernel for kernel, _ in there]
+    kernels = [kernel for kernel, _ in kernel_runs]
     times_ms = predictors.predict(kernels, {}, label).latency_ms
     launches = (predictors.predict(kernels, {}, settings.LAUNCHES).latency_ms if settings.LAUNCHES in predictors.labels
                 else [float(kernel.moves_data) for kernel in kernels])
     return [Part(kernel, runs, time_ms, count)
-            for (kernel, runs), time_ms, count in zip(there, times_ms, launches, strict=True)]
+            for (kernel, runs), time_ms, count in zip(kernel_runs, times_ms, launches, strict=True)]
 
 
 def measured_energies(workspace: Workspace, target: str, predictors: Predictors,
@@ -255,7 +254,7 @@ def measured_energies(workspace: Workspace, target: str, predictors: Predictors,
     doubtful = table["energy_doubts"].fillna("") != ""
     for name, doubts in table[doubtful][["Model", "energy_doubts"]].itertuples(index=False):
         log.warning("%s: its energy is not used: %s", name, doubts)
-    found = []
+    energies = []
     for name, rows in table[~doubtful].groupby("Model", sort=True):
         path = record_path(workspace, predictors.sidecar.target.flavour, str(name))
         if not path.is_file():
@@ -264,11 +263,11 @@ def measured_energies(workspace: Workspace, target: str, predictors: Predictors,
         record = read_model_record(path)
         if record.group not in predictors.sidecar.held_out:
             medians = rows[["energy_j", "power_w", "idle_w", f"{ENERGY}_ms", "counter_j"]].apply(pd.to_numeric).median()
-            found.append(_measured(record, medians, predictors, composition))
-    found += measured_batches(workspace, target, predictors, composition.label)
-    if not found:
+            energies.append(_measured(record, medians, predictors, composition))
+    energies += measured_batches(workspace, target, predictors, composition.label)
+    if not energies:
         raise UserError(f"{workspace.dataset(target)}: no model with a sound energy; collect with {MEASURE}")
-    return found
+    return energies
 
 
 def measured_batches(workspace: Workspace, target: str, predictors: Predictors, label: str) -> list[MeasuredEnergy]:
@@ -277,18 +276,18 @@ def measured_batches(workspace: Workspace, target: str, predictors: Predictors, 
     folder = workspace.dataset(target)
     batches = [m for block in read_journal(folder) if not block.level for m in block.measurements
                if (m.subject, m.label, m.status, m.error) == (KERNELS, ENERGY, "ok", "")]
-    described = {one.kernel.id: one for one in read_kernels(folder, {name for m in batches for name in m.members})}
-    found, held_out = [], set(predictors.sidecar.held_out)
+    described = {entry.kernel.id: entry for entry in read_kernels(folder, {name for m in batches for name in m.members})}
+    energies, held_out = [], set(predictors.sidecar.held_out)
     for m in batches:
         members = [described[name] for name in m.members]
         if any(held_out & set(member.groups) for member in members):
             continue
         values, [run_ms] = {name: value for name, (value,) in m.quantities.items()}, m.samples_ms
         work = work_of_run(parts([(member.kernel, 1.0) for member in members], predictors, label), run_ms)
-        found.append(MeasuredEnergy(
+        energies.append(MeasuredEnergy(
             m.id, m.id, values["energy_j"], values["power_w"], values["idle_w"], run_ms, work, is_model=False,
             agreement=values["energy_j"] / values["counter_j"] if values.get("counter_j") else None))
-    return found
+    return energies
 
 
 def _measured(record: ModelRecord, medians: Mapping[str, float], predictors: Predictors,

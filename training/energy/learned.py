@@ -1,8 +1,8 @@
-"""What was learned of a device's energy, from the work of a run; its tables and its page.
+"""How much energy a run takes: the work of a run, the coefficients learned for it, and their tables and page.
 
 The coefficients are those of physics: W while kernels of a class run, further W while they fill the device, pJ per operation by
-class, J per GB moved, J per launch, and W while the model runs at all. None is negative. All
-element types of a class have one coefficient.
+class, J per GB moved, J per launch, and W while the model runs at all. None is negative. All element types of a class have one
+coefficient.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ FULL = {half: f"full_{half}m_s" for half in (1, 2, 4, 8)}
 # What a coefficient of each kind of work is, by the part of the name in front of the first ":".
 UNITS = {RUN: "W", BUSY: "W", **dict.fromkeys(FULL.values(), "W"), OPERATIONS: "pJ/FLOP", BYTES: "J/GB", LAUNCHES: "J"}
 WORD = 4  # bytes; an operation on a half-precision number counts half, since a tensor core does twice as many at the same power
+ENERGY_VERSION = 2
+FILE = "energy.json"
+FIT = "python training/fit_energy.py"
+MEASURE = "energy_s: 3 in the collector's config"
+MUCH = 2.0  # times idle power, which an H200 draws when it works for more than half of the time
 
 
 class Part(NamedTuple):
@@ -64,7 +69,7 @@ def work_of_run(parts: Iterable[Part], latency_ms: float) -> dict[str, float]:
         latency_ms: of the run. If the kernels' times exceed it, they are shortened to fit, all by the same factor.
     """
     parts = list(parts)
-    found: dict[str, float] = {RUN: latency_ms / 1e3, BYTES: 0.0, LAUNCHES: 0.0}
+    work: dict[str, float] = {RUN: latency_ms / 1e3, BYTES: 0.0, LAUNCHES: 0.0}
     busy_ms = sum(part.runs * part.time_ms for part in parts)
     fit = min(1.0, latency_ms / busy_ms) if busy_ms else 1.0
     for kernel, runs, time_ms, launches in parts:
@@ -76,8 +81,8 @@ def work_of_run(parts: Iterable[Part], latency_ms: float) -> dict[str, float]:
                              (f"{OPERATIONS}:{kind}:{kernel.dtype}", words * kernel.flops / 1e12),
                              (BYTES, moved_gb), (LAUNCHES, launches)):
             if amount:
-                found[name] = found.get(name, 0.0) + runs * amount
-    return found
+                work[name] = work.get(name, 0.0) + runs * amount
+    return work
 
 
 def _words(dtype: str) -> float:
@@ -102,16 +107,10 @@ def without_type(name: str) -> str:
 
 def without_types(work: Mapping[str, float]) -> dict[str, float]:
     """Work with the element types of a class added up."""
-    found: dict[str, float] = {}
+    amounts: dict[str, float] = {}
     for name, amount in work.items():
-        found[without_type(name)] = found.get(without_type(name), 0.0) + amount
-    return found
-
-
-ENERGY_VERSION = 2
-FILE = "energy.json"
-FIT = "python training/fit_energy.py"
-MEASURE = "energy_s: 3 in the collector's config"
+        amounts[without_type(name)] = amounts.get(without_type(name), 0.0) + amount
+    return amounts
 
 
 class FittedEnergy(Frozen):
@@ -215,28 +214,25 @@ def read_energy(folder: Path) -> EnergyModel:
     return files.read_record(path, EnergyModel, ENERGY_VERSION, FIT)
 
 
-MUCH = 2.0  # times idle power, which an H200 draws when it works for more than half of the time
-
-
-def coefficient_rows(found: EnergyModel) -> list[dict[str, Any]]:
+def coefficient_rows(fitted: EnergyModel) -> list[dict[str, Any]]:
     """One row per coefficient, with its unit."""
-    checked = [] if found.agreement is None else [
-        {"what": "measured: integral of power over the energy counter", "value": found.agreement, "unit": "ratio"}]
-    return [*checked, {"what": "idle power", "value": found.idle_w, "unit": "W"}, *(
+    checked = [] if fitted.agreement is None else [
+        {"what": "measured: integral of power over the energy counter", "value": fitted.agreement, "unit": "ratio"}]
+    return [*checked, {"what": "idle power", "value": fitted.idle_w, "unit": "W"}, *(
         {"what": name, "value": value, "unit": UNITS[kind_of_work(name)]}
-        for name, value in sorted(found.coefficients.items()))]
+        for name, value in sorted(fitted.coefficients.items()))]
 
 
-def error_rows(found: EnergyModel) -> list[dict[str, Any]]:
+def error_rows(fitted: EnergyModel) -> list[dict[str, Any]]:
     """Errors of models whose family was held out, with the latency as measured and as predicted. The latter also for models
     that leave the device idle for much of the time, whose latency depends on the host, and for the others."""
     def with_latency(least_w: float, below_w: float) -> ErrorStatistics | None:
-        pairs = [(model.with_latency_j, model.measured_j) for model in found.models
+        pairs = [(model.with_latency_j, model.measured_j) for model in fitted.models
                  if model.with_latency_j is not None and least_w <= model.power_w < below_w]
         return error_statistics(*(list(column) for column in zip(*pairs, strict=True))) if pairs else None
 
-    bound_w = MUCH * found.idle_w
-    return [_error_row("latency as measured", found.left_out), _error_row("latency predicted", found.left_out_with_latency),
+    bound_w = MUCH * fitted.idle_w
+    return [_error_row("latency as measured", fitted.left_out), _error_row("latency predicted", fitted.left_out_with_latency),
             _error_row(f"… models above {bound_w:.0f} W", with_latency(bound_w, math.inf)),
             _error_row(f"… models below {bound_w:.0f} W", with_latency(0.0, bound_w))]
 
@@ -249,41 +245,42 @@ def _error_row(what: str, errors: ErrorStatistics | None) -> dict[str, Any]:
             "within ±10 %": f"{errors.within_10:.0%}", "worst": f"{errors.worst:.1%}"}
 
 
-def model_rows(found: EnergyModel) -> list[dict[str, Any]]:
+def model_rows(fitted: EnergyModel) -> list[dict[str, Any]]:
     """One row per model: its mean power, its energy, and the errors of the energies that were predicted without its family."""
     return [{"model": model.model, "family": model.group, "mean (W)": f"{model.power_w:.0f}",
              "measured (J)": f"{model.measured_j:.4g}", "predicted (J)": f"{model.predicted_j:.4g}",
              "error": f"{model.predicted_j / model.measured_j - 1:+.1%}", "error, latency predicted":
              None if model.with_latency_j is None else f"{model.with_latency_j / model.measured_j - 1:+.1%}"}
-            for model in found.models]
+            for model in fitted.models]
 
 
-def page(found: EnergyModel) -> str:
+def page(fitted: EnergyModel) -> str:
     """The page about the energy of a target."""
-    agreements = [model.agreement for model in found.models if model.agreement is not None]
+    agreements = [model.agreement for model in fitted.models if model.agreement is not None]
     lines = [
         "# Energy of models, measured and predicted", "",
-        f"Of `{found.target}`. Written by `recipes/h200/learn.sh` (`training/fit_energy.py --markdown FILE`). "
+        f"Of `{fitted.target}`. Written by `recipes/h200/learn.sh` (`training/fit_energy.py --markdown FILE`). "
         "[energy.md](energy.md) says how energy is measured and predicted.", "",
-        f"{len(found.models)} models and sizes ran for three seconds each. Idle with a session open, the device draws "
-        f"{found.idle_w:.0f} W; the models drew {min(one.power_w for one in found.models):.0f} to "
-        f"{max(one.power_w for one in found.models):.0f} W" + (
-            "." if found.limit_w is None else f", and its power limit is {found.limit_w:.0f} W.")]
+        f"{len(fitted.models)} models and sizes ran for three seconds each. Idle with a session open, the device draws "
+        f"{fitted.idle_w:.0f} W; the models drew {min(model.power_w for model in fitted.models):.0f} to "
+        f"{max(model.power_w for model in fitted.models):.0f} W" + (
+            "." if fitted.limit_w is None else f", and its power limit is {fitted.limit_w:.0f} W.")]
     if agreements:
         apart = sorted(abs(agreement - 1.0) for agreement in agreements)
         lines += [f"The integral of power and the device's energy counter differ by {apart[len(apart) // 2]:.1%} (median), and "
                   f"by {apart[-1]:.1%} at most."]
     lines += ["", "## Errors", "", "The family of each model was held out of the fit of energy. *Latency predicted*: with the "
               "family held out of the composition, too.", "",
-              markdown_table([row for row in error_rows(found) if "count" in row]), ""]
-    if found.interval:
-        lines += [f"A 90 % interval is {found.interval.low:.2f} to {found.interval.high:.2f} times the prediction, if the "
+              markdown_table([row for row in error_rows(fitted) if "count" in row]), ""]
+    if fitted.interval:
+        lines += [f"A 90 % interval is {fitted.interval.low:.2f} to {fitted.interval.high:.2f} times the prediction, if the "
                   "latency is right. Made from the errors of the other families, it held "
-                  f"{found.interval.coverage:.0%} of the models.", ""]
-    lines += ["## What the energy is made of", "", f"{found.kind[0].upper()}{found.kind[1:]}.", "",
-              markdown_table([{**row, "value": f"{row['value']:.4g}"} for row in coefficient_rows(found)]), "",
+                  f"{fitted.interval.coverage:.0%} of the models.", ""]
+    lines += ["## What the energy is made of", "", f"{fitted.kind[0].upper()}{fitted.kind[1:]}.", "",
+              markdown_table([{**row, "value": f"{row['value']:.4g}"} for row in coefficient_rows(fitted)]), "",
               "Other combinations, and their errors on families that were held out:", "",
-              markdown_table([{"combination": one.name, "MAPE": None if one.cv_mape is None else f"{one.cv_mape:.1%}"}
-                              for one in found.candidates]), "",
-              "## Each model, its family held out", "", markdown_table(model_rows(found)), ""]
+              markdown_table([
+                  {"combination": candidate.name, "MAPE": None if candidate.cv_mape is None else f"{candidate.cv_mape:.1%}"}
+                  for candidate in fitted.candidates]), "",
+              "## Each model, its family held out", "", markdown_table(model_rows(fitted)), ""]
     return "\n".join(lines)

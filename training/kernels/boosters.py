@@ -73,7 +73,7 @@ def as_arrays(booster: xgboost.Booster) -> tuple[dict[str, float], dict[str, Arr
     expected = _left_children(tree_nodes, is_leaf)
     if (categorical.any() or not np.array_equal(left, expected) or (right != left + 1)[~is_leaf].any()
             or learner["objective"]["name"] not in SUMMED):
-        raise UserError("this booster can't be saved: only sums of trees can that were grown level by level (XGBoost's "
+        raise UserError("this booster can't be saved: it must be a sum of trees that were grown level by level (XGBoost's "
                         f"grow_policy depthwise), without categories, with one of the objectives {', '.join(SUMMED)}")
     cut_features, table, places = _cut_table(features[~is_leaf], cuts[~is_leaf].astype(np.float32))
     steps = np.rint(cuts[is_leaf] / LEAF_STEP).astype(np.int64)

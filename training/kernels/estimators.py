@@ -127,8 +127,8 @@ class KernelModel(OnRoofline):
         boosters: by name, with those of classes of operators (see class_boosters.py), if learned, for types that were never
             measured; they predict log(time / roofline).
         idle_load: the load of an idle device.
-        own_types: what `fit` is to learn boosters of their own for; None: all types with as many kernels as the settings ask
-            for.
+        dedicated_types: the kernel types that `fit` learns a dedicated booster for; None: all with as many kernels as the
+            settings ask for (`own_min_kernels`).
     """
 
     name = "in_use"  # other estimators are compared with it
@@ -138,18 +138,19 @@ class KernelModel(OnRoofline):
     predictor_of: Mapping[str, str] = field(default_factory=dict)
     boosters: Mapping[str, xgboost.Booster] = field(default_factory=dict)
     idle_load: Sequence[float] = ()
-    own_types: Sequence[str] | None = None
+    dedicated_types: Sequence[str] | None = None
 
     def fit(self, measured: Measured) -> None:
         rows, config = measured.all_rows, measured.config
         rows = rows.rows(np.isfinite(rows.times_ms[measured.label]))
         wanted = sorted(set(measured.types.tolist()))
-        own_types = self.own_types
-        if own_types is None:
-            own_types = [name for name in wanted if len(set(rows.ids[rows.types == name].tolist())) >= config.own_min_kernels]
-        learned = fit_kernel_model(rows, measured.label, own_types, config, types=wanted)
+        dedicated_types = self.dedicated_types
+        if dedicated_types is None:
+            dedicated_types = [name for name in wanted
+                               if len(set(rows.ids[rows.types == name].tolist())) >= config.own_min_kernels]
+        learned = fit_kernel_model(rows, measured.label, dedicated_types, config, types=wanted)
         for attribute in fields(learned):
-            if attribute.name != "own_types":
+            if attribute.name != "dedicated_types":
                 setattr(self, attribute.name, getattr(learned, attribute.name))
 
     def predict_ms(self, kernels: KernelRows) -> Floats:
@@ -291,37 +292,37 @@ def learning_problem(rows: TrainingSet, label: str, roofline: Roofline | None = 
     return problem_of(rows.kernels, times_ms, roofline, tables)
 
 
-def fit_kernel_model(rows: TrainingSet, label: str, own_types: Sequence[str], config: TrainingConfig,
+def fit_kernel_model(rows: TrainingSet, label: str, dedicated_types: Sequence[str], config: TrainingConfig,
                      problem: Problem | None = None, steady: frozenset[str] = frozenset(),
                      types: Sequence[str] | None = None) -> KernelModel:
-    """Boosters for `label`: a shared one of all rows, and one for each of `own_types` that has rows. That of the GPU's
+    """Boosters for `label`: a shared one of all rows, and one for each of `dedicated_types` that has rows. That of the GPU's
     time of one type learns a little from related types, too (see `related_types`).
 
     Args:
         rows: to learn from; all have the label.
         label: the label whose times are learned.
-        own_types: kernel types with boosters of their own.
+        dedicated_types: kernel types with boosters of their own.
         config: of the training.
         problem: of these rows, if it is known.
         steady: classes of operators that boosters of classes give the median ratio (see `ClassBoosters`).
         types: the only types that will be predicted, so that no booster is trained that none of them needs; default: all.
     """
     problem, settings = problem or learning_problem(rows, label), config.booster(label)
-    own_types = [name for name in own_types if (rows.types == name).any() and (types is None or name in types)]
-    predictor_of = {name: name if name in own_types else SHARED for name in types or problem.type_codes}
+    dedicated_types = [name for name in dedicated_types if (rows.types == name).any() and (types is None or name in types)]
+    predictor_of = {name: name if name in dedicated_types else SHARED for name in types or problem.type_codes}
 
     def train(name: str) -> xgboost.Booster:
         if name == SHARED:
             return train_booster(problem.matrix, problem.log_ratios, settings, config.seed)
-        return train_own(name, rows, problem, settings, config.seed, label == GPU_LABEL)
+        return train_dedicated(name, rows, problem, settings, config.seed, label == GPU_LABEL)
 
-    needed = dict.fromkeys([SHARED, *own_types] if types is None else predictor_of.values())
+    needed = dict.fromkeys([SHARED, *dedicated_types] if types is None else predictor_of.values())
     boosters = WithClasses({name: train(name) for name in needed}, learn_classes(rows, problem, config, steady=steady))
     return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, boosters,
                        tuple(rows.idle_load.values()))
 
 
-def train_own(name: str, rows: TrainingSet, problem: Problem, settings: XgboostSettings, seed: int,
+def train_dedicated(name: str, rows: TrainingSet, problem: Problem, settings: XgboostSettings, seed: int,
               on_gpu: bool) -> xgboost.Booster:
     """The booster of one kernel type; `on_gpu`: of the GPU's time, learned from related types too (see `related_types`)."""
     weights = row_weights(name, rows.types) if on_gpu else (rows.types == name).astype(float)

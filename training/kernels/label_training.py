@@ -24,7 +24,7 @@ from utils.timing import error_statistics
 
 log = get_logger("training")
 Floats = npt.NDArray[np.float64]
-OWN_MARGIN = 0.97  # a type gets its own predictor only if its error is this much smaller, since each costs a call
+DEDICATED_MARGIN = 0.97  # a type gets its own predictor only if its error is this much smaller, since each costs a call
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,21 @@ class LeftOut:
     """The times (ms) that each estimator predicts for the rows that were held out of its training; NaN where it has none."""
 
     shared_ms: Floats
-    own_ms: Floats
+    dedicated_ms: Floats
     forest_ms: Floats
     roofline_ms: Floats
 
     def from_ratios(self, other_ms: Floats, plain: LeftOut) -> LeftOut:
         """The times that predicted ratios to the times of another device give; what is for comparison is taken from `plain`."""
-        return LeftOut(self.shared_ms * other_ms, self.own_ms * other_ms, plain.forest_ms, plain.roofline_ms)
+        return LeftOut(self.shared_ms * other_ms, self.dedicated_ms * other_ms, plain.forest_ms, plain.roofline_ms)
 
-    def shipped(self, rows: TrainingSet, own_types: Sequence[str]) -> Floats:
-        """The times by the predictors that are saved if `own_types` get predictors of their own."""
-        return np.where(np.isin(rows.types, own_types) & np.isfinite(self.own_ms), self.own_ms, self.shared_ms)
+    def shipped(self, rows: TrainingSet, dedicated_types: Sequence[str]) -> Floats:
+        """The times by the predictors that are saved if `dedicated_types` get dedicated predictors."""
+        dedicated = np.isin(rows.types, dedicated_types) & np.isfinite(self.dedicated_ms)
+        return np.where(dedicated, self.dedicated_ms, self.shared_ms)
 
 
-def cross_validate(rows: TrainingSet, label: str, own_types: list[str], config: TrainingConfig) -> LeftOut:
+def cross_validate(rows: TrainingSet, label: str, dedicated_types: list[str], config: TrainingConfig) -> LeftOut:
     """Predictions of every row by estimators that were trained without the rows of its kernel."""
     folds = estimators.assign_folds(rows.ids, rows.types, config.folds, config.seed)
 
@@ -69,14 +70,14 @@ def cross_validate(rows: TrainingSet, label: str, own_types: list[str], config: 
         test = folds == fold
         train, left = rows.rows(~test), rows.rows(test)
         problem = estimators.learning_problem(train, label)
-        model = estimators.fit_kernel_model(train, label, own_types, config, problem)
+        model = estimators.fit_kernel_model(train, label, dedicated_types, config, problem)
         alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, estimators.SHARED))
         bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, estimators.table_counts(left.schema, left.features))
         read = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
         forest = estimators.train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed)
-        has_own = np.array([model.predictor_of.get(name, estimators.SHARED) != estimators.SHARED for name in left.types])
+        is_dedicated = np.array([model.predictor_of.get(name, estimators.SHARED) != estimators.SHARED for name in left.types])
         return test, np.column_stack([
-            estimators.predict_rows(alone, left), np.where(has_own, estimators.predict_rows(model, left), np.nan),
+            estimators.predict_rows(alone, left), np.where(is_dedicated, estimators.predict_rows(model, left), np.nan),
             bound * np.exp(forest.predict(read)), bound * problem.roofline.scale])
 
     predicted = np.full((len(rows), 4), np.nan)
@@ -85,24 +86,24 @@ def cross_validate(rows: TrainingSet, label: str, own_types: list[str], config: 
     return LeftOut(*predicted.T)
 
 
-def choose_own(rows: TrainingSet, label: str, left_out: LeftOut, candidates: list[str]) -> list[str]:
-    """The kernel types whose own predictor has a clearly smaller error than the shared one on idle rows."""
+def choose_dedicated_types(rows: TrainingSet, label: str, left_out: LeftOut, candidates: list[str]) -> list[str]:
+    """The kernel types whose dedicated predictor has a clearly smaller error than the shared one on idle rows."""
     measured, chosen = rows.times_ms[label], []
     for name in candidates:
-        mask = (rows.types == name) & rows.idle & np.isfinite(left_out.own_ms)
-        own_error, shared_error = (np.abs(times[mask] / measured[mask] - 1).mean() if mask.any() else np.inf
-                                   for times in (left_out.own_ms, left_out.shared_ms))
-        if own_error < OWN_MARGIN * shared_error:
+        mask = (rows.types == name) & rows.idle & np.isfinite(left_out.dedicated_ms)
+        dedicated_error, shared_error = (np.abs(times[mask] / measured[mask] - 1).mean() if mask.any() else np.inf
+                                   for times in (left_out.dedicated_ms, left_out.shared_ms))
+        if dedicated_error < DEDICATED_MARGIN * shared_error:
             chosen.append(name)
     return chosen
 
 
-def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own_types: list[str],
+def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, dedicated_types: list[str],
                 short_ms: float) -> tuple[TypeErrors, ...]:
     """Errors on held-out kernels, of all types together and of each: on idle rows, on idle rows of at least `short_ms` (where
     the label is a time), on all rows, and on rows under load."""
     measured = rows.times_ms[label]
-    shipped = left_out.shipped(rows, own_types)
+    shipped = left_out.shipped(rows, dedicated_types)
     sets: dict[str, Any] = {"idle": rows.idle}
     if label != LAUNCHES:
         idle_time = dict(zip(rows.ids[rows.idle], measured[rows.idle], strict=True))
@@ -122,23 +123,24 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own_types: lis
             table.append(TypeErrors(
                 type=name, rows_of=rows_of, kernels=len(set(rows.ids[mask])), mape=errors.mape, median=errors.median,
                 within_10=errors.within_10, forest_mape=forest.mape, roofline_mape=roofline.mape,
-                predictor=("mixed" if own_types else SHARED) if name == "all" else name if name in own_types else SHARED))
+                predictor=("mixed" if dedicated_types else SHARED) if name == "all"
+                else name if name in dedicated_types else SHARED))
     return tuple(table)
 
 
 def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tuple[float, float]]:
     """The idle times (ms) of each kernel by id: measured, and as in `predicted` (one per row); medians over the machines."""
-    both = pd.DataFrame({"measured": rows.times_ms[label], "predicted": predicted})[rows.idle]
+    times = pd.DataFrame({"measured": rows.times_ms[label], "predicted": predicted})[rows.idle]
     return {str(name): (float(measured), float(guess))
-            for name, measured, guess in both.groupby(rows.ids[rows.idle]).median().itertuples()}
+            for name, measured, guess in times.groupby(rows.ids[rows.idle]).median().itertuples()}
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What cross-validation says of one way to learn: its predictions, the types with predictors of their own, its errors."""
+    """What cross-validation says of one way to learn: its predictions, the types with dedicated predictors, its errors."""
 
     left_out: LeftOut
-    own_types: list[str]
+    dedicated_types: list[str]
     errors: tuple[TypeErrors, ...]
 
 
@@ -162,8 +164,8 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
     candidates = [name for name, count in counts.items() if which != "none" and count >= config.own_min_kernels]
 
     def chosen(left_out: LeftOut) -> Chosen:
-        own_types = choose_own(rows, label, left_out, candidates) if which == "better" else candidates
-        return Chosen(left_out, own_types, type_errors(rows, label, left_out, own_types, config.short_ms))
+        dedicated_types = choose_dedicated_types(rows, label, left_out, candidates) if which == "better" else candidates
+        return Chosen(left_out, dedicated_types, type_errors(rows, label, left_out, dedicated_types, config.short_ms))
 
     best, start = chosen(cross_validate(rows, label, candidates, config)), None
     if start_from is not None:
@@ -173,13 +175,13 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
                  label, start_from.target, 100 * corrected.errors[0].mape, 100 * best.errors[0].mape)
         if corrected.errors[0].mape < best.errors[0].mape:
             best, start = corrected, start_from
-    own_types, errors = best.own_types, best.errors
+    dedicated_types, errors = best.dedicated_types, best.errors
     log.info("%s: %d rows of %d kernels; predictors of their own: %s", label, len(rows), len(kernels),
-             ", ".join(own_types) or "none")
+             ", ".join(dedicated_types) or "none")
     if errors[0].forest_mape < errors[0].mape:
         log.info("%s: the random forest has a smaller error on held-out kernels (%.1f %%, boosters %.1f %%), but is not saved, "
                  "since it is a hundred times as large", label, 100 * errors[0].forest_mape, 100 * errors[0].mape)
     left_out = leave_operators_out(rows, label, config)
-    model = fit_transferred(rows, label, own_types, config, start) if start else fit_kernel_model(
-        rows, label, own_types, config, steady=steady_classes(left_out))
-    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, own_types)), tuple(left_out))
+    model = fit_transferred(rows, label, dedicated_types, config, start) if start else fit_kernel_model(
+        rows, label, dedicated_types, config, steady=steady_classes(left_out))
+    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, dedicated_types)), tuple(left_out))

@@ -82,30 +82,30 @@ def leave_operators_out(rows: TrainingSet, label: str, config: TrainingConfig,
               if (str(name) in operators if operators else count >= LEAST_KERNELS)]
     bound = problem.roofline.bound_ms(known.flops, known.bytes_moved, table_counts(known.schema, known.features))
 
-    def one(operator: str) -> LeftOutOperator:
-        own = of_rows == operator
+    def leave_out(operator: str) -> LeftOutOperator:
+        of_operator = of_rows == operator
         boosters = learn_classes(known, problem, config, operator)
         name = next(name for name in class_names(operator) if name in boosters)
-        seen = problem.matrix[own]
+        seen = problem.matrix[of_operator]
         seen[:, len(known.schema.names)] = kind_code(operator)
-        ratios = known.times_ms[label][own] / bound[own]
-        return LeftOutOperator(operator, operator_row(operator).operator_class, known.ids[own],
+        ratios = known.times_ms[label][of_operator] / bound[of_operator]
+        return LeftOutOperator(operator, operator_row(operator).operator_class, known.ids[of_operator],
                                ratios / np.exp(boosters[name].inplace_predict(seen)),
                                ratios / np.exp(boosters.rows.median_log_ratio(name)), ratios / problem.roofline.scale)
 
     if len(names) < 2:
         return []
-    found = sorted(parallel_map(one, chosen, config.workers), key=lambda found: (found.kind, found.operator))
-    return [replace(one, is_steady=PREFIX + one.kind in steady_classes([other for other in found if other is not one]))
-            for one in found]
+    results = sorted(parallel_map(leave_out, chosen, config.workers), key=lambda result: (result.kind, result.operator))
+    return [replace(result, is_steady=PREFIX + result.kind in steady_classes(results[:place] + results[place + 1:]))
+            for place, result in enumerate(results)]
 
 
 def steady_classes(left_out: Sequence[LeftOutOperator]) -> frozenset[str]:
     """The names of the classes whose operators, each left out in turn, are clearly closer to the median of the class than to
     what its boosters make of their sizes; means over operators of their median errors."""
     means: dict[str, list[tuple[float, float]]] = {}
-    for one in left_out:
-        means.setdefault(PREFIX + one.kind, []).append((median_error(one.steady), median_error(one.by_sizes)))
+    for operator in left_out:
+        means.setdefault(PREFIX + operator.kind, []).append((median_error(operator.steady), median_error(operator.by_sizes)))
     return frozenset(name for name, errors in means.items() 
                      if np.mean(errors, axis=0)[0] < STEADY_MARGIN * np.mean(errors, axis=0)[1])
 

@@ -94,7 +94,7 @@ class Predictors:
         if not load:
             return tuple(sidecar.idle_load.values())
         if not sidecar.loaded_rows:
-            raise UserError(f"{self.folder}: trained on an idle device alone, so it can't predict under load; measure "
+            raise UserError(f"{self.folder}: trained on an idle device only, so it can't predict under load; measure "
                             "more levels (benchmark/config.yaml) and train again")
         missing = [name for name in sidecar.metrics if not math.isfinite(load.get(name, math.nan))]
         if missing:

@@ -90,7 +90,7 @@ def open_estimator(saved: Saved, made: type[E], folder: Path, remedy: str) -> E:
     for what, saved_value, value in (("name", saved.name, made.name), ("version", saved.version, made.version),
                               ("features", saved.features, features_of(made))):
         if saved_value != value:
-            raise UserError(f"{path}: saved with {what} {_shown(saved_value)}, here is {_shown(value)}; {remedy}")
+            raise UserError(f"{path}: saved with {what} {_shown(saved_value)}, this Hase has {_shown(value)}; {remedy}")
     try:
         arrays = np.load(io.BytesIO(read_checked(path, saved.sha256, remedy)), allow_pickle=False) if saved.file else {}
         estimator = made()
@@ -194,7 +194,8 @@ class _Reader:
             return self.arrays[value[ARRAY]]
         if BOOSTERS in value:
             if value.get("version") != BOOSTER_VERSION:
-                raise UserError(f"{self.path}: boosters of version {value.get('version')}, here is {BOOSTER_VERSION}; "
+                raise UserError(f"{self.path}: boosters of version {value.get('version')}, this Hase reads "
+                                f"version {BOOSTER_VERSION}; "
                                 f"{self.remedy}")
             return SavedBoosters(value[BOOSTERS], partial(self.booster, value[BOOSTERS], place))
         if CLASS in value:

@@ -65,7 +65,7 @@ class LabelPredictors(Saved):
     """The predictors of one label: `KernelModel`, or `Transferred` where they correct those of another target.
 
     Attributes:
-        own_types: the kernel types that have a booster of their own.
+        own_types: the kernel types with a dedicated booster, the `dedicated_types` of a fit.
         errors: on kernels that were held out; empty where nothing was trained, and there is only a guessed roofline.
         start: the other target, whose predictors are a part of these; "" for none.
     """
@@ -180,7 +180,7 @@ def read_sidecar(folder: Path) -> Sidecar:
         check_features(path, label, about)
     made, here = sidecar.packages["xgboost"], package_version(*XGBOOST)  # alone: to look one up takes a millisecond
     if made.split(".")[:2] != here.split(".")[:2]:
-        raise UserError(f"{path}: made with xgboost {made}, here is {here}, which may not read it; train again: {TRAIN}")
+        raise UserError(f"{path}: made with xgboost {made}, which the installed {here} may not read; train again: {TRAIN}")
     return sidecar
 
 
@@ -199,7 +199,7 @@ def check_features(path: Path, label: str, saved: Saved) -> None:
         return
     odd = sorted(set(saved.features[1:]) ^ set(here[1:]))
     raise UserError(f"{path}: made by another version of Hase: the predictors of label {label} read feature schema "
-                    f"{saved.features[0] if saved.features else 'none'}, here is {here[0]} (they differ in: "
+                    f"{saved.features[0] if saved.features else 'none'}, this one {here[0]} (they differ in: "
                     f"{', '.join(odd[:3]) or 'what the values mean, or their order'}{', …' if len(odd) > 3 else ''}); {REMEDY}")
 
 
@@ -216,8 +216,8 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel | Transferred
     labels = {}
     for label, model in models.items():
         saved, start = save_estimator(folder, label, model), model.start.target if isinstance(model, Transferred) else ""
-        own_types = tuple(name for name, booster in model.predictor_of.items() if booster == name)
-        labels[label] = LabelPredictors(**dict(saved), own_types=own_types, errors=tuple(errors[label]), start=start)
+        dedicated_types = tuple(name for name, booster in model.predictor_of.items() if booster == name)
+        labels[label] = LabelPredictors(**dict(saved), own_types=dedicated_types, errors=tuple(errors[label]), start=start)
     name, sha256 = write_measured(folder, measured)
     sidecar = Sidecar(packages=installed_packages(), measured=name, measured_sha256=sha256, labels=labels, **about)
     write_sidecar(folder, sidecar)

@@ -128,7 +128,7 @@ def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema =
     owners = [names for names, kept in zip(owners, learned, strict=True) if kept]
     unknown = sorted(set(table["Kernel_ID"]) - set(kernels))
     if unknown:
-        raise UserError(f"{kernels_path(folder)}: kernel {unknown[0]} of the table is not described there; "
+        raise UserError(f"{kernels_path(folder)}: no description of kernel {unknown[0]} of the table; "
                         f"the dataset is damaged, make it anew: {COLLECT}")
     if not len(table):
         raise UserError(f"{kernel_table_path(folder)}: no measured kernel to learn from; measure with: "

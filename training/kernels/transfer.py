@@ -94,39 +94,40 @@ class Transferred(Estimator):
         self.correction.restore(saved["correction"])
 
 
-def from_other_device(other: KernelModel, kernels: KernelRows) -> tuple[Floats, KernelRows]:
+def from_other_device(other_model: KernelModel, kernels: KernelRows) -> tuple[Floats, KernelRows]:
     """The times (ms) of kernels on the other device, idle, and the rows that a correction reads: with CORRECTION_FEATURES, and
     without operations and bytes, which makes the roofline of the ratios a constant.
 
     A fused type that the other device does not have counts as its first operation.
     """
-    types = np.array([name if name in other.predictor_of else name.partition("_")[0] for name in kernels.types.tolist()],
+    types = np.array([name if name in other_model.predictor_of else name.partition("_")[0] for name in kernels.types.tolist()],
                      dtype=np.str_)
-    other_ms = other.predict_ms(replace(kernels, types=types, load=None))
-    bound_ms = other.roofline.bound_ms(kernels.flops, kernels.bytes_moved, table_counts(other.features, kernels.features))
+    other_ms = other_model.predict_ms(replace(kernels, types=types, load=None))
+    bound_ms = other_model.roofline.bound_ms(kernels.flops, kernels.bytes_moved, table_counts(
+        other_model.features, kernels.features))
     zeros = np.zeros(len(kernels))
     return other_ms, replace(kernels, features=np.column_stack([kernels.features, np.log2(other_ms / bound_ms)]), flops=zeros,
                              bytes_moved=zeros)
 
 
-def as_ratios(rows: TrainingSet, label: str, other: KernelModel) -> tuple[TrainingSet, Floats]:
+def as_ratios(rows: TrainingSet, label: str, other_model: KernelModel) -> tuple[TrainingSet, Floats]:
     """The learning problem of a correction: `rows` with the ratio to the time on the other device in place of the time; and the
     times (ms) there."""
-    other_ms, extended = from_other_device(other, rows.kernels)
+    other_ms, extended = from_other_device(other_model, rows.kernels)
     return replace(rows, schema=CORRECTION_FEATURES, features=extended.features, flops=extended.flops,
                    bytes_moved=extended.bytes_moved, times_ms={label: rows.times_ms[label] / other_ms}), other_ms
 
 
-def fit_transferred(rows: TrainingSet, label: str, own_types: Sequence[str], config: TrainingConfig,
+def fit_transferred(rows: TrainingSet, label: str, dedicated_types: Sequence[str], config: TrainingConfig,
                     start: OtherPredictors) -> Transferred:
     """As `fit_kernel_model`, starting from the predictors of another target."""
-    return Transferred(start, fit_kernel_model(as_ratios(rows, label, start.model)[0], label, own_types, config))
+    return Transferred(start, fit_kernel_model(as_ratios(rows, label, start.model)[0], label, dedicated_types, config))
 
 
-def learner(model: Estimator, label: str, own_types: Sequence[str],
+def learner(model: Estimator, label: str, dedicated_types: Sequence[str],
             config: TrainingConfig) -> Callable[[TrainingSet], Transferred] | None:
     """A function that learns from fewer rows as `model` did, if that starts from another target; else None."""
     if not isinstance(model, Transferred):
         return None
     start = model.start
-    return lambda rows: fit_transferred(rows, label, own_types, config, start)
+    return lambda rows: fit_transferred(rows, label, dedicated_types, config, start)

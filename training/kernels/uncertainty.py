@@ -50,9 +50,9 @@ class Range(Frozen):
     high: float
     operators: int = 0
 
-    def joined(self, other: Range) -> Range:
+    def joined(self, other_range: Range) -> Range:
         """The smallest range that contains both."""
-        return Range(low=min(self.low, other.low), high=max(self.high, other.high), operators=self.operators)
+        return Range(low=min(self.low, other_range.low), high=max(self.high, other_range.high), operators=self.operators)
 
 
 # True times over the scaled roofline, for classes of which few operators were measured. Choices, rather too wide: on an H200

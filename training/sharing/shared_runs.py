@@ -1,6 +1,6 @@
-"""What a target's sharing is learned from: models next to a background or to each other, measured and simulated.
+"""What a target's sharing is learned from: models next to a background, measured and simulated.
 
-The cost of a switch between them is fitted to models that were measured next to a background that is itself a model in a loop.
+The cost of a switch between two processes is fitted to the models whose background was itself a model in a loop.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 SEED = 7
 STATISTICS = ("mean", "p50", "p95")
+SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def alone_ms(blocks: Iterable[Block]) -> dict[str, float]:
     if not runs:
         raise UserError("no reading of the sharing probe on an idle GPU: measure at level 0 too (levels, probe_s in the "
                         "collector's config)")
-    return {name: float(np.median(found)) for name, found in runs.items()}
+    return {name: float(np.median(times_ms)) for name, times_ms in runs.items()}
 
 
 def latencies_in(block: Block) -> list[Measurement]:
@@ -94,26 +95,27 @@ def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[Sha
         if not block.level:
             for m in latencies_in(block):
                 idle[block.machine, m.id].append(float(np.median(m.samples_ms)))
-    found = []
+    shared = []
     for block in blocks:
         busy = busy_share(block.background)
         if not block.level or block.probe is None or busy is None:
             continue
-        other = co_runner_probed(block.probe, alone)
-        found += [SharedRuns(m.id, block.background_name, block.level, np.array(m.samples_ms),
-                             float(np.median(idle[block.machine, m.id])), other, busy,
-                             block.background, block.machine)
-                  for m in latencies_in(block) if (block.machine, m.id) in idle]
-    return found
+        co_runner = co_runner_probed(block.probe, alone)
+        shared += [SharedRuns(m.id, block.background_name, block.level, np.array(m.samples_ms),
+                              float(np.median(idle[block.machine, m.id])), co_runner, busy,
+                              block.background, block.machine)
+                   for m in latencies_in(block) if (block.machine, m.id) in idle]
+    return shared
 
 
 def measured_elsewhere(runs: Sequence[SharedRuns]) -> Floats:
     """For each run, the mean statistics of the same model and background on other machines; shape (runs, 3), NaN where no other
     machine measured them."""
-    found: dict[tuple[str, str, float], list[tuple[str, Floats]]] = defaultdict(list)
+    statistics: dict[tuple[str, str, float], list[tuple[str, Floats]]] = defaultdict(list)
     for run in runs:
-        found[run.model, run.background, run.level].append((run.machine, statistics_of(run.samples_ms)))
-    others = [[of for machine, of in found[run.model, run.background, run.level] if machine != run.machine] for run in runs]
+        statistics[run.model, run.background, run.level].append((run.machine, statistics_of(run.samples_ms)))
+    others = [[of for machine, of in statistics[run.model, run.background, run.level] if machine != run.machine]
+              for run in runs]
     return np.array([np.mean(of, axis=0) if of else np.full(len(STATISTICS), np.nan) for of in others])
 
 
@@ -176,15 +178,13 @@ def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) 
     names = [model.record.model for model in models]
     of_strict, of_known = tracks_of(models, strict), tracks_of(models, known)
 
-    def simulated(found: Sequence[MeasuredTracks]) -> dict[str, Simulated]:
-        costs = left_out_costs(found, groups)
-        return {name: Simulated(one.tracks, costs[group]) for name, one, group in zip(names, found, groups, strict=True)}
+    def simulated(tracks_of_models: Sequence[MeasuredTracks]) -> dict[str, Simulated]:
+        costs = left_out_costs(tracks_of_models, groups)
+        return {name: Simulated(measured.tracks, costs[group])
+                for name, measured, group in zip(names, tracks_of_models, groups, strict=True)}
 
     return SimulatedModels(simulated(of_strict), simulated(of_known), dict(zip(names, groups, strict=True)),
                            {model.record.model: model.record for model in models})
-
-
-SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200
 
 
 def looped_models(backgrounds: Mapping[str, Background], known: Collection[str]) -> dict[str, str]:
@@ -235,11 +235,11 @@ class Pairs:
     def left_out(self) -> Floats:
         """Predictions, shape (cases, 3), with a switch that was fitted without the looped model and without the family of the
         other model; fitted to all cases where that leaves none."""
-        found = []
+        predicted = []
         for place, (background, family) in enumerate(self._left_out):
-            others = [i for i, (other, of) in enumerate(self._left_out) if other != background and of != family]
-            found.append(self._predicted[place, self._best(others or range(len(self.cases)))])
-        return np.array(found)
+            others = [i for i, (left_out, of) in enumerate(self._left_out) if left_out != background and of != family]
+            predicted.append(self._predicted[place, self._best(others or range(len(self.cases)))])
+        return np.array(predicted)
 
 
 def _next_to_loop(model: Simulated, looped: Simulated, sharing: Sharing) -> Floats:

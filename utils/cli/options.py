@@ -16,6 +16,7 @@ from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
 LAST_PORT = 65535
+EXIT_USAGE = 2
 
 
 def positive(text: str) -> float:
@@ -213,9 +214,6 @@ def one_size_dims(texts: Sequence[str]) -> dict[str, int]:
         if len(sizes) > 1:
             raise UserError(f"--dim {name}: this command takes one size, not {len(sizes)}")
     return {name: sizes[0] for name, sizes in dims.items()}
-
-
-EXIT_USAGE = 2
 
 
 class Parser(argparse.ArgumentParser):

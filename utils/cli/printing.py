@@ -16,6 +16,7 @@ FRAME = 1  # characters: the frame of a table
 PADDING = 3  # lines and blanks per column
 FOLDED = 16  # smallest width of a column of words
 _GROWING_COLUMN = 10  # smallest width of a column in a table that is printed line by line
+_QUIET_SECONDS = 15.0  # between two progress lines if stderr is not a terminal
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -124,7 +125,6 @@ def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = ""
 
 
 T = TypeVar("T")
-_QUIET_SECONDS = 15.0  # between two progress lines if stderr is not a terminal
 
 
 def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:

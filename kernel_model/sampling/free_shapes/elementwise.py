@@ -86,13 +86,13 @@ def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
     shape: tuple[int, ...] = (batch, wide, near, near)
     kind = generator.choice(["same", "scale", "last"], p=[0.5, 0.3, 0.2])
     op = str(generator.choice(["Add", "Mul", "Div", "Sub"], p=[0.4, 0.4, 0.1, 0.1] if kind == "same" else [0.5, 0.5, 0, 0]))
-    other = tensor(dtype, *shape)
+    operand = tensor(dtype, *shape)
     if kind == "scale":
-        other = tensor(dtype, batch, wide, 1, 1)
+        operand = tensor(dtype, batch, wide, 1, 1)
     elif kind == "last":
         shape = (batch, near, near, wide)
-        other = tensor(dtype, *((wide,) if op == "Add" else (1, 1, 1, wide)), constant=True)
-    operands = [tensor(dtype, *shape), other]
+        operand = tensor(dtype, *((wide,) if op == "Add" else (1, 1, 1, wide)), constant=True)
+    operands = [tensor(dtype, *shape), operand]
     return kernel(op, operands[::-1] if generator.random() < 0.5 else operands, [shape])
 
 
@@ -168,8 +168,8 @@ def on_masks(dtype: str, batch: int, generator: Generator) -> Kernel:
         return kernel(op, [tensor("bool", *shape), scalar(whole, 1), tensor(whole, *shape)], [result])
     if len(shape) > 1 and generator.random() < 0.4:  # each along its own axis
         return kernel(op, [tensor(whole, *shape[:-1], 1), tensor(whole, *[1] * (len(shape) - 1), shape[-1])], [result])
-    other = scalar(whole, pick([0, 1, 2, 100], generator)) if generator.random() < 0.6 else tensor(whole, *shape)
-    return kernel(op, [tensor(whole, *shape), other], [result])
+    operand = scalar(whole, pick([0, 1, 2, 100], generator)) if generator.random() < 0.6 else tensor(whole, *shape)
+    return kernel(op, [tensor(whole, *shape), operand], [result])
 
 
 CODES = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10}

@@ -86,9 +86,9 @@ def largest(dtype: str, batch: int, generator: Generator) -> Kernel:
     if generator.random() < 0.12:
         shape = (1, sizes["v"] * sizes["k"]) if generator.random() < 0.5 else (1, round(log_uniform(4096, 2e6, generator)))
     count = min(pick([1, 2, 5, 8, 10, 100, 300, 1000], generator), shape[-1])
-    found = (*shape[:-1], count)
-    return kernel("TopK", [tensor(dtype, *shape), numbers(count)], [found, Tensor(dtype="int64", shape=found)], axis=-1,
-                  largest=1, sorted=1)
+    result_shape = (*shape[:-1], count)
+    return kernel("TopK", [tensor(dtype, *shape), numbers(count)], [result_shape, Tensor(dtype="int64", shape=result_shape)],
+                  axis=-1, largest=1, sorted=1)
 
 
 def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:

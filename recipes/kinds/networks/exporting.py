@@ -43,9 +43,9 @@ def export(module: nn.Module, inputs: Mapping[str, Tensor], path: Path, opset: i
             sizes = {name: torch.export.Dim(name, min=1, max=65536)
                      for open_axes in (dynamic or {}).values() for name in open_axes.values()}
             each = [{axis: sizes[name] for axis, name in (dynamic or {}).get(key, {}).items()} for key in inputs]
-            kinds = [one.kind for one in inspect.signature(module.forward).parameters.values()]
-            own = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # inputs for `*past` form one group
-            shapes = (*each[:own], *([tuple(each[own:])] if own < len(each) else []))
+            kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+            single = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # inputs for `*past` form one group
+            shapes = (*each[:single], *([tuple(each[single:])] if single < len(each) else []))
             program = torch.onnx.export(module, tuple(inputs.values()), dynamo=True, verbose=False,
                                         dynamic_shapes=shapes if dynamic else None, **names)
         finally:

@@ -164,11 +164,11 @@ class Pyramid(nn.Module):
         for conv in self.down:
             maps.append(F.relu(conv(maps[-1])))
         x = torch.zeros(1)
-        found: list[Tensor] = []
-        for side, one in zip(reversed(self.side), reversed(maps), strict=True):
-            x = side(one) + (F.interpolate(x, scale_factor=2.0) if found else 0.0)
-            found.append(x)
-        return (*found, maps[-1].mean((2, 3)) * torch.sigmoid(self.mix(extra)))
+        merged: list[Tensor] = []
+        for side, level_map in zip(reversed(self.side), reversed(maps), strict=True):
+            x = side(level_map) + (F.interpolate(x, scale_factor=2.0) if merged else 0.0)
+            merged.append(x)
+        return (*merged, maps[-1].mean((2, 3)) * torch.sigmoid(self.mix(extra)))
 
 
 class ScalarLoss(nn.Module):

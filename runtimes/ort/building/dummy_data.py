@@ -1,6 +1,6 @@
 """Inputs for kernels and models that nobody gave: random numbers, or values that let an operator run.
 
-How long such a kernel takes may depend on it: a NonMaxSuppression compares each box that it keeps with all others.
+How long a kernel takes may depend on these values: a NonMaxSuppression compares each box that it keeps with all others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from runtimes.ort.graph.nodes import first_taught
 
 GRID = 10.0  # distance of boxes that do not overlap
 SIDE = 4.0  # of a box
+POOL_ELEMENTS = 1 << 22
 
 
 def chosen(kernel: Kernel, position: int) -> np.ndarray | None:
@@ -63,9 +64,6 @@ def _boxes(kernel: Kernel) -> np.ndarray | None:
     wide = math.isqrt(boxes) + 1
     corner = GRID * np.stack([place // wide, place % wide], 1)
     return np.concatenate([corner, corner + SIDE], 1)[None]
-
-
-POOL_ELEMENTS = 1 << 22
 
 
 @functools.cache

@@ -34,6 +34,9 @@ KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
 INLINE_BYTES = 1 << 16  # larger weights go to the shared file …
 SHARED_TYPES = {"float32", "float16"}  # … if they are of these types
 IR_VERSION = 10
+WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
+WRITER_OP = "Abs"
+WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
 
 
 def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str) -> onnx.NodeProto:
@@ -45,8 +48,8 @@ def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str
     node = onnx.helper.make_node(kernel.op_type, inputs, outputs, name=name, domain=kernel.domain)
     if kernel.subgraphs:
         raise UserError(f"{kernel.id}: holds a subgraph ({kernel.subgraphs[0]}); such a kernel can't be built alone")
-    if other := next((t.dtype for t in (*kernel.inputs, *kernel.outputs) if t.present and not t.is_tensor), None):
-        raise UserError(f"{kernel.id}: takes or gives a {other}, and only kernels of tensors can be built alone")
+    if unsupported := next((t.dtype for t in (*kernel.inputs, *kernel.outputs) if t.present and not t.is_tensor), None):
+        raise UserError(f"{kernel.id}: takes or gives a {unsupported}, and only kernels of tensors can be built alone")
     for key, value in sorted(kernel.attributes.items()):
         if isinstance(value, dict):
             tensor_type = type_code(value["dtype"])
@@ -147,9 +150,9 @@ def kernel_in(model: onnx.ModelProto, name: str) -> Kernel | None:
     Raises:
         UserError: the description is damaged; `name` says whose.
     """
-    found = [prop.value for prop in model.metadata_props if prop.key == KERNEL_KEY]
+    saved = [prop.value for prop in model.metadata_props if prop.key == KERNEL_KEY]
     try:
-        return Kernel.model_validate_json(found[0]) if found else None
+        return Kernel.model_validate_json(saved[0]) if saved else None
     except ValidationError as error:
         raise UserError(f"{name}: the description of its kernel is damaged ({error.errors()[0]['msg']}); build it anew: "
                         "python kernel_model/kernel_builder.py --force") from None
@@ -166,12 +169,6 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
         outputs = session.run(None, dummy_inputs(kernel))
     if any(np.issubdtype(out.dtype, np.floating) and np.isnan(out).any() for out in map(np.asarray, outputs)):
         raise UserError(f"{path}: gives NaN on its dummy inputs")
-
-
-WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
-
-WRITER_OP = "Abs"
-WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
 
 
 def node_name(position: int) -> str:
@@ -224,10 +221,10 @@ class _Graph:
             value = dummy_tensor(kernel, position, number)
             self.constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
         elif tensor.dtype in self._written_before:
-            own = chosen(kernel, position) is not None  # any numbers will not do
-            shared = f"in_{name}" if own else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
+            is_chosen = chosen(kernel, position) is not None  # any numbers will not do
+            shared = f"in_{name}" if is_chosen else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
             self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
-            if (own or self._with_floats) and shared not in self.values:
+            if (is_chosen or self._with_floats) and shared not in self.values:
                 self.values[shared] = dummy_tensor(kernel, position, number)
             self.nodes.append(onnx.helper.make_node(WRITER_OP, [shared], [name], name=f"{WRITER}{number}_{position}"))
         else:

@@ -1,13 +1,13 @@
-"""Which nodes the CUDA provider takes, by the kernels that it has.
+"""Which nodes of a graph the CUDA provider takes, and the copies to and from the GPU, derived on a machine without a GPU.
 
-The table, cuda_kernels.json, comes from sessions on an NVIDIA H200 (recipes/cuda_kernels/probe_kernels.py), one for every
-operator for which ONNX Runtime 1.31 has a schema. Control flow and operators on sequences can't be tried that way; they are
-from ONNX Runtime's source (core/providers/cuda/controlflow and the list of kernels in cuda_execution_provider.cc).
+Follows ONNX Runtime 1.31: a node goes to the CUDA provider if that has a kernel for it, except for a few that it refuses
+(`CUDAExecutionProvider::GetCapability` in cuda_execution_provider.cc), and for computations on shapes, which stay on the CPU
+(`GetCpuPreferredNodes` in fallback_cpu_capability.cc). Copies are inserted as by its `MemcpyTransformer`
+(transformer_memcpy.cc).
 
-For graphs that are derived on a machine without a GPU. Follows ONNX Runtime 1.31: a node goes to the CUDA provider if that has
-a kernel for it (kernels.py), except for a few that it refuses (`CUDAExecutionProvider::GetCapability` in
-cuda_execution_provider.cc), and for computations on shapes, which stay on the CPU (`GetCpuPreferredNodes` in
-fallback_cpu_capability.cc). Copies are inserted as by its `MemcpyTransformer` (transformer_memcpy.cc).
+The table of its kernels, cuda_kernels.json, comes from sessions on an NVIDIA H200 (recipes/cuda_kernels/probe_kernels.py), one
+for every operator for which ONNX Runtime 1.31 has a schema. Control flow and operators on sequences can't be tried that way;
+they are from ONNX Runtime's source (core/providers/cuda/controlflow and the list of kernels in cuda_execution_provider.cc).
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ FROM_SOURCE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "SequenceAt": ((1,), ()), "SequenceErase": ((1,), ()), "SequenceInsert": ((2,), ()), "SequenceLength": ((), (0,)),
     "SequenceConstruct": ((), ()), "SequenceEmpty": ((), ()), "ConcatFromSequence": ((), ()),
 }
+Provider = Literal["cpu", "cuda"]
+SMALL_CONSTANT = 100  # a computation on shapes may stay on the CPU with constants of up to this many elements
+NEVER_MOVED_TO_CPU = ("float16", "bfloat16", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
+RECURRENT_ACTIVATIONS = {  # those that cuDNN has, in ONNX's order, for one direction and for both
+    "LSTM": ("sigmoid", "tanh", "tanh", "sigmoid", "tanh", "tanh"), "RNN": ("tanh", "tanh"),
+    "GRU": ("sigmoid", "tanh", "sigmoid", "tanh"),
+}
+PEEPHOLE = 7  # an input of LSTM that cuDNN does not support
+ON_DEVICE = "_on_the_gpu"  # suffix of the copy of a host tensor
+ON_HOST = "_on_the_host"
 
 
 class CudaKernel(NamedTuple):
@@ -43,8 +53,8 @@ class CudaKernel(NamedTuple):
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return found
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
 
 
 def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], outputs: Sequence[str]) -> CudaKernel | None:
@@ -58,7 +68,7 @@ def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], ou
     if not domain and op_type in FROM_SOURCE:
         return CudaKernel(*FROM_SOURCE[op_type])
     versions = _table()["kernels"].get(domain, {}).get(op_type, {})
-    version = max((int(one) for one in versions if int(one) <= opset), default=None)
+    version = max((int(since) for since in versions if int(since) <= opset), default=None)
     kernel = versions.get(str(version))
     if kernel is None or not any(_takes(kernel, types, inputs, outputs) for types in kernel["types"]):
         return None
@@ -81,18 +91,6 @@ def _takes(kernel: Mapping[str, Any], types: Mapping[str, Sequence[str]], inputs
             if allowed is not None and dtype not in allowed:
                 return False
     return True
-
-
-Provider = Literal["cpu", "cuda"]
-SMALL_CONSTANT = 100  # a computation on shapes may stay on the CPU with constants of up to this many elements
-NEVER_MOVED_TO_CPU = ("float16", "bfloat16", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
-RECURRENT_ACTIVATIONS = {  # those that cuDNN has, in ONNX's order, for one direction and for both
-    "LSTM": ("sigmoid", "tanh", "tanh", "sigmoid", "tanh", "tanh"), "RNN": ("tanh", "tanh"),
-    "GRU": ("sigmoid", "tanh", "sigmoid", "tanh"),
-}
-PEEPHOLE = 7  # an input of LSTM that cuDNN does not support
-ON_DEVICE = "_on_the_gpu"  # suffix of the copy of a host tensor
-ON_HOST = "_on_the_host"
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | 
             on_host.add(node.output[slot])
             for consumer in consumers[node.output[slot]]:
                 heapq.heappush(waiting, consumer)
-    found: set[int] = set()
+    on_cpu: set[int] = set()
     seen: set[int] = set()
     while waiting:
         number = heapq.heappop(waiting)
@@ -217,11 +215,11 @@ def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | 
         if kernel is not None and not _all_on_host(node, kernel, tensors, on_host, graph_inputs):
             continue
         if kernel is not None:
-            found.add(number)
+            on_cpu.add(number)
         on_host.update(node.output)
         for consumer in (consumer for name in node.output for consumer in consumers[name]):
             heapq.heappush(waiting, consumer)
-    return found
+    return on_cpu
 
 
 def _all_on_host(node: onnx.NodeProto, kernel: CudaKernel, tensors: Mapping[str, KernelInput], on_host: set[str],
@@ -312,8 +310,8 @@ def _copies(graph: onnx.GraphProto, placement: Placement, wanted: Sequence[tuple
             to_host = False
         else:
             continue
-        there = name + (ON_HOST if to_host else ON_DEVICE)
+        copied = name + (ON_HOST if to_host else ON_DEVICE)
         op_type = "MemcpyToHost" if to_host else "MemcpyFromHost"
-        copies[name] = onnx.helper.make_node(op_type, [name], [there], name=f"{op_type}_{name}")
-        tensors[there] = tensor
+        copies[name] = onnx.helper.make_node(op_type, [name], [copied], name=f"{op_type}_{name}")
+        tensors[copied] = tensor
     return copies

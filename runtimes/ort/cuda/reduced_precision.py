@@ -137,14 +137,14 @@ def _widen(tensor: onnx.TensorProto) -> None:
 
 def _known_types(graph: onnx.GraphProto) -> dict[str, str]:
     """The floating-point types of inputs, weights, and outputs of operators without floating-point inputs, by name."""
-    found = {value.name: floating_type(value.type.tensor_type.elem_type) for value in graph.input}
-    found |= {tensor.name: floating_type(tensor.data_type) for tensor in graph.initializer}
+    types = {value.name: floating_type(value.type.tensor_type.elem_type) for value in graph.input}
+    types |= {tensor.name: floating_type(tensor.data_type) for tensor in graph.initializer}
     for node in graph.node:
         if operator_row(node.op_type).typed_by_attribute:
             kinds = [attribute.t.data_type if attribute.HasField("t") else attribute.i for attribute in node.attribute
                      if attribute.HasField("t") or attribute.name == "dtype"]
-            found |= {name: floating_type(kinds[0]) if kinds else SINGLE for name in node.output}
-    return {name: dtype for name, dtype in found.items() if dtype}
+            types |= {name: floating_type(kinds[0]) if kinds else SINGLE for name in node.output}
+    return {name: dtype for name, dtype in types.items() if dtype}
 
 
 def _mark_casts(graph: onnx.GraphProto) -> None:

@@ -1,12 +1,10 @@
-"""What ONNX Runtime's optimisers do differently for CUDA.
+"""What ONNX Runtime's optimisers do differently for CUDA, applied to a graph that is derived on a machine without a GPU.
 
-A graph that is derived on a machine without a GPU comes from the CPU provider (see `graph.parsing`). Two differences remain,
-which are corrected here. ONNX Runtime fuses Add + Softmax for GPU providers only. And if a provider has no kernel for an
-operator that ONNX defines by other operators (HardSwish on the CPU), ONNX Runtime uses these.
-
-ONNX Runtime assigns nodes to providers before most of its optimisers run, and many of these work only on nodes of some
-providers (core/optimizer/graph_transformer_utils.cc of version 1.31). On a machine without a GPU all nodes belong to the CPU
-provider, so the optimisers that would find no such node in a CUDA session must be off.
+Such a graph comes from the CPU provider (see `graph.parsing`). ONNX Runtime assigns nodes to providers before most of its
+optimisers run, and many of these work only on nodes of some providers (core/optimizer/graph_transformer_utils.cc of version
+1.31). So the optimisers that would find no such node in a CUDA session are switched off (`CPU_ONLY_FUSIONS`). Two differences
+remain, which are corrected here. ONNX Runtime fuses Add + Softmax for GPU providers only. And if a provider has no kernel for
+an operator that ONNX defines by other operators (HardSwish on the CPU), ONNX Runtime uses these.
 """
 
 from __future__ import annotations
@@ -25,6 +23,12 @@ from utils.ort_sessions import CPU_ONLY_FUSIONS
 CONTRIB = "com.microsoft"
 BIASED_DTYPES = ("float16", "float32", "float64")  # types that BiasSoftmax supports
 SOFTMAX_PER_AXIS = 13  # since this operator set, Softmax works on one axis, not on all axes from `axis` on
+# A quantised operator between DequantizeLinear and QuantizeLinear: the CPU fuses all three, CUDA runs them in floating point.
+QDQ_FUSIONS = ("QDQSelectorActionTransformer", "QDQS8ToU8Transformer")
+# Nodes after a product of integers: fused if all run on the CPU. CUDA runs the cast and the scaling after it.
+INTEGER_PRODUCT_FUSIONS = ("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion")
+COVER = "/hase.indices"  # suffix of an output that a MaxPool has only during optimisation
+BLOCKED_LAYOUT = ("NchwcTransformer",)  # would change the float convolutions, which run on the GPU in a CUDA session
 
 
 def rewrite_for_cuda(proto: onnx.ModelProto, original: onnx.GraphProto, tensors: Mapping[str, KernelInput],
@@ -58,7 +62,13 @@ def restore_hard_swish(graph: onnx.GraphProto, original: onnx.GraphProto) -> Non
 
 def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, KernelInput],
                       known_shapes: Callable[[], Mapping[str, Shape]]) -> None:
-    """Fuses Add + Softmax as ONNX Runtime's `BiasSoftmaxFusion` does for GPU providers; arguments as of `rewrite_for_cuda`."""
+    """Fuses Add + Softmax as ONNX Runtime's `BiasSoftmaxFusion` does for GPU providers.
+
+    Args:
+        proto: the graph that the CPU provider made, nodes in execution order.
+        tensors: type and shape of every tensor of `proto`.
+        known_shapes: gives the shapes that a session knows while it optimises; called only if they matter.
+    """
     graph = proto.graph
     opset = next((entry.version for entry in proto.opset_import if entry.domain == ""), SOFTMAX_PER_AXIS)
     producer = {name: node for node in graph.node for name in node.output}
@@ -76,9 +86,9 @@ def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, KernelInput]
         left, right = (tensors[name].shape if tensors[name].constant else known.get(name) for name in add.input)
         if left is None or right is None:
             continue  # the rank is unknown
-        found = bias_alignment(left, right, given, opset)
-        if found is not None:
-            swapped, axis, inner = found
+        alignment = bias_alignment(left, right, given, opset)
+        if alignment is not None:
+            swapped, axis, inner = alignment
             inputs = [add.input[1], add.input[0]] if swapped else list(add.input)
             _replace(graph, [add, softmax], "BiasSoftmax", CONTRIB, inputs, {"axis": axis, "is_inner_broadcast": int(inner)})
             fused = True
@@ -130,8 +140,8 @@ def bias_alignment(left: Sequence[int | str], right: Sequence[int | str], axis: 
 
 def _common(first: Sequence[int | str], second: Sequence[int | str]) -> int:
     """The number of leading sizes that two shapes share."""
-    for count, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
+    for count, (size, size_in_second) in enumerate(zip(first, second, strict=False)):
+        if size != size_in_second:
             return count
     return min(len(first), len(second))
 
@@ -146,18 +156,10 @@ def _replace(graph: onnx.GraphProto, old: Sequence[onnx.NodeProto], op_type: str
     """Replaces the nodes `old` by one node, with the name and the outputs of the last of them."""
     last = old[-1]
     made = onnx.helper.make_node(op_type, list(inputs), list(last.output), name=last.name, domain=domain, **attributes)
-    places = [number for number, node in enumerate(graph.node) if any(node is one or node == one for one in old)]
+    places = [number for number, node in enumerate(graph.node) if any(node is replaced or node == replaced for replaced in old)]
     graph.node[places[-1]].CopyFrom(made)
     for place in reversed(places[:-1]):
         del graph.node[place]
-
-
-# A quantised operator between DequantizeLinear and QuantizeLinear: the CPU fuses all three, CUDA runs them in floating point.
-QDQ_FUSIONS = ("QDQSelectorActionTransformer", "QDQS8ToU8Transformer")
-# Nodes after a product of integers: fused if all run on the CPU. CUDA runs the cast and the scaling after it.
-INTEGER_PRODUCT_FUSIONS = ("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion")
-COVER = "/hase.indices"  # suffix of an output that a MaxPool has only during optimisation
-BLOCKED_LAYOUT = ("NchwcTransformer",)  # would change the float convolutions, which run on the GPU in a CUDA session
 
 
 def cuda_optimizers(graph: onnx.GraphProto) -> tuple[str, tuple[str, ...]]:

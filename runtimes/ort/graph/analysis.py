@@ -62,8 +62,8 @@ class OriginFinder:
                 continue
             if node.op_type in ("ReorderInput", "ReorderOutput"):
                 source, made = node.inputs[0], node.outputs[0]
-                if made not in self.known and (found := source if source in self.known else alias.get(source)):
-                    alias[made] = found
+                if made not in self.known and (resolved := source if source in self.known else alias.get(source)):
+                    alias[made] = resolved
                 continue
             base = node.name.partition(BLOCKED_SUFFIX)[0]
             if base not in self.known or not node.outputs or node.outputs[0] in self.known:
@@ -89,20 +89,20 @@ class OriginFinder:
 
         Nodes that only read constants were folded into weights; they are origins too.
         """
-        found: dict[int, Any] = {}
+        in_region: dict[int, Any] = {}
         waiting = [name for name in outputs if name not in inputs]
         seen = set(waiting)
         while waiting:
             node = self.producer.get(waiting.pop())
             if node is None:
                 continue
-            found[self.number[id(node)]] = node
+            in_region[self.number[id(node)]] = node
             for name in node.input:
                 if name and name not in inputs and name not in seen:
                     seen.add(name)
                     waiting.append(name)
         return tuple(Origin(name=node.name or f"{node.op_type}_{number}", op_type=node.op_type)
-                     for number, node in sorted(found.items()))
+                     for number, node in sorted(in_region.items()))
 
     def origins(self, nodes: tuple[ParsedNode, ...]) -> list[tuple[Origin, ...]]:
         """The original nodes of each node of the optimised graph."""
@@ -116,9 +116,9 @@ class OriginFinder:
                     for moved in smaller:
                         group_of[moved] = larger
         result: list[tuple[Origin, ...]] = [()] * len(nodes)
-        for group in {id(found): found for found in group_of}.values():
-            outputs = {found for i in group for name in nodes[i].outputs if name and (found := self.resolve(name))}
-            inputs = {found for i in group for name in nodes[i].inputs if name and (found := self.resolve(name))}
+        for group in {id(group): group for group in group_of}.values():
+            outputs = {tensor for i in group for name in nodes[i].outputs if name and (tensor := self.resolve(name))}
+            inputs = {tensor for i in group for name in nodes[i].inputs if name and (tensor := self.resolve(name))}
             region = self.region(outputs, inputs)
             for index in group:
                 result[index] = region
@@ -127,7 +127,7 @@ class OriginFinder:
 
 def origins_by_node(graph: ParsedGraph) -> dict[str, tuple[Origin, ...]]:
     """The original nodes of each node, by its name; for a node in a body, nodes of that body."""
-    found: dict[str, tuple[Origin, ...]] = {}
+    origins_of: dict[str, tuple[Origin, ...]] = {}
     for inside, original in {"": graph.source.graph_only.graph, **graph.bodies}.items():
         prefix = f"{inside}/" if inside else ""
 
@@ -136,8 +136,8 @@ def origins_by_node(graph: ParsedGraph) -> dict[str, tuple[Origin, ...]]:
 
         nodes = tuple(replace(node, inputs=bare(node.inputs), outputs=bare(node.outputs))
                       for node in graph.nodes if node.inside == inside)
-        found |= zip((node.name for node in nodes), OriginFinder(original, nodes).origins(nodes), strict=True)
-    return found
+        origins_of |= zip((node.name for node in nodes), OriginFinder(original, nodes).origins(nodes), strict=True)
+    return origins_of
 
 
 def _with_value(graph: ParsedGraph, node: ParsedNode, place: int, name: str) -> KernelInput:
@@ -190,10 +190,19 @@ def record_of(graph: ParsedGraph, group: str = "", collection: str = "") -> Mode
 
 def analyze(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[str, int] | None = None,
             name: str | None = None, static: bool = False, group: str = "", collection: str = "") -> ModelRecord:
-    """The kernels of a model as `cpu` or `cuda` runs it (`auto`: what this machine has); arguments as of `parse_graph` and
-    `record_of`.
+    """The record of a model: its kernels as `cpu` or `cuda` runs them (`auto`: what this machine has).
+
+    Args:
+        model: the ONNX file, or a model in memory.
+        device: `cpu`, `cuda` or `auto`.
+        dims: sizes of dynamic dimensions.
+        name: of a model in memory.
+        static: whether it is optimised as if it had been exported at these sizes.
+        group: of the model; by default the one that its file names, else the model is its own group.
+        collection: of the model; by default the one that its file names, if any.
 
     Raises:
-        UserError: as `parsing.parse_graph`.
+        UserError: the model can't be read (no such file, no ONNX, no nodes, weights missing), a dynamic dimension is unknown or
+            has no size, or ORT can't load the model.
     """
     return record_of(parse_graph(model, device, dims, name, static), group, collection)

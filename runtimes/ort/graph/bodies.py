@@ -29,6 +29,9 @@ GUESS_RANGE = (0.1, 10.0)  # range of a guessed number of trips, as multiples of
 MOST_TRIPS = 10**9  # exporters write the largest integer for a loop that ends by its condition alone
 FIRST_SCAN_OPSET = 9  # older versions of Scan had a batch and sequence lengths
 PASSED_ON = VIEWS | {"Cast"}  # operators that keep the value of a single number
+# Operations per ms, bytes per ms, and ms per node of a slow CPU and of a large GPU. Two branches are compared on both: a branch
+# with fewer operations may take longer if it moves more bytes or has more nodes. The figures are a choice.
+RATES = ((50e6, 5e6, 0.001), (2e10, 2e9, 0.008))
 
 
 def control_flow(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str, onnx.NodeProto]]:
@@ -62,11 +65,11 @@ def all_tensors(inferred: InferredTensors) -> Iterator[str]:
 def body_sizes(graph: onnx.GraphProto) -> set[str]:
     """The names of the sizes that set trips and branches of a graph."""
     nodes = list(control_flow(graph))
-    found = {f"{name}.{TRIPS}" for name, node in nodes if node.op_type == "Loop"}
-    found |= {TRIPS} if found else set()
+    sizes = {f"{name}.{TRIPS}" for name, node in nodes if node.op_type == "Loop"}
+    sizes |= {TRIPS} if sizes else set()
     choices = [name for name, node in nodes if node.op_type == "If"]
-    found |= {f"{name}.{branch}" for name in choices for branch in BRANCHES}
-    return found | (set(BRANCHES) if len(choices) == 1 else set())
+    sizes |= {f"{name}.{branch}" for name in choices for branch in BRANCHES}
+    return sizes | (set(BRANCHES) if len(choices) == 1 else set())
 
 
 def unused_trips(held: Mapping[str, Held], dims: Mapping[str, int]) -> list[str]:
@@ -107,24 +110,24 @@ def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str
             tensor = maker[tensor].input[0]
         return tensor
 
-    found: dict[str, Any] = {**known_words(graph), **attention_lengths(graph, dims)}
+    values: dict[str, Any] = {**known_words(graph), **attention_lengths(graph, dims)}
     for node in graph.node:
         if not bodies_of(node) or not node.input or source(node.input[0]) not in inputs:
             continue
         name = control_flow_name(node)
         if node.op_type == "Loop":
-            found[source(node.input[0])] = dims.get(f"{name}.{TRIPS}", dims.get(TRIPS, DEFAULT_TRIPS))
+            values[source(node.input[0])] = dims.get(f"{name}.{TRIPS}", dims.get(TRIPS, DEFAULT_TRIPS))
         elif node.op_type == "If" and (chosen := given_branch(name, dims)):
-            found[source(node.input[0])] = chosen == BRANCHES["then"]
-    return found
+            values[source(node.input[0])] = chosen == BRANCHES["then"]
+    return values
 
 
 def given_branch(name: str, dims: Mapping[str, int]) -> str:
     """The attribute of the branch that the given sizes choose for the If called `name`; "" if they choose none."""
     for prefix in (f"{name}.", ""):
-        for branch, other in (("then", "else"), ("else", "then")):
+        for branch, opposite in (("then", "else"), ("else", "then")):
             if prefix + branch in dims:
-                return BRANCHES[branch if dims[prefix + branch] else other]
+                return BRANCHES[branch if dims[prefix + branch] else opposite]
     return ""
 
 
@@ -188,7 +191,7 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
         outer: the model, or the body as a model, that contains the node.
         tensors: types and shapes of what the node reads and captures.
         values: of small integer tensors that the graph computes.
-        dims: as of `tensor_shapes.infer_tensors`.
+        dims: sizes that are given, by name: of dynamic dimensions, numbers of trips, branches.
         infer: infers the tensors of a body, from the body as a model and the name of the node that holds it.
 
     Raises:
@@ -208,10 +211,10 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
 
     if node.op_type == "If":
         chosen = given_branch(node.name, dims)
-        both = tuple(_branches(sorted(bodies, reverse=True), chosen, analysed))
-        larger = max(both, key=lambda body: (body.attribute == chosen, sum(
+        branches = tuple(_branches(sorted(bodies, reverse=True), chosen, analysed))
+        larger = max(branches, key=lambda body: (body.attribute == chosen, sum(
             body.inferred.tensors[value.name].elements for value in body.proto.graph.output)))
-        return Held(Trips(1), both, chosen, dict(zip(node.output, made(larger), strict=False)))
+        return Held(Trips(1), branches, chosen, dict(zip(node.output, made(larger), strict=False)))
     if node.op_type == "Scan":
         return _held_by_scan(node, tensors, analysed, made)
     trips = trips_of(node, bodies["body"], tensors, values, dims)
@@ -247,7 +250,7 @@ def _after(before: tuple[int, ...], after: tuple[int, ...], trips: int) -> tuple
     """The shape of a loop's state after some trips, if each trip adds as much as the first one (`before` to `after`)."""
     if len(before) != len(after):
         return after
-    return tuple(max(0, one + (other - one) * trips) for one, other in zip(before, after, strict=True))
+    return tuple(max(0, size + (size_after - size) * trips) for size, size_after in zip(before, after, strict=True))
 
 
 def _held_by_scan(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],
@@ -296,7 +299,7 @@ def _always_goes_on(body: onnx.GraphProto) -> bool:
     tensor = body.output[0].name
     while tensor in maker and maker[tensor].op_type == "Identity":
         tensor = maker[tensor].input[0]
-    constant = next((one for one in body.initializer if one.name == tensor), None)
+    constant = next((initializer for initializer in body.initializer if initializer.name == tensor), None)
     if constant is None and tensor in maker and maker[tensor].op_type == "Constant":
         constant = next((attribute.t for attribute in maker[tensor].attribute if attribute.name == "value"), None)
     if constant is not None:
@@ -304,17 +307,13 @@ def _always_goes_on(body: onnx.GraphProto) -> bool:
     return tensor not in maker and tensor in [value.name for value in body.input][1:2]
 
 
-# Operations per ms, bytes per ms, and ms per node of a slow CPU and of a large GPU. Two branches are compared on both: a branch
-# with fewer operations may take longer if it moves more bytes or has more nodes. The figures are a choice.
-RATES = ((50e6, 5e6, 0.001), (2e10, 2e9, 0.008))
-
-
 @dataclass
 class FlatGraph:
     """The nodes of a graph and of its bodies; the nodes of a body follow the node that holds it.
 
     Attributes:
-        tensors, computed, assumed: as of `InferredTensors`; tensors that a body makes are called `<node>/<tensor>`.
+        tensors, computed, assumed: those of `InferredTensors` for the graph and its bodies together; tensors that a body makes
+            are called `<node>/<tensor>`.
         guessed: by node name, the range of the number of runs if it is a guess.
         originals: by node name, the body before the model was optimised.
         costs: of a body: operations, bytes moved, and runs of nodes. They decide which of two branches takes longer.
@@ -328,11 +327,11 @@ class FlatGraph:
     originals: dict[str, onnx.GraphProto] = field(default_factory=dict)
     costs: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
-    def add(self, other: FlatGraph) -> None:
+    def add(self, graph: FlatGraph) -> None:
         """Adds everything of another one."""
-        self.nodes += other.nodes
+        self.nodes += graph.nodes
         for name in ("tensors", "computed", "assumed", "guessed", "originals"):
-            getattr(self, name).update(getattr(other, name))
+            getattr(self, name).update(getattr(graph, name))
 
 
 # (body, the original body) -> its tensors on the flavour's provider, and the provider of each node
@@ -350,27 +349,27 @@ def flat_bodies(nodes: Sequence[onnx.NodeProto], assigned: Sequence[str], held: 
         original: the graph before it was optimised.
         finish: what is done to a body before its nodes are read.
     """
-    found = FlatGraph()
+    flat = FlatGraph()
     before = {(node.op_type, out): node for node in original.node if bodies_of(node) for out in node.output if out}
     for node, provider in zip(nodes, assigned, strict=True):
         parsed = parsed_node(node, provider)
         inside = held.get(node.name)
         if inside is None:
-            found.nodes.append(parsed)
+            flat.nodes.append(parsed)
             continue
         same = next((before[node.op_type, out] for out in node.output if (node.op_type, out) in before), node)
         variants = {body.attribute: _flat_body(node.name, body, bodies_of(same)[body.attribute], inside.trips, finish)
                     for body in inside.bodies}
         chosen, guess = _chosen(inside, variants)
-        found.nodes.append(replace(parsed, runs=float(inside.trips.count)))
-        found.add(variants[chosen])
-        found.originals[node.name] = bodies_of(same)[chosen]
+        flat.nodes.append(replace(parsed, runs=float(inside.trips.count)))
+        flat.add(variants[chosen])
+        flat.originals[node.name] = bodies_of(same)[chosen]
         if guess is not None:
-            found.guessed[node.name] = guess
+            flat.guessed[node.name] = guess
         for attribute in variants.keys() - {chosen}:  # the weights of the other branch are loaded too
-            found.tensors |= {f"{node.name}/{attribute}/{name.removeprefix(f'{node.name}/')}": tensor
-                              for name, tensor in variants[attribute].tensors.items() if tensor.constant}
-    return found
+            flat.tensors |= {f"{node.name}/{attribute}/{name.removeprefix(f'{node.name}/')}": tensor
+                             for name, tensor in variants[attribute].tensors.items() if tensor.constant}
+    return flat
 
 
 def _flat_body(node: str, body: Body, original: onnx.GraphProto, trips: Trips, finish: Finish) -> FlatGraph:
@@ -381,12 +380,12 @@ def _flat_body(node: str, body: Body, original: onnx.GraphProto, trips: Trips, f
     def here(name: str) -> str:
         return name if not name or name in body.captured or name.startswith(f"{node}/") else f"{node}/{name}"
 
-    nodes = [replace(one, runs=one.runs * trips.count, inside=one.inside or node,
-                     inputs=tuple(map(here, one.inputs)), outputs=tuple(map(here, one.outputs))) for one in flat.nodes]
+    nodes = [replace(inner, runs=inner.runs * trips.count, inside=inner.inside or node,
+                     inputs=tuple(map(here, inner.inputs)), outputs=tuple(map(here, inner.outputs))) for inner in flat.nodes]
     every = {**tensors, **flat.tensors}
-    own = {name: tensor for name, tensor in every.items() if name and name not in body.captured}
+    made_here = {name: tensor for name, tensor in every.items() if name and name not in body.captured}
     return FlatGraph(
-        nodes, {here(name): tensor for name, tensor in own.items()},
+        nodes, {here(name): tensor for name, tensor in made_here.items()},
         {here(name): values for name, values in {**body.inferred.computed, **flat.computed}.items()},
         {here(name): shape for name, shape in {**body.inferred.assumed, **flat.assumed}.items()}, flat.guessed,
         flat.originals, _costs(flat.nodes, every))

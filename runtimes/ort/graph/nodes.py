@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import onnx
 
 ONNX_DOMAINS = ("", "ai.onnx")
+TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-gram operators
+UNKNOWN = ""
+COUNTED = VIEWS | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
+CACHE, LAST_PLACES, TOTAL = 3, 5, 6  # inputs of GroupQueryAttention: the cache of keys, the last place of each row, the length
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class ParsedNode:
     """One node of the optimised graph; tensor names in order, "" for an optional one that is missing.
 
     Attributes:
-        runs, inside: as of `kernel_record.Node`.
+        runs: how often it runs in one run of the model.
+        inside: the node whose body it is in; "" for a node of the graph itself.
     """
 
     name: str
@@ -101,10 +106,6 @@ def parsed_node(node: onnx.NodeProto, provider: str) -> ParsedNode:
                       inputs=tuple(node.input), outputs=tuple(node.output))
 
 
-TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-gram operators
-UNKNOWN = ""
-
-
 def first_taught(attributes: Mapping[str, Any]) -> str:
     """The first word of an operator's vocabulary; UNKNOWN if it has none."""
     return next((str(attributes[name][0]) for name in TAUGHT if attributes.get(name)), UNKNOWN)
@@ -115,7 +116,7 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
 
     The encoders are assumed to be in the order of the columns that they read, as converters of pipelines write them.
     """
-    found = {}
+    words_of = {}
     for value in graph.input:
         kind = value.type.tensor_type
         if kind.elem_type != onnx.TensorProto.STRING:
@@ -124,19 +125,16 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
         for node in graph.node:
             if not reached & set(node.input):
                 continue
-            word = first_taught({one.name: attribute_value(one) for one in node.attribute if one.name in TAUGHT})
+            word = first_taught({
+                attribute.name: attribute_value(attribute) for attribute in node.attribute if attribute.name in TAUGHT})
             if word:
                 words.append(word)
             else:
                 reached.update(node.output)
         columns = kind.shape.dim[-1].dim_value if len(kind.shape.dim) > 1 else 1
         if words:
-            found[value.name] = words[:columns] if len(words) >= columns else words[:1]
-    return found
-
-
-CACHE, LAST_PLACES, TOTAL = 3, 5, 6  # inputs of GroupQueryAttention: the cache of keys, the last place of each row, the length
-COUNTED = VIEWS | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
+            words_of[value.name] = words[:columns] if len(words) >= columns else words[:1]
+    return words_of
 
 
 def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:
@@ -149,7 +147,7 @@ def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[s
     """
     inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
     maker = {out: node for node in graph.node for out in node.output if out}
-    found = {}
+    lengths = {}
     for node in graph.node:
         if node.op_type != "GroupQueryAttention" or len(node.input) <= TOTAL:
             continue
@@ -160,5 +158,5 @@ def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[s
             while tensor in maker and maker[tensor].op_type in COUNTED:
                 tensor = maker[tensor].input[0]
             if tensor in inputs:
-                found[tensor] = 1 if len(inputs[tensor]) > 1 else length
-    return found
+                lengths[tensor] = 1 if len(inputs[tensor]) > 1 else length
+    return lengths

@@ -67,7 +67,8 @@ def shapes_when_run(node: onnx.NodeProto, proto: onnx.ModelProto, tensors: Mappi
 
 def keeps_its_shape(node: onnx.NodeProto) -> bool:
     """Whether a node's output has the shape of its input although its operator may change it: it drops no words of a text."""
-    return node.op_type == "StringNormalizer" and not any(one.name == "stopwords" and one.strings for one in node.attribute)
+    return node.op_type == "StringNormalizer" and not any(
+        attribute.name == "stopwords" and attribute.strings for attribute in node.attribute)
 
 
 def largest_shapes(node: onnx.NodeProto, shapes: Mapping[str, Shape], tensors: Mapping[str, KernelInput],
@@ -88,7 +89,7 @@ def largest_shapes(node: onnx.NodeProto, shapes: Mapping[str, Shape], tensors: M
     if first is None:
         return {}
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), None)
-    found: dict[str, tuple[int, ...]] = {}
+    largest: dict[str, tuple[int, ...]] = {}
     for place, name in enumerate(node.output):
         shape = shapes.get(name)
         if not name or shape is None:
@@ -108,8 +109,8 @@ def largest_shapes(node: onnx.NodeProto, shapes: Mapping[str, Shape], tensors: M
         else:
             continue
         if len(bounds) == len(shape):
-            found[name] = tuple(bound if isinstance(size, str) else size for bound, size in zip(bounds, shape, strict=True))
-    return found
+            largest[name] = tuple(bound if isinstance(size, str) else size for bound, size in zip(bounds, shape, strict=True))
+    return largest
 
 
 def _most_boxes(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],

@@ -1,4 +1,4 @@
-"""From an ONNX file to the nodes that ONNX Runtime runs, with every shape known."""
+"""Parses an ONNX model: the optimised graph that ONNX Runtime runs, with the type and shape of every tensor."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ from utils.ort_sessions import open_session
 from utils.temporary import temporary_folder
 
 _kept: Path | None = None  # where optimised graphs are kept, each in a folder of its own
+log = get_logger("parser")
+SHOWN_SIZES = 3  # in a warning
+EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
 
 
 @contextmanager
@@ -73,11 +76,6 @@ def _link(source: Path, to: Path) -> None:
             os.link(source, to)
         except OSError:  # a file system without links
             shutil.copyfile(source, to)
-
-
-log = get_logger("parser")
-SHOWN_SIZES = 3  # in a warning
-EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
 
 
 @dataclass(frozen=True)
@@ -126,11 +124,11 @@ def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[
     Raises:
         UserError: neither the model nor the optimised graph has a tensor with that name.
     """
-    there = {*tensors, *made_within(source.graph_only.graph.node)}
+    names = {*tensors, *made_within(source.graph_only.graph.node)}
     given = source.dims.keys() - open_dims(source.graph_only).keys()
     unused = sorted(name for name in given - set(used) if tensor_of_size(name))
     for name in unused:
-        if tensor_of_size(name) not in there:
+        if tensor_of_size(name) not in names:
             raise UserError(f"{source.name}: no dynamic dimension {name}: there is no tensor {tensor_of_size(name)}")
     if unused:
         more = f" and {len(unused) - SHOWN_SIZES} more" if len(unused) > SHOWN_SIZES else ""
@@ -197,7 +195,8 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
     marked as derived.
 
     Raises:
-        UserError: as `read_source`, and where ORT can't load the model.
+        UserError: the model can't be read (no such file, no ONNX, no nodes, weights missing), a dynamic dimension is unknown or
+            has no size, or ORT can't load the model.
     """
     with temporary_folder() as folder:
         return parse_into(folder / "optimized.onnx", model, device, dims, name, static)
@@ -210,7 +209,8 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
     ORT gives the nodes that it inserts other names each time, so a graph and its description must come from one run.
 
     Raises:
-        UserError: as `read_source`, and where ORT can't load the model.
+        UserError: the model can't be read (no such file, no ONNX, no nodes, weights missing), a dynamic dimension is unknown or
+            has no size, or ORT can't load the model.
     """
     provider = graph_device(device)
     flavour = flavour_of(provider)
@@ -228,8 +228,8 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
                     inner: Mapping[str, str] | None = None) -> tuple[dict[str, KernelInput], list[str]]:
         """Turns a graph into that of the flavour's provider; returns its tensors and the provider of each node."""
         if not derived:
-            found = {**(inner or {}), **inferred.providers}
-            return tensors, [found.get(node.name, provider) for node in proto.graph.node]
+            providers = {**(inner or {}), **inferred.providers}
+            return tensors, [providers.get(node.name, provider) for node in proto.graph.node]
         rewrite_for_cuda(proto, original, tensors, shapes_known)
         tensors = restore_types(proto, reduced, tensors) if reduced else tensors
         return tensors, [*assign_providers(proto, tensors, outside)]

@@ -66,7 +66,7 @@ def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
 
     Writes a name into `proto` for every dimension that has none: `<input>.<axis>`.
     """
-    found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     constants = {tensor.name for tensor in proto.graph.initializer}
     for value in proto.graph.input:
         if value.name in constants or not value.type.HasField("tensor_type"):
@@ -76,8 +76,8 @@ def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
                 continue
             if not dim.dim_param:
                 dim.dim_param = f"{value.name}.{axis}"
-            found.setdefault(dim.dim_param, []).append(f"{value.name}, axis {axis}")
-    return found
+            places.setdefault(dim.dim_param, []).append(f"{value.name}, axis {axis}")
+    return places
 
 
 def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
@@ -159,10 +159,10 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     dynamic = open_dims(proto)
     unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto, given))
     if unknown:
-        there = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else "all its dimensions are fixed"
+        available = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else "all its dimensions are fixed"
         within = sorted(body_sizes(proto.graph))
-        there += f"; of Loops and Ifs {', '.join(within)} can be given" if within else ""
-        raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {there}")
+        available += f"; of Loops and Ifs {', '.join(within)} can be given" if within else ""
+        raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {available}")
     stamped = {dim: size for dim, size in default_dims(proto).items() if dim in dynamic and dim not in given}
     if stamped:
         log.info("%s: %s, as its file suggests (--dim says otherwise)", stem,

@@ -1,11 +1,9 @@
 """Type and shape of every tensor of a graph, as ONNX Runtime infers them.
 
-A shape query is a copy of the graph in which every tensor is an output and large weights are inputs. A session opens it and
-saves it again: the outputs of the saved graph carry what ORT inferred.
-
-The graph that ORT saves has no shapes, and ONNX's own inference does not know ORT's operators. So a shape query asks ORT. If
-shapes depend on integers that the graph computes from other shapes, ORT's constant folding computes these. If they depend on
-data, they are the given ones, or the largest possible ones.
+The optimised graph that ORT saves has no shapes, and ONNX's own inference does not know ORT's operators. So ORT is asked by a
+shape query: a copy of the graph in which every tensor is an output and large weights are inputs. A session opens it and saves
+it again, and the outputs of the saved graph carry what ORT inferred. If shapes depend on integers that the graph computes from
+other shapes, ORT's constant folding computes these. If they depend on data, they are the given ones, or the largest possible.
 """
 
 from __future__ import annotations
@@ -39,6 +37,8 @@ from utils.ort_sessions import PROVIDER_NAMES, open_session
 from utils.temporary import temporary_folder
 
 SMALL_INTS = 64  # the values of integer constants up to this many elements are kept: shapes, axes, splits
+# An additional input of a shape query, with an open dimension: a session saves shapes only if it changed the graph.
+FRESH = "hase.fresh"
 
 
 def constant_inputs(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
@@ -73,10 +73,6 @@ def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, i
         array = onnx.numpy_helper.to_array(with_values(tensor, folder))
         ranges[tensor.name] = (int(array.min()), int(array.max()))
     return ranges
-
-
-# An additional input of a shape query, with an open dimension: a session saves shapes only if it changed the graph.
-FRESH = "hase.fresh"
 
 
 def shape_query(proto: onnx.ModelProto, dims: Mapping[str, int]) -> onnx.ModelProto:
@@ -227,23 +223,23 @@ def infer_tensors(proto: onnx.ModelProto, device: str, name: str, folder: Path,
         return hold(node, proto, tensors, values, dims or {}, infer_body)
 
     while answer.unknown(constants):
-        found, bounds = _found_shapes(answer, proto, constants, name, sizes, held_by)
+        shapes, bounds = _derived_shapes(answer, proto, constants, name, sizes, held_by)
         assumed |= bounds
-        declared |= found | bounds
-        declare_shapes(query, found | bounds, answer.dtypes)
+        declared |= shapes | bounds
+        declare_shapes(query, shapes | bounds, answer.dtypes)
         answer = ask(query, device, name, fold=True)
         for tensor, shape in declared.items():  # ORT does not use every declared shape
             if tensor in answer.shapes and answer.is_open(tensor):
                 answer.shapes[tensor] = shape
     tensors = constants | _known_tensors(answer, constants.keys())
     computed = {tensor: values for tensor, values in answer.values.items() if tensor in tensors and tensor not in constants}
-    held = {node.name: one for node in proto.graph.node if (one := held_by(node, tensors, computed)) is not None}
+    held = {node.name: held_body for node in proto.graph.node if (held_body := held_by(node, tensors, computed)) is not None}
     used = sizes.used.union(*(body.inferred.used for each in held.values() for body in each.bodies))
     return InferredTensors(tensors, computed, providers, assumed, plain, held, frozenset(used))
 
 
-def _found_shapes(answer: ShapeAnswer, proto: onnx.ModelProto, constants: Mapping[str, KernelInput], name: str,
-                  sizes: GivenSizes, held_by: HeldBy) -> tuple[Shapes, Shapes]:
+def _derived_shapes(answer: ShapeAnswer, proto: onnx.ModelProto, constants: Mapping[str, KernelInput], name: str,
+                    sizes: GivenSizes, held_by: HeldBy) -> tuple[Shapes, Shapes]:
     """Shapes that ORT leaves open, of at least one tensor: of the outputs of each node whose inputs do not depend on open
     shapes.
 
@@ -258,7 +254,7 @@ def _found_shapes(answer: ShapeAnswer, proto: onnx.ModelProto, constants: Mappin
     waiting = set(answer.unknown(constants))
     _check_inputs(answer, proto, waiting, name)
     known = {**constants, **_known_tensors(answer, constants.keys() | waiting)}
-    found: Shapes = {}
+    shapes: Shapes = {}
     bounds: Shapes = {}
     open_before: set[str] = set()  # open tensors, and those computed from them
     for node in proto.graph.node:
@@ -272,12 +268,12 @@ def _found_shapes(answer: ShapeAnswer, proto: onnx.ModelProto, constants: Mappin
             continue
         held = held_by(node, known, answer.values) if bodies else None
         if held is not None:
-            found |= {out: shape for out, shape in held.shapes.items() if out in outputs}
+            shapes |= {out: shape for out, shape in held.shapes.items() if out in outputs}
             continue
         sure, largest = _output_shapes(node, outputs, answer, known, proto, name, sizes)
-        found |= sure
+        shapes |= sure
         bounds |= largest
-    return found, bounds
+    return shapes, bounds
 
 
 def _check_inputs(answer: ShapeAnswer, proto: onnx.ModelProto, waiting: set[str], name: str) -> None:
@@ -303,10 +299,10 @@ def _output_shapes(node: onnx.NodeProto, outputs: set[str], answer: ShapeAnswer,
         UserError: a shape can't be found; the message names the tensor.
     """
     selects = node.op_type == "NonMaxSuppression"
-    found = {out: shape for out in sorted(outputs) if (shape := sizes.shape(out, answer.shapes[out], selects)) is not None}
+    shapes = {out: shape for out in sorted(outputs) if (shape := sizes.shape(out, answer.shapes[out], selects)) is not None}
     if keeps_its_shape(node):
-        found |= {node.output[0]: known[node.input[0]].shape}
-    left = sorted(outputs - set(found))
+        shapes |= {node.output[0]: known[node.input[0]].shape}
+    left = sorted(outputs - set(shapes))
     bounds: Shapes = {}
     by_values = operator_row(node.op_type).shape_needs_values or any(answer.shapes[out] is not None for out in left)
     if node.domain in ONNX_DOMAINS and by_values:
@@ -315,11 +311,11 @@ def _output_shapes(node: onnx.NodeProto, outputs: set[str], answer: ShapeAnswer,
             if out in largest:
                 bounds[out] = largest[out]
             elif (shape := sizes.as_many_as_boxes(answer.shapes[out])) is not None:
-                found[out] = shape
+                shapes[out] = shape
             else:
                 raise sizes.refusal(name, out, answer.shapes[out])
     elif left:
-        found |= {out: shape for out, shape in shapes_when_run(node, proto, known, name).items() if out in left}
-        if left[0] not in found:
+        shapes |= {out: shape for out, shape in shapes_when_run(node, proto, known, name).items() if out in left}
+        if left[0] not in shapes:
             raise sizes.refusal(name, left[0], answer.shapes[left[0]])
-    return found, bounds
+    return shapes, bounds

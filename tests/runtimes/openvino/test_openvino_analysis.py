@@ -185,7 +185,7 @@ def test_a_record_is_written_with_its_origin(tmp_path: Path) -> None:
     [record] = runtime.write_records(workspace, residual(tmp_path), "cpu", {}, True, ModelOrigin("resnet", "zoo"))
     assert read_model_record(record_path(workspace, record.flavour, "residual")) == record
     assert (record.group, record.collection) == ("resnet", "zoo")
-    with pytest.raises(UserError, match="device cuda: OpenVINO is supported on cpu alone"):
+    with pytest.raises(UserError, match="device cuda: OpenVINO is supported on cpu only"):
         runtime.write_records(workspace, tmp_path / "residual.onnx", "cuda", {}, True, ModelOrigin())
 
 
