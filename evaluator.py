@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmark.collecting.config import CollectorConfig
 from inference.core.run_modes import RunMode
 from inference.evaluation.comparison import Comparison, Evaluation, summary_table, table, warned_of
-from inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, LoadsHere, MeasuringPlan, evaluate
+from inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, EvaluationLoads, MeasuringPlan, evaluate
 from inference.evaluation.plot import Point
 from inference.evaluation.plot import draw as draw_points
 from inference.live.load import CONFIG_FILE, InferenceConfig
@@ -51,7 +51,7 @@ def draw(evaluation: Evaluation, path: Path) -> None:
 def write(evaluation: Evaluation, folder: Path) -> None:
     """Writes the CSV, the JSON and the plot of an evaluation. Warnings, which are sentences, are only in the JSON."""
     columns = [name for name in Comparison.model_fields if name != "warnings"]
-    rows = [one.model_dump(include=set(columns)) for one in evaluation.comparisons]
+    rows = [comparison.model_dump(include=set(columns)) for comparison in evaluation.comparisons]
     files.write_csv(folder / "evaluation.csv", columns, rows)
     files.write_json(folder / "evaluation.json", evaluation.model_dump(mode="json"))  # for people: without a digest
     draw(evaluation, folder / "evaluation.png")
@@ -119,7 +119,7 @@ def main() -> int:
     args = parser.parse_args()
     check_arguments(parser, args)
     workspace = cli.start(args)
-    loads = LoadsHere(config=read_config(args.config, InferenceConfig, args.changes), metrics_file=args.metrics,
+    loads = EvaluationLoads(config=read_config(args.config, InferenceConfig, args.changes), metrics_file=args.metrics,
                       under_load=read_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,

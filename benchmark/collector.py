@@ -52,7 +52,7 @@ def main() -> int:
     else:
         cli.print_table([{**result, "failed": len(result["failed"])}])
     if result["failed"]:
-        log.error("%d failed and are rows that say so: %s", len(result["failed"]), ", ".join(result["failed"]))
+        log.error("%d failed, which their rows say: %s", len(result["failed"]), ", ".join(result["failed"]))
     return 1 if result["failed"] else 0
 
 

@@ -46,8 +46,8 @@ def learned_pace(workspace: Workspace, target: str) -> LearnedPace | None:
     for folder in (workspace.predictors(target), SHIPPED / target):
         if (path := folder / COMPOSITION).is_file():
             document = files.read_json(path)  # not by its class, which belongs to training, a later folder
-            found = document.get("probe_us") if isinstance(document, dict) else None
-            return LearnedPace(target, float(found)) if isinstance(found, (int, float)) and found > 0 else None
+            probe_us = document.get("probe_us") if isinstance(document, dict) else None
+            return LearnedPace(target, float(probe_us)) if isinstance(probe_us, (int, float)) and probe_us > 0 else None
     return None
 
 

@@ -116,18 +116,19 @@ def label_times(table: pd.DataFrame, device: str) -> dict[str, Times]:
     """The idle times of each label by kernel id, medians over the machines, from a kernel table; without labels that no kernel
     has. Kernels that are only partly measured count with the labels they have."""
     good = table[(table["Level"] == 0) & table["Status"].isin(("ok", UNFINISHED))]
-    found: dict[str, Times] = {}
+    times_by_label: dict[str, Times] = {}
     for label in LABELS:
         if label == "run":
-            times = good.assign(time_ms=run_ms(good, device))
+            of_label = good.assign(time_ms=run_ms(good, device))
         elif f"{label}_ms" in good.columns:
-            times = good.assign(time_ms=good[f"{label}_ms"])
+            of_label = good.assign(time_ms=good[f"{label}_ms"])
         else:
             continue
-        times = times[np.isfinite(times["time_ms"].to_numpy(dtype=float))]
-        if len(times):
-            found[label] = {str(name): float(time) for name, time in times.groupby("Kernel_ID")["time_ms"].median().items()}
-    return found
+        of_label = of_label[np.isfinite(of_label["time_ms"].to_numpy(dtype=float))]
+        if len(of_label):
+            medians_ms = of_label.groupby("Kernel_ID")["time_ms"].median()
+            times_by_label[label] = {str(name): float(time_ms) for name, time_ms in medians_ms.items()}
+    return times_by_label
 
 
 def in_model_times(blocks: Iterable[Block]) -> dict[str, dict[str, Times]]:
@@ -137,7 +138,7 @@ def in_model_times(blocks: Iterable[Block]) -> dict[str, dict[str, Times]]:
         for m in block.measurements:
             if (m.subject, m.status, block.level) == ("kernel", "ok", 0.0) and m.place == "in_model":
                 samples[m.context][m.label][m.id] += m.samples_ms
-    return {model: {label: {kernel: float(np.median(found)) for kernel, found in of_label.items()}
+    return {model: {label: {kernel: float(np.median(samples_ms)) for kernel, samples_ms in of_label.items()}
                     for label, of_label in labels.items()} for model, labels in samples.items()}
 
 
@@ -183,8 +184,8 @@ def chosen(models: Sequence[str], wanted: Sequence[str] | None, folder: Path) ->
     """
     for name in wanted or ():
         if not any(model.startswith(name) for model in models):
-            raise UserError(f"--model {name}: no model of {model_table_path(folder)} that was measured idle begins so; "
-                            f"there: {', '.join(models[:5])}{' …' if len(models) > 5 else ''}")
+            raise UserError(f"--model {name}: no model measured idle in {model_table_path(folder)} has such a name; "
+                            f"it holds: {', '.join(models[:5])}{' …' if len(models) > 5 else ''}")
     return [model for model in models if wanted is None or model in wanted or model.startswith(tuple(wanted))]
 
 
@@ -205,7 +206,7 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
     gpu_ms = {str(name): float(time) for name, time in idle["gpu_ms"].dropna().items()}
     times = label_times(read_kernel_table(workspace, target), header.target.flavour.device)
     within = in_model_times(read_journal(folder))
-    found = []
+    models = []
     for name in chosen([str(model) for model in idle.index], wanted, folder):
         path = record_path(workspace, header.target.flavour, name)
         if not path.is_file():
@@ -213,41 +214,41 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
             continue
         added_up = add_up(read_model_record(path), float(idle["median_ms"][name]), gpu_ms.get(name), times,
                           within.get(name, {}))
-        found.append(added_up.model_copy(update={"pace": float(idle["pace"][name])}))
-    if not found:
+        models.append(added_up.model_copy(update={"pace": float(idle["pace"][name])}))
+    if not models:
         raise UserError(f"{folder}: no model that was measured idle and has a kernel record; measure models with: "
                         f"{COLLECT}")
-    return found
+    return models
 
 
 def summaries(models: Sequence[ModelLabels], device: str) -> list[LabelSummary]:
     """One summary per label, of at least one model. `device` is that of the target."""
-    found = []
+    label_summaries = []
     for label in models[0].labels:
         ratios = [model.labels[label].ratio for model in models if not model.labels[label].lacking]
         median, least, most = (float(of(ratios)) if ratios else None for of in (np.median, min, max))
-        found.append(LabelSummary(label=label, source=SOURCES[label], overhead=OVERHEAD[device].get(label, "no"),
-                                  models=len(ratios), median=median, least=least, most=most))
-    return found
+        label_summaries.append(LabelSummary(label=label, source=SOURCES[label], overhead=OVERHEAD[device].get(label, "no"),
+                                            models=len(ratios), median=median, least=least, most=most))
+    return label_summaries
 
 
-def model_row(found: ModelLabels, in_model: Sequence[str], with_pace: bool = False) -> dict[str, Any]:
+def model_row(model: ModelLabels, in_model: Sequence[str], with_pace: bool = False) -> dict[str, Any]:
     """A model as one row of a table: sums with their share of the measured latency.
 
     Args:
-        found: the model.
+        model: with the sums of its labels.
         in_model: the labels that some model of the table has with times measured within it.
         with_pace: whether to show how much slower than usual the host was.
     """
     def cell(time_ms: float | None, lacking: int = 0) -> str | None:
         if time_ms is None:
             return None
-        return f"{time_ms:.4g} ({time_ms / found.measured_ms:.0%})" + (f", {lacking} lack" if lacking else "")
+        return f"{time_ms:.4g} ({time_ms / model.measured_ms:.0%})" + (f", {lacking} lack" if lacking else "")
 
-    row: dict[str, Any] = {"model": found.model, "nodes": found.nodes, "measured (ms)": found.measured_ms}
+    row: dict[str, Any] = {"model": model.model, "nodes": model.nodes, "measured (ms)": model.measured_ms}
     if with_pace:
-        row["host slower by"] = f"{found.pace - 1:.0%}" if found.pace - 1 > DISTURBANCE_ADMITTED else None
-    for label, of_label in found.labels.items():
+        row["host slower by"] = f"{model.pace - 1:.0%}" if model.pace - 1 > DISTURBANCE_ADMITTED else None
+    for label, of_label in model.labels.items():
         row[f"Σ {label} (ms)"] = cell(of_label.sum_ms, of_label.lacking)
         if label in in_model:
             row[f"{label} in the model (ms)"] = cell(of_label.in_model_ms)
@@ -259,16 +260,16 @@ def percent(ratio: float | None) -> str | None:
     return None if ratio is None else f"{ratio:.0%}"
 
 
-def print_tables(target: str, found: Sequence[ModelLabels], about: Sequence[LabelSummary]) -> None:
+def print_tables(target: str, models: Sequence[ModelLabels], labels: Sequence[LabelSummary]) -> None:
     """Prints one row per model, then one row per label."""
-    in_model = [one.label for one in about if any(model.labels[one.label].in_model_ms is not None for model in found)]
-    with_pace = any(model.pace - 1 > DISTURBANCE_ADMITTED for model in found)
-    cli.print_table([model_row(model, in_model, with_pace) for model in found],
+    in_model = [label.label for label in labels if any(model.labels[label.label].in_model_ms is not None for model in models)]
+    with_pace = any(model.pace - 1 > DISTURBANCE_ADMITTED for model in models)
+    cli.print_table([model_row(model, in_model, with_pace) for model in models],
                     f"{target}: sums over a model's nodes, and its latency (sums also as a share of it)")
     print()
-    cli.print_table([{"label": one.label, "source": one.source, "framework's overhead": one.overhead,
-                      "whole models": one.models, "Σ / measured: median": percent(one.median), "least": percent(one.least),
-                      "most": percent(one.most)} for one in about], "the labels")
+    cli.print_table([{"label": label.label, "source": label.source, "framework's overhead": label.overhead,
+                      "whole models": label.models, "Σ / measured: median": percent(label.median),
+                      "least": percent(label.least), "most": percent(label.most)} for label in labels], "the labels")
 
 
 def main() -> int:
@@ -280,13 +281,13 @@ def main() -> int:
     workspace = cli.start(args)
     results = {}
     for target in [args.target] if args.target else collected_targets(workspace):
-        found = model_labels(workspace, target, args.model)
+        models = model_labels(workspace, target, args.model)
         flavour = read_header(workspace.dataset(target)).target.flavour
-        about = summaries(found, flavour.device)
-        results[target] = {"models": [model.model_dump(mode="json") for model in found],
-                           "labels": [label.model_dump(mode="json") for label in about]}
+        labels = summaries(models, flavour.device)
+        results[target] = {"models": [model.model_dump(mode="json") for model in models],
+                           "labels": [label.model_dump(mode="json") for label in labels]}
         if not args.json:
-            print_tables(target, found, about)
+            print_tables(target, models, labels)
     if args.json:
         cli.print_json(results)
     return 0

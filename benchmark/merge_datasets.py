@@ -37,8 +37,8 @@ def read_origins(path: Path) -> dict[str, ModelOrigin]:
         UserError: it is no such file.
     """
     try:
-        return {str(stem): ModelOrigin(**{key: str(value) for key, value in one.items()})
-                for stem, one in files.read_json(path).items()}
+        return {str(stem): ModelOrigin(**{key: str(value) for key, value in origin.items()})
+                for stem, origin in files.read_json(path).items()}
     except (AttributeError, TypeError):
         raise UserError(f'{path}: not of the form {{"<file stem>": {{"group": "…", "collection": "…"}}, …}}') from None
 

@@ -143,7 +143,11 @@ class NowAndThen(ABC, Generic[R]):
 
     @abstractmethod
     def take(self) -> R:
-        """Runs the probe once; `UserError` if it fails."""
+        """Runs the probe once.
+
+        Raises:
+            UserError: it fails.
+        """
 
     def run(self, over: threading.Event) -> None:
         """Runs the probe regularly until `over`."""
@@ -228,8 +232,8 @@ def device_labels(device: str, replay: Path | None) -> dict[str, str]:
     elif device == "cpu":  # a machine's identifier must not be published
         index, uuid, name, model = "", platform.node(), "cpu", machine(device).device_name
     else:
-        here = machine(device)
-        index, uuid, name, model = "0", here.uuid, "nvidia0", here.device_name
+        this_machine = machine(device)
+        index, uuid, name, model = "0", this_machine.uuid, "nvidia0", this_machine.device_name
     return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: name, MODEL_LABEL: model, HOST_LABEL: platform.node()}
 
 

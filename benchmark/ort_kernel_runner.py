@@ -33,7 +33,11 @@ python benchmark/ort_kernel_runner.py --model resnet18.onnx --budget-s 5 --io ho
 def measure(model: Path, device: str = "auto", *, dims: Mapping[str, int] | None = None,
             warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
             io: str = "device", cuda_graph: bool = False, static: bool = False) -> Timing:
-    """Times one ONNX file; see `open_runner` and `Runner.time` for the arguments."""
+    """Times one ONNX file in a session of its own: opens it with `open_runner` and times it with `Runner.time`.
+
+    Raises:
+        UserError: the model can't be loaded or run.
+    """
     return open_runner(model, device, dims=dims, io=io, cuda_graph=cuda_graph, static=static).time(
         warmup=warmup, loops=loops, budget_s=budget_s)
 

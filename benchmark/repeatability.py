@@ -19,9 +19,9 @@ import numpy as np
 
 from benchmark.collecting.collect import start_loads
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.crew import start_crew
 from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import Item, find_work
+from benchmark.collecting.workers import start_workers
 from measuring.loads import measure_loads
 from measuring.pending import Planned, chunks
 from records.blocks import Block, Journal
@@ -46,10 +46,10 @@ python benchmark/repeatability.py --workspace out/demo --config recipes/demo/col
 def differences(first_ms: dict[str, float], second_ms: dict[str, float], least_ms: float = 0.0) -> dict[str, Any]:
     """Statistics of |second − first| / first over what both hold and takes `least_ms` or more; None for each figure if there is
     nothing such."""
-    both = [name for name in second_ms if first_ms.get(name, 0.0) > max(least_ms, 0.0)]
-    if not both:
+    names = [name for name in second_ms if first_ms.get(name, 0.0) > max(least_ms, 0.0)]
+    if not names:
         return {"count": 0, "mean_%": None, "median_%": None, "within_10_%": None}
-    errors = error_statistics([second_ms[name] for name in both], [first_ms[name] for name in both])
+    errors = error_statistics([second_ms[name] for name in names], [first_ms[name] for name in names])
     return {"count": errors.count, "mean_%": 100 * errors.mape, "median_%": 100 * errors.median,
             "within_10_%": 100 * errors.within_10}
 
@@ -61,9 +61,9 @@ def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int)
         UserError: there is no dataset of this machine.
     """
     device = resolve_device(config.device)
-    target, here = config.target(device), machine(device)
+    target, this_machine = config.target(device), machine(device)
     folder = workspace.dataset(target.name)
-    blocks = [block for block in read_journal(folder) if block.machine == here.uuid]
+    blocks = [block for block in read_journal(folder) if block.machine == this_machine.uuid]
     if not blocks:
         raise UserError(f"{folder}: no measurements of this machine; measure first: {COLLECT}")
     work = find_work(workspace, target, config.held_out)
@@ -72,17 +72,17 @@ def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int)
     planned = [Planned(f"repeat {number}", items) for number, items in enumerate(parts)]
     backgrounds, rows = read_header(folder).backgrounds, []
     setting = Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)
-    with start_crew(config, device, config.labels_on(device), setting) as crew:
-        bench = open_bench(config, device, here.uuid, config.open_source(device), crew)
+    with start_workers(config, device, config.labels_on(device), setting) as workers:
+        bench = open_bench(config, device, this_machine.uuid, config.open_source(device), workers)
 
         def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
-            return KernelUnits(config, target, crew, level).time(items)
+            return KernelUnits(config, target, workers, level).time(items)
 
         for level, name in sorted({block.load for block in blocks}):
             of_load = [block for block in blocks if block.load == (level, name)]
             background = backgrounds.get(name, config.stress.backgrounds[0]) if level else None
-            again = measure_loads(bench, lambda load, there: planned, time_units, Journal(of_load), [(level, background)],
-                                  start_loads(config, device, workspace, crew))
+            again = measure_loads(bench, lambda load, measured: planned, time_units, Journal(of_load), [(level, background)],
+                                  start_loads(config, device, workspace, workers))
             rows += [{"level": level, "background": name, **row} for row in compared(of_load, again.blocks)]
     return rows
 

@@ -130,23 +130,23 @@ def measure(model: TracedModel, timer: Worker, tracer: Worker, effort: Effort) -
                     disturbance=max(latency.disturbance or 0.0, host.disturbance or 0.0), traced=anatomy_of(run)), run
 
 
-def as_json(found: Measured) -> dict[str, Any]:
+def as_json(measured: Measured) -> dict[str, Any]:
     """The measurement with its shares of the latency in per cent, by the name of the part."""
-    shares = {"host": 1000 * found.host_ms, "launching": found.traced.launching_us, "traced_run": found.traced.run_us,
-              **{part.removesuffix("_us"): getattr(found.traced, part) for part in PARTS}}
-    return found.model_dump(mode="json") | {"share_%": {name: 100 * found.share(time) for name, time in shares.items()}}
+    shares = {"host": 1000 * measured.host_ms, "launching": measured.traced.launching_us, "traced_run": measured.traced.run_us,
+              **{part.removesuffix("_us"): getattr(measured.traced, part) for part in PARTS}}
+    return measured.model_dump(mode="json") | {"share_%": {name: 100 * measured.share(time) for name, time in shares.items()}}
 
 
-def row(found: Measured) -> dict[str, Any]:
+def row(measured: Measured) -> dict[str, Any]:
     """The measurement as one row of a table: times, each with its share of the latency."""
     def with_share(time_us: float) -> str:
-        return f"{time_us:.0f} ({found.share(time_us):.0%})"
+        return f"{time_us:.0f} ({measured.share(time_us):.0%})"
 
-    return {"model": found.model, "batch": found.batch, "latency (µs)": 1000 * found.latency_ms,
-            "host alone (µs)": with_share(1000 * found.host_ms), "host disturbed by": f"{found.disturbance:.0%}",
-            "launches": found.traced.launches, "in launch calls (µs)": with_share(found.traced.launching_us),
-            **{title: with_share(getattr(found.traced, part)) for part, title in TITLES.items()},
-            "traced run (µs)": with_share(found.traced.run_us)}
+    return {"model": measured.model, "batch": measured.batch, "latency (µs)": 1000 * measured.latency_ms,
+            "host alone (µs)": with_share(1000 * measured.host_ms), "host disturbed by": f"{measured.disturbance:.0%}",
+            "launches": measured.traced.launches, "in launch calls (µs)": with_share(measured.traced.launching_us),
+            **{title: with_share(getattr(measured.traced, part)) for part, title in TITLES.items()},
+            "traced run (µs)": with_share(measured.traced.run_us)}
 
 
 def main() -> int:
@@ -162,15 +162,16 @@ def main() -> int:
     cli.add_static(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    if args.device == "cpu" or not has_cuda():
-        raise UserError("where a GPU's time goes needs a GPU: "
-                        + ("give --device cuda" if has_cuda() else "no NVIDIA GPU that the driver can talk to is here"))
+    if not has_cuda():
+        raise UserError("this command needs a GPU: this machine has no NVIDIA GPU that the driver can talk to")
+    if args.device == "cpu":
+        raise UserError("this command needs a GPU: give --device cuda")
     models = runs_of(workspace.find_models(args.model), cli.parse_dims(args.dim), args.static)
     if args.trace and len(models) > 1:
         raise UserError(f"--trace draws one run, not {len(models)}: give one model and each --dim one size")
     effort = Effort(warmup=3, warmup_s=0.05, budget_s=args.budget_s, least_runs=10, most_runs=1000)
     timeout_s = TIMEOUT_S + 2 * PATIENCE * args.budget_s
-    found, failed = [], []
+    results, failed = [], []
     with measuring("cuda"), Worker(timeout_s) as timer, Worker(timeout_s) as tracer:
         for model in cli.progress(models, "measuring"):
             try:
@@ -179,13 +180,13 @@ def main() -> int:
                 log.error("%s", error)
                 failed.append(model.name)
                 continue
-            found.append(measured)
+            results.append(measured)
             if args.trace:
                 files.write_json(args.trace, measured_trace(run))
     if args.json:
-        cli.print_json([as_json(one) for one in found])
+        cli.print_json([as_json(result) for result in results])
     else:
-        cli.print_table([row(one) for one in found], "where a run's time goes (shares of the latency)")
+        cli.print_table([row(result) for result in results], "where a run's time goes (shares of the latency)")
     if failed:
         log.error("%d of %d failed: %s", len(failed), len(models), ", ".join(failed))
     return 1 if failed else 0

@@ -38,12 +38,12 @@ log = get_logger("sharing_probe")
 
 def rows(reading: ProbeReading) -> list[dict[str, Any]]:
     """The result as a table, one row per piece of work."""
-    found = []
+    table = []
     for piece, runs in (("tiny", reading.tiny), ("long", reading.long)):
         statistics = summarize(runs.latencies_ms)
-        found.append({"work": piece, "runs": statistics.runs, "median_ms": statistics.median_ms, "p95_ms": statistics.p95_ms,
+        table.append({"work": piece, "runs": statistics.runs, "median_ms": statistics.median_ms, "p95_ms": statistics.p95_ms,
                       "waited": reading.waited[piece]})
-    return found
+    return table
 
 
 def main() -> int:

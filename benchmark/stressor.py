@@ -59,7 +59,11 @@ class Burner(ABC):
 
     @abstractmethod
     def turn(self, seconds: float) -> None:
-        """Keeps the load up for about `seconds`; `UserError` if it failed."""
+        """Keeps the load up for about `seconds`.
+
+        Raises:
+            UserError: it failed.
+        """
 
     @abstractmethod
     def busy_s(self) -> float:
@@ -122,7 +126,7 @@ class CpuBurner(Burner):
     def busy_s(self) -> float:
         with contextlib.suppress(psutil.NoSuchProcess):  # `turn` reports a worker that has ended
             times = [psutil.Process(worker.pid).cpu_times() for worker in self._workers]
-            self._busy_s = sum(one.user + one.system for one in times) / self._cores
+            self._busy_s = sum(process_times.user + process_times.system for process_times in times) / self._cores
         return self._busy_s
 
     def close(self) -> None:

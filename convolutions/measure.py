@@ -253,7 +253,7 @@ def measure_energy(run: Callable[[], Any], instruments: Instruments,
         quantities["energy_agreement"] = (measured.used.agreement,)
     if instruments.idle_w is not None:
         quantities["idle_power_w"] = (instruments.idle_w,)
-    doubts = list(measured.used.doubts)
+    doubts = list(measured.used.warnings)
     if (slower := float(np.mean(measured.samples_ms)) / latency_ms) > SLOWDOWN_ADMITTED:
         doubts.append(f"runs took {slower:.2f} times as long as before: other work ran meanwhile")
     return quantities, "; ".join(doubts)

@@ -42,15 +42,15 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from inference.core.answers import never_falling
+from inference.core.answers import make_monotonic
 from inference.core.host_pace import PaceAsked
 from inference.core.model_run import trace_of
 from inference.core.predictor import Predictor
 from inference.core.report import log_measured, print_predictions, verdict
 from inference.core.run_modes import RunMode
 from inference.core.targets import local_targets
-from inference.live.load import CONFIG_FILE, InferenceConfig, Load
-from inference.live.load_sources import LoadSources
+from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading
+from inference.live.load_sources import LiveSources
 from inference.sharing.shared_models import PERCENTILE, SloUnderLoad
 from records.host_pace import read_pace
 from runtimes.ort.graph.parsing import optimized_once
@@ -159,9 +159,9 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--export goes with --watch")
 
 
-def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
+def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
     """Logs the command that measures uncertain kernels, if this machine is the target and it would help."""
-    uncertain = [one for one in found if one.estimated_operators or one.doubtful_operators]
+    uncertain = [prediction for prediction in predictions if prediction.estimated_operators or prediction.doubtful_operators]
     if (not uncertain or args.strict or args.measure_missing or uncertain[0].load != "idle"
             or uncertain[0].target not in {target.name for target in local_targets()}):
         return
@@ -174,8 +174,7 @@ def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> N
     log.warning("this machine is the target; have them measured with: %s", shlex.join(command))
 
 
-
-def watch(args: argparse.Namespace, sources: LoadSources, dims: dict[str, int]) -> int:
+def watch(args: argparse.Namespace, sources: LiveSources, dims: dict[str, int]) -> int:
     """Follows the load until Ctrl-C.
 
     Raises:
@@ -189,7 +188,7 @@ def watch(args: argparse.Namespace, sources: LoadSources, dims: dict[str, int]) 
     if sources.asks_prometheus and not sources.fields():
         raise UserError("--watch: the predictors were trained without metrics, so they predict the same under any load")
     predictor, run_mode = sources.predictor, sources.run_mode
-    first = predictor.predict(args.model, dims=dims, static=args.static, run_mode=run_mode, **sources.with_load(Load()))
+    first = predictor.predict(args.model, dims=dims, static=args.static, run_mode=run_mode, **sources.with_load(LoadReading()))
     for warning in first.warnings:  # whatever can't be used has ended the command by now
         log.warning("%s", warning)
     follow(predictor.watch(args.model, sources.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
@@ -197,7 +196,7 @@ def watch(args: argparse.Namespace, sources: LoadSources, dims: dict[str, int]) 
     return 0
 
 
-def predict_once(args: argparse.Namespace, sources: LoadSources,
+def predict_once(args: argparse.Namespace, sources: LiveSources,
                  sizes: Sequence[dict[str, int]]) -> tuple[list[PredictedRun], list[SloUnderLoad | None]]:
     """The predictions at each size, and how they compare with the objective, if there is one."""
     predictor = sources.predictor
@@ -208,28 +207,30 @@ def predict_once(args: argparse.Namespace, sources: LoadSources,
         now = sources.with_load(load)
         runs = [predictor.run(args.model, dims=dims, static=args.static, run_mode=sources.run_mode, **now)
                 for dims in cli.progress(sizes, "predicting")]
-    in_order = never_falling([run.prediction for run in runs])
+    in_order = make_monotonic([run.prediction for run in runs])
     runs = [run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)]
     return runs, [predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["co_runner"])
                   if args.slo_ms else None for run in runs]
 
 
-def report(args: argparse.Namespace, found: Sequence[Prediction], slos: Sequence[SloUnderLoad | None],
+def report(args: argparse.Namespace, predictions: Sequence[Prediction], slos: Sequence[SloUnderLoad | None],
            energies: Sequence[EnergyPrediction]) -> int:
     """Prints predictions, with their energies if there are any; returns the exit status."""
-    for warning in dict.fromkeys(warning for some in (found, energies) for one in some for warning in one.warnings):
+    answers: tuple[Prediction | EnergyPrediction, ...] = (*predictions, *energies)
+    for warning in dict.fromkeys(warning for answer in answers for warning in answer.warnings):
         log.warning("%s", warning)
-    advise_measuring(args, found)
+    advise_measuring(args, predictions)
     if args.json:
-        more = [{name: one.model_dump(mode="json") for name, one in (("slo", slo), ("energy", energy)) if one}
+        more = [{name: record.model_dump(mode="json") for name, record in (("slo", slo), ("energy", energy)) if record}
                 for slo, energy in itertools.zip_longest(slos, energies)]
-        cli.print_json([one.model_dump(mode="json") | also for one, also in zip(found, more, strict=True)])
+        cli.print_json([prediction.model_dump(mode="json") | further
+                        for prediction, further in zip(predictions, more, strict=True)])
     else:
-        print_predictions(found, args.top, energies, args.show_sum)
-        for one, slo in zip(found, slos, strict=True):
+        print_predictions(predictions, args.top, energies, args.show_sum)
+        for prediction, slo in zip(predictions, slos, strict=True):
             if slo:
-                print(verdict(one, slo))
-    if args.fail_on_rough and any(one.rough_estimate for some in (found, energies) for one in some):
+                print(verdict(prediction, slo))
+    if args.fail_on_rough and any(answer.rough_estimate for answer in answers):
         return cli.EXIT_ROUGH
     return cli.EXIT_SLO_MISSED if any(slo and not slo.met for slo in slos) else 0
 
@@ -251,7 +252,7 @@ def main() -> int:
     if args.measure_missing and config.prometheus.url is not None:
         raise UserError("--measure-missing: idle times are not looked up under a load; leave prometheus.url out, or give "
                         "--set prometheus.url=null")
-    sources = LoadSources(
+    sources = LiveSources(
         Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators),
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))

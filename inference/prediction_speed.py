@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from inference import Predictor, predict
 from inference.core.sources import record_of
 from inference.core.targets import choose_target, fitted_for
-from inference.live.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
+from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading, current_load, fields_asked
 from inference.sharing.co_runner import probe_of
 from utils import cli
 from utils.config import read_config
@@ -74,7 +74,7 @@ def copies(record: ModelRecord, count: int) -> list[ModelRecord]:
 
 
 def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
-          read_load: Callable[[], Load] | None = None) -> list[dict[str, Any]]:
+          read_load: Callable[[], LoadReading] | None = None) -> list[dict[str, Any]]:
     """One row per case: what is predicted from what, and the median time in ms; with `read_load`, also under the load that it
     reads."""
     target, _ = choose_target(workspace, target)
@@ -116,7 +116,7 @@ def main() -> int:
     workspace = cli.start(args)
     config = read_config(args.config, InferenceConfig, args.changes).never_idle()
 
-    def read_load() -> Load:
+    def read_load() -> LoadReading:
         fitted = fitted_for(workspace, args.target)
         return current_load(config, args.metrics, fields_asked(fitted), fitted.sharing is not None)
 

@@ -77,8 +77,9 @@ def times_without_search(workspace: Workspace, target: Target) -> dict[str, dict
 def chosen_by_others(rows: Sequence[Mapping[str, Any]], place: int, families: Sequence[str] = ()) -> str:
     """The composition with the smaller mean error on the models of other families than that of one row; the sum where there are
     none, or where both are as good. `families` are those that choose; none: all."""
-    others = [row for row in rows if row["family"] != rows[place]["family"] and (not families or row["family"] in families)]
-    errors = {kind: fmean(abs(row[f"{kind}_error_%"]) for row in others) if others else 0.0 for kind in KINDS}
+    other_families = [row for row in rows
+                      if row["family"] != rows[place]["family"] and (not families or row["family"] in families)]
+    errors = {kind: fmean(abs(row[f"{kind}_error_%"]) for row in other_families) if other_families else 0.0 for kind in KINDS}
     return min(KINDS, key=errors.__getitem__)
 
 
@@ -115,7 +116,7 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
     label = IN_MODEL if IN_MODEL in header.labels else header.labels[0]
     memory = {m.id: m.facts.get("peak_memory_mib") for block in read_journal(folder) for m in block.measurements
               if m.subject == "model" and m.status == "ok"}
-    predicted = {one.model: one.predicted_ms for one in read_composition(workspace.predictors(target)).models} if (
+    predicted = {model.model: model.predicted_ms for model in read_composition(workspace.predictors(target)).models} if (
         composition_path(workspace.predictors(target)).is_file()) else {}
     rows = []
     for name, times in idle_models(read_model_table(workspace, target)).iterrows():
@@ -146,22 +147,22 @@ def check_families(tables: Sequence[Sequence[Mapping[str, Any]]], families: Sequ
     Raises:
         UserError: no target has models of a family.
     """
-    there = {row["family"] for rows in tables for row in rows}
-    if missing := set(families) - there:
+    measured = {row["family"] for rows in tables for row in rows}
+    if missing := set(families) - measured:
         raise UserError(f"--choose-by: no target has measured models of {', '.join(sorted(missing))}; there are: "
-                        f"{', '.join(sorted(there))}")
+                        f"{', '.join(sorted(measured))}")
 
 
 def summary(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> dict[str, Any]:
     """The mean errors of a target, without signs, over the models of other families than those named (over all if there are
     none)."""
     rows = [row for row in rows if row["family"] not in families] or rows
-    found: dict[str, Any] = {"target": rows[0]["target"], "models": len(rows)}
+    errors_by_column: dict[str, Any] = {"target": rows[0]["target"], "models": len(rows)}
     for column in ("sum", "critical_path", "used", "predicted"):
         errors = [abs(row[f"{column}_error_%"]) for row in rows if f"{column}_error_%" in row]
-        found[f"{column}_MAPE_%"] = fmean(errors) if errors else None
-        found[f"{column}_max_%"] = max(errors, default=None)
-    return found
+        errors_by_column[f"{column}_MAPE_%"] = fmean(errors) if errors else None
+        errors_by_column[f"{column}_max_%"] = max(errors, default=None)
+    return errors_by_column
 
 
 def comparison(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

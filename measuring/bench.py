@@ -1,7 +1,7 @@
-"""What a block is measured with: the device, its canary and metrics, and how often a unit runs.
+"""What blocks of measurements are taken with: the device with its canary and its metrics, and how often a unit runs.
 
-It is timed before and after each block of measurements. If the two times differ, the machine was disturbed and the block is
-measured again. What the work is, is the runtime's choice (runtimes/ort/probes.py).
+The canary is a small, fixed piece of work, the choice of the runtime (runtimes/ort/probes.py). It is timed before and after
+each block of measurements. If the two times differ, the machine was disturbed, and the block is measured again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ class Steadiness(Frozen):
     patience_s: float = Field(15.0, ge=0)
 
 
-def no_probe() -> ProbeReading | None:
-    """Stands for the sharing probe where there is none."""
-    return None
-
-
 @dataclass(frozen=True)
 class Bench:
     """What blocks on this machine are measured with.
@@ -48,7 +43,7 @@ class Bench:
     Attributes:
         device: `cpu` or `cuda`.
         machine_uuid: of this machine (utils.fingerprint.machine).
-        canary_ms: runs the canary, see `Canary.run_ms`.
+        canary_ms: runs the canary a few times and returns the times in ms; its argument says whether the device is loaded.
         source: of the device's metrics; None where none are read.
         window_s: how long the window of metrics before a block is.
         probe: reads how long tiny work waits for what else runs on the device; None where that is not read.
@@ -63,7 +58,7 @@ class Bench:
     canary_ms: Callable[[bool], Sequence[float]]
     source: MetricSource | None = None
     window_s: float = 0.5
-    probe: Callable[[], ProbeReading | None] = no_probe
+    probe: Callable[[], ProbeReading | None] = lambda: None
     steadiness: Steadiness = field(default_factory=Steadiness)
 
     def __post_init__(self) -> None:

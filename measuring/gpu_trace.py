@@ -76,7 +76,7 @@ class GpuRun:
     @property
     def span_us(self) -> float:
         """From the start of the first work to the end of the last; 0 without work."""
-        return max(one.end_us for one in self.work) - min(one.start_us for one in self.work) if self.work else 0.0
+        return max(piece.end_us for piece in self.work) - min(piece.start_us for piece in self.work) if self.work else 0.0
 
 
 class Recording(NamedTuple):
@@ -110,8 +110,8 @@ def record_ranges(run: Callable[[], Any], count: int) -> Recording:
 
     Needs torch with CUDA.
     """
-    both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=both) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
         run()
     return Recording(profiler, count)
 
@@ -148,21 +148,21 @@ def attribute(events: Iterable[dict[str, Any]], count: int) -> list[GpuRun]:
             on_gpu.append((event["args"].get("correlation", -1), work))
     order = sorted(ranges, key=lambda number: ranges[number][0])
     starts = [ranges[number][0] for number in order]
-    found: dict[int, list[tuple[Launch, GpuWork]]] = defaultdict(list)
+    by_run: dict[int, list[tuple[Launch, GpuWork]]] = defaultdict(list)
     for correlation, work in on_gpu:
         launch = launches.get(correlation)
         place = bisect.bisect_right(starts, launch.start_us) - 1 if launch else -1
         if launch and place >= 0:
             begin, lasted = ranges[order[place]]
             if launch.start_us <= begin + lasted:
-                found[order[place]].append((launch, work))
-    return [_run(*ranges.get(number, (0.0, 0.0)), found[number]) for number in range(count)]
+                by_run[order[place]].append((launch, work))
+    return [_run(*ranges.get(number, (0.0, 0.0)), by_run[number]) for number in range(count)]
 
 
-def _run(start_us: float, host_us: float, found: list[tuple[Launch, GpuWork]]) -> GpuRun:
+def _run(start_us: float, host_us: float, launched: list[tuple[Launch, GpuWork]]) -> GpuRun:
     """A run from its range and its work, each piece with its launch, in any order."""
-    found = sorted(found, key=lambda pair: pair[0].start_us)
-    return GpuRun(host_us, tuple(work for _, work in found), start_us, tuple(launch for launch, _ in found))
+    launched = sorted(launched, key=lambda pair: pair[0].start_us)
+    return GpuRun(host_us, tuple(work for _, work in launched), start_us, tuple(launch for launch, _ in launched))
 
 
 def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str,
@@ -181,7 +181,7 @@ def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str,
     Returns:
         None where two nodes that may have worked on the GPU stand side by side, or where the run does not fit `order`.
     """
-    found: dict[str, tuple[GpuWork, ...]] = {}
+    by_node: dict[str, tuple[GpuWork, ...]] = {}
     waiting: str | None = None  # the node that the work at hand belongs to
     gathered: list[GpuWork] = []
     work = list(run.work)
@@ -192,22 +192,22 @@ def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str,
                 return None
             waiting = name
             continue
-        own = int(waiting in like_writers)
-        while place < len(work) and (own or WRITER_KERNEL not in work[place].name):
-            own -= WRITER_KERNEL in work[place].name
+        writers_left = int(waiting in like_writers)
+        while place < len(work) and (writers_left or WRITER_KERNEL not in work[place].name):
+            writers_left -= WRITER_KERNEL in work[place].name
             gathered.append(work[place])
             place += 1
         if place == len(work) or (gathered and waiting is None):
             return None
         if waiting is not None:
-            found[waiting], waiting, gathered = tuple(gathered), None, []
+            by_node[waiting], waiting, gathered = tuple(gathered), None, []
         place += 1
-    rest = work[place:]
-    if sum(WRITER_KERNEL in one.name for one in rest) != (waiting in like_writers) or (rest and waiting is None):
+    left = work[place:]
+    if sum(WRITER_KERNEL in piece.name for piece in left) != (waiting in like_writers) or (left and waiting is None):
         return None
     if waiting is not None:
-        found[waiting] = tuple(rest)
-    return found
+        by_node[waiting] = tuple(left)
+    return by_node
 
 
 class Anatomy(Frozen):

@@ -1,6 +1,6 @@
 """The measuring loop: blocks of units under one load after another, each block kept as soon as it is measured.
 
-It knows units only by their ids. What they are, and how one is timed, its callers know.
+The loop knows units only by their ids. Its callers know what they are, and how to time one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 log = get_logger("collector")
+U = TypeVar("U", bound=Unit)
+StressLevel = tuple[float, Background | None]  # the share of time, 0–1, and what the device is busy with; None on an idle one
+IDLE: tuple[StressLevel, ...] = ((0.0, None),)
+Start = Callable[[float, Background | None], AbstractContextManager[Stress]]
 
 
 @dataclass
-class Conditions:
-    """What blocks are measured under.
+class RunningLoad:
+    """The load under which blocks are measured.
 
     Attributes:
         canary: under this load.
@@ -43,12 +47,12 @@ class Conditions:
     background: str = ""
 
 
-def idle(bench: Bench, best_canary_ms: float = 0.0) -> Conditions:
+def idle(bench: Bench, best_canary_ms: float = 0.0) -> RunningLoad:
     """An idle device; `best_canary_ms` is the shortest time that the canary ever took on it, 0 where that is not known."""
-    return Conditions(Canary(bench.canary_ms, best_ms=best_canary_ms), Stress(0.0, None))
+    return RunningLoad(Canary(bench.canary_ms, best_ms=best_canary_ms), Stress(0.0, None))
 
 
-def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: Conditions) -> Block:
+def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: RunningLoad) -> Block:
     """One block, measured until it is steady or the attempts are used up; the steadiest attempt is kept.
 
     Args:
@@ -73,7 +77,7 @@ def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Meas
     return min(unsteady, key=lambda block: block.drift).model_copy(update={"attempts": attempts})
 
 
-def _attempt(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: Conditions, number: int) -> Block:
+def _attempt(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: RunningLoad, number: int) -> Block:
     """One attempt at a block: window, probe, canary, units with a second window around them, canary."""
     background = read_window(bench.source, bench.window_s)
     probe = bench.probe()
@@ -96,12 +100,6 @@ def describe_load(level: float, background: str) -> str:
 def best_canary_ms(blocks: Iterable[Block]) -> float:
     """The canary's shortest time in some blocks, in ms; 0 where there are none."""
     return min((min(block.canary_before_ms, block.canary_after_ms) for block in blocks), default=0.0)
-
-
-U = TypeVar("U", bound=Unit)
-StressLevel = tuple[float, Background | None]  # the share of time, 0–1, and what the device is busy with; None on an idle one
-IDLE: tuple[StressLevel, ...] = ((0.0, None),)
-Start = Callable[[float, Background | None], AbstractContextManager[Stress]]
 
 
 @dataclass
@@ -134,7 +132,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
                   loads: Iterable[StressLevel] = IDLE, start: Start | None = None, stop_at_s: float = math.inf) -> Totals[U]:
     """Measures under each load what `blocks_of` says, and adds every block to the journal.
 
-    To resume after a kill is to call it again: `blocks_of` plans what the journal does not hold (see `plan_blocks`).
+    To resume after a kill is to call it again: `blocks_of` plans what the journal does not hold (as `plan_blocks` does).
 
     Args:
         bench: what is measured with.
@@ -159,7 +157,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
             continue
         best_ms = best_canary_ms(block for block in measured if block.machine == bench.machine_uuid)
         with start(level, background) as stressor:
-            under = Conditions(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
+            under = RunningLoad(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
             for planned in cli.progress(_until(stop_at_s, todo, totals), _described(load, stop_at_s), len(todo)):
                 began_s = time.monotonic()
                 block = measure_block(bench, planned.key, partial(time_units, planned.units, level), under)

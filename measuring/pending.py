@@ -99,9 +99,9 @@ def plan_blocks(units: Sequence[U], blocks: Sequence[Block], machine_uuid: str, 
             `ties`: so many units that they measure too.
         counts: the measurements that a unit is measured for.
     """
-    own = [block for block in blocks if block.machine == machine_uuid]
-    again = [] if each_machine else pending(choose_ties(units, blocks, machine_uuid, ties, counts), own, counts)
-    return in_blocks(again, size) + in_blocks(pending(units, own if each_machine else blocks, counts), size)
+    measured_here = [block for block in blocks if block.machine == machine_uuid]
+    again = [] if each_machine else pending(choose_ties(units, blocks, machine_uuid, ties, counts), measured_here, counts)
+    return in_blocks(again, size) + in_blocks(pending(units, measured_here if each_machine else blocks, counts), size)
 
 
 CLOSE = 0.05  # a ratio within 1 ± this counts as the same
@@ -131,13 +131,14 @@ def median_times(units: Iterable[TimedUnit]) -> dict[str, Times]:
     samples: dict[str, dict[Kind, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for unit in units:
         samples[unit.machine][unit.kind][unit.id] += unit.samples_ms
-    return {machine: {kind: {name: float(np.median(found)) for name, found in by_id.items()}
+    return {machine: {kind: {name: float(np.median(samples_ms)) for name, samples_ms in by_id.items()}
                       for kind, by_id in of_machine.items()} for machine, of_machine in samples.items()}
 
 
-def compare(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, Any] | None:
-    """Statistics of other / one over what both timed, where it took any time; None where there is nothing such."""
-    ratios = np.array([other[name] / one[name] for name in one if one[name] > 0 and other.get(name, 0.0) > 0])
+def compare(first_ms: Mapping[str, float], second_ms: Mapping[str, float]) -> dict[str, Any] | None:
+    """Statistics of second / first over what both timed, where it took any time; None where there is nothing such."""
+    ratios = np.array([second_ms[name] / time_ms for name, time_ms in first_ms.items()
+                       if time_ms > 0 and second_ms.get(name, 0.0) > 0])
     if not len(ratios):
         return None
     lower, median, upper = np.percentile(ratios, [25, 50, 75])
@@ -148,10 +149,10 @@ def compare(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, A
 def tie_rows(times: Mapping[str, Times]) -> list[dict[str, Any]]:
     """One row per pair of machines and kind that both timed: the ratio of the second's times to the first's."""
     rows = []
-    for one, other in itertools.combinations(times, 2):
-        for kind in sorted(set(times[one]) & set(times[other])):
-            found = compare(times[one][kind], times[other][kind])
-            if found:
+    for first, second in itertools.combinations(times, 2):
+        for kind in sorted(set(times[first]) & set(times[second])):
+            statistics = compare(times[first][kind], times[second][kind])
+            if statistics:
                 subject, label, place = kind
-                rows.append({"machine": one, "other": other, "what": subject, "label": label, "where": place, **found})
+                rows.append({"machine": first, "other": second, "what": subject, "label": label, "where": place, **statistics})
     return rows

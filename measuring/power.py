@@ -2,11 +2,11 @@
 
     with PowerMonitor(open_power_sensor(device)) as monitor:
         idle = monitor.rest(1.0)
-        found = energy_of_runs(monitor, run)   # runs for 3 s
-    found.energy_j, found.used.mean_w, idle.mean_w, found.used.agreement
+        measured = energy_of_runs(monitor, run)   # runs for 3 s
+    measured.energy_j, measured.used.mean_w, idle.mean_w, measured.used.agreement
 
 A thread reads the sensor every 20 ms. The energy of a window is the integral of the power by trapezoids. The device's own
-counter over the same window checks it. `Energy.doubts` says what is wrong with a reading; a user must see it.
+counter over the same window checks it. `Energy.warnings` says what is wrong with a reading; a user must see it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Energy:
         counter_j: the counter's difference, to check the integral; None where there are not both.
         samples: of the sensor in the window.
         sensor: its name.
-        doubts: what is wrong with this reading, each as a sentence; empty if it is sound.
+        warnings: what is wrong with this reading, each as a sentence; empty if it is sound.
     """
 
     seconds: float
@@ -47,7 +47,7 @@ class Energy:
     counter_j: float | None
     samples: int
     sensor: str
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def mean_w(self) -> float:
@@ -109,26 +109,26 @@ def energy_between(samples: Sequence[PowerSample], sensor: str, began_s: float, 
     energy_j = integral_j(times, powers, began_s, ended_s) if len(powers) == len(near) else counter_j
     if energy_j is None:
         raise UserError(f"power: {sensor} gave neither power nor energy")
-    found = Energy(seconds, energy_j, counter_j if powers else None, sum(began_s <= at <= ended_s for at in times), sensor)
-    return replace(found, doubts=_doubts(found, float(np.max(np.diff(times)))))
+    energy = Energy(seconds, energy_j, counter_j if powers else None, sum(began_s <= at <= ended_s for at in times), sensor)
+    return replace(energy, warnings=_warnings(energy, float(np.max(np.diff(times)))))
 
 
-def _doubts(found: Energy, longest_gap_s: float) -> tuple[str, ...]:
-    doubts = []
-    if found.seconds < WINDOW_S * 0.99:
-        doubts.append(f"a window of {found.seconds:.2f} s is too short for the sensor, it needs {WINDOW_S:.0f} s")
+def _warnings(energy: Energy, longest_gap_s: float) -> tuple[str, ...]:
+    warnings = []
+    if energy.seconds < WINDOW_S * 0.99:
+        warnings.append(f"a window of {energy.seconds:.2f} s is too short for the sensor, it needs {WINDOW_S:.0f} s")
     if longest_gap_s > GAP_S:
-        doubts.append(f"no sample for {longest_gap_s:.2f} s")
-    if found.agreement is not None and abs(found.agreement - 1.0) > AGREES:
-        doubts.append(f"the integral of power is {found.agreement:.2f} times what the device's energy counter says")
-    return tuple(doubts)
+        warnings.append(f"no sample for {longest_gap_s:.2f} s")
+    if energy.agreement is not None and abs(energy.agreement - 1.0) > AGREES:
+        warnings.append(f"the integral of power is {energy.agreement:.2f} times what the device's energy counter says")
+    return tuple(warnings)
 
 
 class PowerMonitor:
     """Samples a power sensor in a thread of its own while it is open; use it in a `with` statement.
 
     Args:
-        sensor: see `open_power_sensor`.
+        sensor: of the device's power or energy (`open_power_sensor`).
         every_s: from one sample to the next.
     """
 

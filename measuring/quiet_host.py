@@ -1,18 +1,19 @@
-"""Keeps runs apart from other work on the host: cores, turns on the GPU, and moments in which the host is undisturbed.
+"""Keeps runs undisturbed: off the cores of worker threads, in quiet moments of the host, and in turns on the GPU.
 
-ONNX Runtime pins each of its worker threads to a core and leaves the caller's thread free. Now and then the system puts the
-caller on a worker's core. The two then share it, and the whole session takes twice as long.
+Cores: ONNX Runtime pins each of its worker threads to a core and leaves the caller's thread free. Now and then the system puts
+the caller on a worker's core. The two then share it, and the whole session takes twice as long. So the caller is kept off
+these cores.
 
-A virtual machine shares its cores with others. For tenths of a second at a time its host dispatches 1.4 to 1.7 times more
-slowly, on every core alike. A short model becomes slower with it, although the GPU's own times stay the same.
+Moments: a virtual machine shares its cores with others. For tenths of a second at a time its host dispatches 1.4 to 1.7 times
+more slowly, on every core alike. A short model becomes slower with it, although the GPU's own times stay the same. So a model
+is timed in slots of some hundredths of a second. Before and after each slot a probe is read: a fixed graph that is all
+dispatch. A slot counts if the probe was about as fast as in the fastest tenth of its readings: of all readings so far, or of
+those up to an earlier moment if they were faster, so that a long disturbance is not taken for the normal state. (The very
+fastest reading is no measure: on an undisturbed host, too, the probe sometimes takes a sixth less.)
 
-So a model is timed in slots of some hundredths of a second. Before and after each slot a probe is read: a fixed graph that
-is all dispatch. A slot counts if the probe was about as fast as in the fastest tenth of its readings: of all readings so
-far, or of those up to an earlier moment if they were faster, so that a long disturbance is not taken for the normal state.
-(The very fastest reading is no measure: on an undisturbed host, too, the probe sometimes takes a sixth less.)
-
-Most of a carrier's time goes into its session and into cuDNN's choices, on the host. The locks are files in a common folder.
-A process that waits for exclusive access holds the turnstile, so that no other begins to prepare before it.
+Turns: several processes may trace kernels on one GPU. Most of a carrier's time goes into its session and into cuDNN's choices,
+on the host, which the processes do at the same time; they measure one at a time. The locks are files in a common folder. A
+process that waits for exclusive access holds the turnstile, so that no other begins to prepare before it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ from measuring.bench import Effort
 from records.measurement import DISTURBANCE_ADMITTED
 
 THREADS = Path("/proc/self/task")
+READINGS = 3  # the shortest one counts
+FASTEST = 10  # a tenth of the readings: the slowest of the fastest tenth is that of an undisturbed host
+SLOT_S = 0.02
+LEAST_READINGS = 3  # of the probe, however short the time
+PATIENCE = 4.0  # times the budget: how long to wait for enough undisturbed slots
 
 
 def free_cores() -> set[int]:
@@ -68,13 +74,6 @@ def off_the_workers_cores() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-READINGS = 3  # the shortest one counts
-FASTEST = 10  # a tenth of the readings: the slowest of the fastest tenth is that of an undisturbed host
-SLOT_S = 0.02
-LEAST_READINGS = 3  # of the probe, however short the time
-PATIENCE = 4.0  # times the budget: how long to wait for enough undisturbed slots
-
-
 @dataclass
 class HostProbe:
     """A probe of the host's pace.
@@ -95,10 +94,10 @@ class HostProbe:
 
     def reading_s(self) -> float:
         """What the probe takes now, in seconds."""
-        found = shortest_s(self.dispatch_s)
-        bisect.insort(self.sorted_s, found)
+        shortest = shortest_s(self.dispatch_s)
+        bisect.insort(self.sorted_s, shortest)
         self.good_s = min(self.good_s, self._tenth_s())
-        return found
+        return shortest
 
     def _tenth_s(self) -> float:
         return self.sorted_s[len(self.sorted_s) // FASTEST]
@@ -182,22 +181,22 @@ def readings_s(probe: HostProbe, seconds: float) -> list[float]:
     Each value is taken as during a model's runs: the slower one of the readings before and after a slot, in which the probe
     itself keeps the host at work.
     """
-    found = [shortest_s(probe.dispatch_s)]
+    readings = [shortest_s(probe.dispatch_s)]
     with off_the_workers_cores():
         until = time.monotonic() + seconds
-        while time.monotonic() < until or len(found) <= LEAST_READINGS:
+        while time.monotonic() < until or len(readings) <= LEAST_READINGS:
             slot_ends = time.monotonic() + SLOT_S
             while time.monotonic() < slot_ends:
                 probe.dispatch_s()
-            found.append(shortest_s(probe.dispatch_s))
-    return [max(both) for both in itertools.pairwise(found)]
+            readings.append(shortest_s(probe.dispatch_s))
+    return [max(neighbours) for neighbours in itertools.pairwise(readings)]
 
 
 def _least_disturbed(slots: list[TimeSlot], probe: HostProbe, effort: Effort) -> Timed:
     """The samples of all undisturbed slots, in order, and of as few others as are needed for the least number of runs."""
     counted = [slot for slot in slots if _is_quiet(slot, probe)]
     for slot in sorted((w for w in slots if not _is_quiet(w, probe)), key=lambda slot: slot.probe_s):
-        if sum(len(one.samples_ms) for one in counted) >= effort.least_runs:
+        if sum(len(taken.samples_ms) for taken in counted) >= effort.least_runs:
             break
         counted.append(slot)
     return _joined(counted, probe, effort)

@@ -105,11 +105,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def options(background: Background) -> list[str]:
     """The background as options of benchmark/stressor.py."""
-    found = ["--kind", background.kind, "--queue", background.queue, "--burst-ms", str(background.burst_ms),
-             "--period-ms", str(background.period_ms)]
+    arguments = ["--kind", background.kind, "--queue", background.queue, "--burst-ms", str(background.burst_ms),
+                 "--period-ms", str(background.period_ms)]
     if background.model is not None:
-        found += ["--model", str(background.model)]
-    return found + [word for dim, size in background.dims.items() for word in ("--dim", f"{dim}={size}")]
+        arguments += ["--model", str(background.model)]
+    return arguments + [word for dim, size in background.dims.items() for word in ("--dim", f"{dim}={size}")]
 
 
 def _wait_until_ready(process: subprocess.Popen[str]) -> None:

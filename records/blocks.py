@@ -1,4 +1,4 @@
-"""Blocks of measurements, the journal that keeps them, and the table of units of any kind."""
+"""Blocks of measurements, the journal that keeps them, and a table with one row per unit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class JournalFile(Journal):
     """A journal in a file. It begins with the blocks that are there; a block is added to the file at once.
 
     Raises:
-        UserError: see `read_blocks`.
+        UserError: a line of the file is no block of this version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,11 +133,11 @@ def unit_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
     `<label>_ms` is the median of a label's samples, `<quantity>` the mean of a quantity's, and a metric's column its mean in
     the window before the block. A unit that failed has a row with its status and error, and no times.
     """
-    found: dict[tuple[str, str, float, str, str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    measured: dict[tuple[str, str, float, str, str], list[tuple[Block, Measurement]]] = defaultdict(list)
     for block in blocks:
         for m in block.measurements:
-            found[m.subject, m.id, *block.load, block.machine].append((block, m))
-    return [_row(key, parts) for key, parts in found.items()]
+            measured[m.subject, m.id, *block.load, block.machine].append((block, m))
+    return [_row(key, parts) for key, parts in measured.items()]
 
 
 def _row(key: tuple[str, str, float, str, str], parts: list[tuple[Block, Measurement]]) -> dict[str, Any]:

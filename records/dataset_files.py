@@ -1,4 +1,4 @@
-"""A dataset's files: header, kernels, journal and tables, and how they are read and checked."""
+"""A dataset's files: its header, its kernels, its journal and its two tables; where they lie, and how they are read."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class DatasetKernel(Frozen):
         return cls(kernel=kernel, models=tuple(record.model for record in holders),
                    groups=tuple(sorted({record.group for record in holders})))
 
-    def with_owners_of(self, other: DatasetKernel | None) -> DatasetKernel:
+    def with_owners_of(self, description: DatasetKernel | None) -> DatasetKernel:
         """The same kernel, of which both descriptions hold."""
-        if other is None:
+        if description is None:
             return self
-        return self.model_copy(update={"models": tuple(dict.fromkeys((*other.models, *self.models))),
-                                       "groups": tuple(sorted({*other.groups, *self.groups})),
-                                       "sampled": other.sampled or self.sampled})
+        return self.model_copy(update={"models": tuple(dict.fromkeys((*description.models, *self.models))),
+                                       "groups": tuple(sorted({*description.groups, *self.groups})),
+                                       "sampled": description.sampled or self.sampled})
 
     @property
     def owners(self) -> str:
@@ -79,15 +79,15 @@ class DatasetHeader(Frozen):
     backgrounds: dict[str, Background] = {}  # a block under load that names none is of the first
     held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit
     energy: bool = Field(False, exclude_if=lambda energy: not energy)  # whether the energy of models was measured
-    environment: Environment | None = Field(None, exclude_if=lambda found: found is None)  # of kernels under TVM
+    environment: Environment | None = Field(None, exclude_if=lambda environment: environment is None)  # of kernels under TVM
 
     @cached_property
     def families(self) -> dict[str, frozenset[str]]:
         """The groups of the models of each collection."""
-        found: dict[str, set[str]] = {}
+        groups_of: dict[str, set[str]] = {}
         for model, collection in self.collections.items():
-            found.setdefault(collection, set()).update({self.groups[model]} if model in self.groups else ())
-        return {collection: frozenset(groups) for collection, groups in found.items()}
+            groups_of.setdefault(collection, set()).update({self.groups[model]} if model in self.groups else ())
+        return {collection: frozenset(groups) for collection, groups in groups_of.items()}
 
     def collections_of(self, described: DatasetKernel) -> frozenset[str]:
         """The collections of the models that hold a kernel, and those with a group near whose shapes it was sampled."""
@@ -127,7 +127,11 @@ def collected_targets(workspace: Workspace) -> list[str]:
 
 
 def read_header(folder: Path) -> DatasetHeader:
-    """The header of the dataset in `folder`; `UserError` where there is none."""
+    """The header of the dataset in `folder`.
+
+    Raises:
+        UserError: there is none, or it is damaged or of another version.
+    """
     if not header_path(folder).is_file():
         raise UserError(f"{folder}: no dataset of target {folder.name}; measure it with: {COLLECT}")
     return files.read_record(header_path(folder), DatasetHeader, DATASET_VERSION, COLLECT)
@@ -163,21 +167,11 @@ def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[Datas
         UserError: a line describes no kernel.
     """
     try:
-        found = [DatasetKernel.model_validate_json(line) for name, line in kernel_lines(folder).items()
-                 if ids is None or name in ids]
+        kernels = [DatasetKernel.model_validate_json(line) for name, line in kernel_lines(folder).items()
+                   if ids is None or name in ids]
     except ValidationError as error:
         raise UserError(f"{kernels_path(folder)}: damaged ({error.errors()[0]['msg']}); measure anew: {COLLECT}") from None
-    return [described.model_copy(update={"kernel": recosted(described.kernel)}) for described in found]
-
-
-def means_add_up(level: float, device: str) -> bool:
-    """Whether a kernel's time under a load is its mean and not its median: on a CPU.
-
-    There the load takes a part of each kernel's time, and the median of short runs does not show a load that comes and goes.
-    On a GPU, a kernel that runs alone sometimes waits for a whole time slice of the other process. A model waits for that
-    once, not once per kernel: means of kernels do not add up, and medians err less.
-    """
-    return level > 0 and device == "cpu"
+    return [described.model_copy(update={"kernel": recosted(described.kernel)}) for described in kernels]
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -204,8 +198,8 @@ def read_table(path: Path) -> pd.DataFrame:
     if pd.to_numeric(table["Level"], errors="coerce").isna().any():
         raise UserError(f"{path}: column Level holds a value that is no number; make the dataset anew: {COLLECT}")
     ok = table[table["Status"] == "ok"]
-    others = ("run_median_ms", "median_ms", *(f"{label}_ms" for label in LABELS))
-    for column in ["Latency_ms", *(name for name in others if name in table.columns)]:
+    time_columns = ("run_median_ms", "median_ms", *(f"{label}_ms" for label in LABELS))
+    for column in ["Latency_ms", *(name for name in time_columns if name in table.columns)]:
         values = pd.to_numeric(ok[column], errors="coerce")
         required = ok[column].notna()  # a label need not have been taken …
         if column == "Latency_ms":  # … but if runs were counted, their figure must be there
@@ -227,6 +221,16 @@ def read_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
 def read_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
     """The model table of a target, checked."""
     return read_table(model_table_path(workspace.dataset(target)))
+
+
+def means_add_up(level: float, device: str) -> bool:
+    """Whether a kernel's time under a load is its mean and not its median: on a CPU.
+
+    There the load takes a part of each kernel's time, and the median of short runs does not show a load that comes and goes.
+    On a GPU, a kernel that runs alone sometimes waits for a whole time slice of the other process. A model waits for that
+    once, not once per kernel: means of kernels do not add up, and medians err less.
+    """
+    return level > 0 and device == "cpu"
 
 
 def run_ms(table: pd.DataFrame, device: str) -> npt.NDArray[np.float64]:

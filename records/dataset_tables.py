@@ -76,13 +76,13 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         first_label: the label without which a row is unfinished.
         device: the target's.
     """
-    found: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
     for block in blocks:
         for measurement in block.measurements:
             if measurement.subject == "kernel":
-                found[measurement.id, block.load, block.machine].append((block, measurement))
+                measured[measurement.id, block.load, block.machine].append((block, measurement))
     rows = []
-    for (kernel_id, (level, background), machine), parts in found.items():
+    for (kernel_id, (level, background), machine), parts in measured.items():
         if kernel_id not in described:
             raise UserError(f"kernel {kernel_id} is measured but not described in kernels.jsonl: the dataset is damaged")
         kernel = described[kernel_id].kernel
@@ -140,33 +140,33 @@ class ModelSession(NamedTuple):
 
 def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
     """Every session in which a block measured a whole model, in order."""
-    found = []
+    sessions = []
     for block in blocks:
         labels: dict[str, dict[str, Measurement]] = defaultdict(dict)
         for m in block.measurements:
             if m.subject == "model":
                 labels[m.id][m.label] = m
-        found += [ModelSession(model, block, of_model) for model, of_model in labels.items()]
-    return found
+        sessions += [ModelSession(model, block, of_model) for model, of_model in labels.items()]
+    return sessions
 
 
-def energy_doubts(measured: Measurement, latency: Measurement) -> str:
-    """What is doubtful about a model's energy: what its measurement says, and whether its runs took much longer than those of
+def energy_warnings(measured: Measurement, latency: Measurement) -> str:
+    """What is wrong with a model's energy: what its measurement says, and whether its runs took much longer than those of
     its latency, since other work then ran meanwhile and took energy too. "" for a sound one."""
-    doubts = [measured.error] if measured.error else []
+    warnings = [measured.error] if measured.error else []
     if latency.samples_ms and measured.samples_ms:
         slower = float(np.median(measured.samples_ms) / np.median(latency.samples_ms))
         if slower > SLOWDOWN_ADMITTED:
-            doubts.append(f"its runs took {slower:.1f} times as long as for its latency")
-    return "; ".join(doubts)
+            warnings.append(f"its runs took {slower:.1f} times as long as for its latency")
+    return "; ".join(warnings)
 
 
 def energy_columns(measured: Measurement, latency: Measurement) -> dict[str, Any]:
     """What a model's row says of its energy: J of a run (by the integral of power, and by the counter), W, and s."""
-    found = {name: measured.quantities[name][0] for name in ENERGY_QUANTITIES if name in measured.quantities}
+    means = {name: measured.quantities[name][0] for name in ENERGY_QUANTITIES if name in measured.quantities}
     renamed = {"window_s": "energy_s", "runs": "energy_runs"}
-    return {renamed.get(name, name): value for name, value in found.items()} | {
-        "energy_doubts": energy_doubts(measured, latency)}
+    return {renamed.get(name, name): value for name, value in means.items()} | {
+        "energy_doubts": energy_warnings(measured, latency)}
 
 
 def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -186,12 +186,12 @@ def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> l
             s = summarize(m.samples_ms)
             row |= {"Latency_ms": round(s.mean_ms, 6), "median_ms": round(s.median_ms, 6), "p95_ms": round(s.p95_ms, 6),
                     "std_ms": round(s.std_ms, 6), "Runs": s.runs, "Disturbance": m.disturbance, "Probe_us": m.probe_us}
-        for label, other in labels.items():
-            if label != "latency" and other.status == "ok":
-                row[f"{label}_ms"] = round(float(np.median(other.samples_ms)), 6)
+        for label, labelled in labels.items():
+            if label != "latency" and labelled.status == "ok":
+                row[f"{label}_ms"] = round(float(np.median(labelled.samples_ms)), 6)
                 if label == ENERGY:
-                    row |= energy_columns(other, m)
-                if other.launches is not None:
-                    row["gpu_launches"] = other.launches
+                    row |= energy_columns(labelled, m)
+                if labelled.launches is not None:
+                    row["gpu_launches"] = labelled.launches
         rows.append(row)
     return rows

@@ -115,34 +115,34 @@ def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
     """
     if not header_path(folder).exists():
         return header
-    there = read_header(folder)
-    for what, old, new in (("target", there.target, header.target), ("metrics", there.metrics, header.metrics),
-                           ("held_out", there.held_out, header.held_out), ("labels", there.labels, header.labels)):
+    existing = read_header(folder)
+    for what, old, new in (("target", existing.target, header.target), ("metrics", existing.metrics, header.metrics),
+                           ("held_out", existing.held_out, header.held_out), ("labels", existing.labels, header.labels)):
         if old != new:
-            raise UserError(f"{folder}: this dataset was collected with another {what} ({old}, not {new}); "
+            raise UserError(f"{folder}: this dataset was collected with {what} {old}, not {new}; "
                             "move it away, or use another --workspace")
-    for name in there.backgrounds.keys() & header.backgrounds.keys():
-        if there.backgrounds[name] != header.backgrounds[name]:
-            raise UserError(f"{folder}: background {name} was another one when this dataset was collected "
-                            f"({there.backgrounds[name]}, not {header.backgrounds[name]}); give the new one another name")
-        if (name in there.held_out_backgrounds) != (name in header.held_out_backgrounds):
-            was = "held out" if name in there.held_out_backgrounds else "not held out"
+    for name in existing.backgrounds.keys() & header.backgrounds.keys():
+        if existing.backgrounds[name] != header.backgrounds[name]:
+            raise UserError(f"{folder}: background {name} has changed since this dataset was collected "
+                            f"(was {existing.backgrounds[name]}, is {header.backgrounds[name]}); give the new one another name")
+        if (name in existing.held_out_backgrounds) != (name in header.held_out_backgrounds):
+            was = "held out" if name in existing.held_out_backgrounds else "not held out"
             raise UserError(f"{folder}: background {name} was {was} when this dataset was collected; keep held_out_backgrounds "
                             "as it was, or use another --workspace")
     return header.model_copy(update={
-        "machines": there.machines | header.machines, "groups": there.groups | header.groups,
-        "collections": there.collections | header.collections,
-        "energy": there.energy or header.energy, "backgrounds": there.backgrounds | header.backgrounds,
-        "held_out_backgrounds": tuple(dict.fromkeys((*there.held_out_backgrounds, *header.held_out_backgrounds)))})
+        "machines": existing.machines | header.machines, "groups": existing.groups | header.groups,
+        "collections": existing.collections | header.collections,
+        "energy": existing.energy or header.energy, "backgrounds": existing.backgrounds | header.backgrounds,
+        "held_out_backgrounds": tuple(dict.fromkeys((*existing.held_out_backgrounds, *header.held_out_backgrounds)))})
 
 
 def add_descriptions(folder: Path, described: Iterable[DatasetKernel]) -> set[str]:
     """Joins kernels with the existing ones; returns the ids of those that are new or whose description changed."""
-    there = kernel_lines(folder)
+    existing = kernel_lines(folder)
     lines = {entry.kernel.id: entry.model_dump_json() for entry in described}
-    changed = {name for name, line in lines.items() if there.get(name) != line}
+    changed = {name for name, line in lines.items() if existing.get(name) != line}
     if changed:
-        files.write_text(kernels_path(folder), "".join(f"{line}\n" for _, line in sorted((there | lines).items())))
+        files.write_text(kernels_path(folder), "".join(f"{line}\n" for _, line in sorted((existing | lines).items())))
     return changed
 
 
@@ -190,8 +190,8 @@ def with_origins(header: DatasetHeader, described: Iterable[DatasetKernel], orig
     described = list(described)
     names = {model for entry in described for model in entry.models} | header.groups.keys()
     groups = header.groups | {model: origin.group for model, origin in origins.items()}
-    found = header.collections | {model: origin.collection for model, origin in origins.items() if origin.collection}
-    collections = {model: kept for model in sorted(names | origins.keys()) if (kept := found.get(model, collection))}
+    given = header.collections | {model: origin.collection for model, origin in origins.items() if origin.collection}
+    collections = {model: kept for model in sorted(names | origins.keys()) if (kept := given.get(model, collection))}
 
     def regrouped(entry: DatasetKernel) -> DatasetKernel:
         if not entry.models or any(model not in groups for model in entry.models):
@@ -199,18 +199,18 @@ def with_origins(header: DatasetHeader, described: Iterable[DatasetKernel], orig
         of_models = {groups[model] for model in entry.models}
         return entry.model_copy(update={"groups": tuple(sorted(of_models | set(entry.groups if entry.sampled else ())))})
 
-    return (header.model_copy(update={"groups": groups, "collections": collections}), [regrouped(one) for one in described])
+    return (header.model_copy(update={"groups": groups, "collections": collections}), [regrouped(entry) for entry in described])
 
 
-def check_agreement(there: DatasetHeader, new: DatasetHeader) -> None:
+def check_agreement(old: DatasetHeader, new: DatasetHeader) -> None:
     """Checks that two headers say the same of the machines and models that both name.
 
     Raises:
         UserError: they do not.
     """
-    joined_by_name(there.groups, new.groups, "group")
-    joined_by_name(there.collections, new.collections, "collection")
-    before, after = ({uuid: machine.device_name for uuid, machine in one.machines.items()} for one in (there, new))
+    joined_by_name(old.groups, new.groups, "group")
+    joined_by_name(old.collections, new.collections, "collection")
+    before, after = ({uuid: machine.device_name for uuid, machine in checked.machines.items()} for checked in (old, new))
     joined_by_name(before, after, "device")
 
 
@@ -227,8 +227,8 @@ def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapp
         collection: of the models of `source` that have none.
 
     Raises:
-        UserError: the datasets do not agree (see `joined_header`, `check_agreement` and `merge_records`), one is damaged, or
-            another process writes there.
+        UserError: the datasets are of different targets, or were collected with different metrics, labels, held-out groups or
+            backgrounds; they disagree about a model, its graph or a machine; one is damaged; or another process writes there.
     """
     old, folder = source.dataset(target), into.dataset(target)
     header = read_header(old)
@@ -241,16 +241,16 @@ def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapp
         header, described = with_origins(header, read_kernels(old), of_models, collection)
         if before is not None:
             check_agreement(before, header)
-        whole, there = joined_header(folder, header), {entry.kernel.id: entry for entry in read_kernels(folder)}
+        whole, existing = joined_header(folder, header), {entry.kernel.id: entry for entry in read_kernels(folder)}
         blocks = {block.model_dump_json(): block for block in read_journal(folder)}
         kept = len(blocks)
         from_source = {block.model_dump_json(): block for block in read_journal(old)}
         blocks |= from_source
-        add_descriptions(folder, [entry.with_owners_of(there.get(entry.kernel.id)) for entry in described])
+        add_descriptions(folder, [entry.with_owners_of(existing.get(entry.kernel.id)) for entry in described])
         files.write_json(header_path(folder), whole)
         files.write_text(journal_path(folder), "".join(f"{line}\n" for line in blocks))
         write_tables(folder, whole, list(blocks.values()))
     added = len(blocks) - kept
-    return Merged(added, len(from_source) - added, len({entry.kernel.id for entry in described} - there.keys()),
+    return Merged(added, len(from_source) - added, len({entry.kernel.id for entry in described} - existing.keys()),
                   len(whole.groups.keys() - (before.groups.keys() if before else set())),
                   len(whole.machines.keys() - (before.machines.keys() if before else set())), records)

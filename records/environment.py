@@ -38,15 +38,15 @@ class Environment(Frozen):
 
 def cache_kib(folder: Path = CACHES) -> dict[int, int]:
     """The sizes of the caches of data by level, in KiB; empty where the system does not say."""
-    found = {}
+    sizes_kib = {}
     for index in sorted(folder.glob("index*")):
         try:
             level, kind, size = ((index / name).read_text(encoding="utf-8").strip() for name in ("level", "type", "size"))
         except OSError:
             continue
         if kind != "Instruction" and size[:-1].isdigit() and size[-1] in UNITS_KIB:
-            found[int(level)] = int(size[:-1]) * UNITS_KIB[size[-1]]
-    return found
+            sizes_kib[int(level)] = int(size[:-1]) * UNITS_KIB[size[-1]]
+    return sizes_kib
 
 
 def container_limit_mib(path: Path = MEMORY_LIMIT) -> float | None:

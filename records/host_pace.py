@@ -72,7 +72,11 @@ class MachinePace(Frozen):
 
 
 def read_pace(path: Path) -> MachinePace:
-    """The record in `path`; `UserError` if it is missing, damaged or of another version."""
+    """The record in `path`.
+
+    Raises:
+        UserError: it is missing, damaged or of another version.
+    """
     return files.read_record(path, MachinePace, PACE_VERSION, f"{MEASURE} --out {path}")
 
 

@@ -158,6 +158,6 @@ def _attention_flops(op_type: str, query: Tensor, second: Tensor) -> int:
     key and value. ONNX's own Attention takes query and key as inputs, and its heads may be a separate dimension."""
     *_, sequence, hidden = (1, 1, *query.shape)
     projects = op_type == "Attention" and len(second.shape) == 2
-    other = sequence if projects or not second.present else _size(second, -2 if op_type == "Attention" else 1)
-    total = 4 * query.elements * other if query.shape else 0
+    key_length = sequence if projects or not second.present else _size(second, -2 if op_type == "Attention" else 1)
+    total = 4 * query.elements * key_length if query.shape else 0
     return total + (2 * (query.elements // max(hidden, 1)) * second.elements if projects else 0)

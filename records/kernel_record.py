@@ -35,7 +35,11 @@ def type_code(dtype: str) -> int:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy type for a tensor's `dtype`; strings are Python objects. `UserError` for a type that numpy lacks."""
+    """The numpy type for a tensor's `dtype`; strings are Python objects.
+
+    Raises:
+        UserError: numpy has no such type.
+    """
     if name == "string":
         return np.dtype(object)
     try:

@@ -37,13 +37,21 @@ def index_path(workspace: Workspace, flavour: Flavour) -> Path:
 
 
 def read_model_record(path: Path) -> ModelRecord:
-    """A model's record, with its costs computed anew; `UserError` where it is missing, damaged or of another version."""
+    """A model's record, with its costs computed anew.
+
+    Raises:
+        UserError: it is missing, damaged or of another version.
+    """
     record = files.read_record(path, ModelRecord, RECORD_VERSION, REMAKE)
     return record.model_copy(update={"kernels": {name: recosted(kernel) for name, kernel in record.kernels.items()}})
 
 
 def read_index(path: Path) -> KernelIndex:
-    """A flavour's index; `UserError` where it is missing, damaged or of another version."""
+    """A flavour's index.
+
+    Raises:
+        UserError: it is missing, damaged or of another version.
+    """
     return files.read_record(path, KernelIndex, INDEX_VERSION, REMAKE)
 
 
@@ -63,11 +71,11 @@ def read_model_records(workspace: Workspace, flavour: Flavour) -> list[ModelReco
     Raises:
         UserError: there is none, or one can't be read.
     """
-    found = records_in(workspace, flavour)
-    if not found:
+    records = records_in(workspace, flavour)
+    if not records:
         raise UserError(f"{workspace.kernel_records / flavour.name}: no kernel records of flavour {flavour.name}; make them "
                         f"with: {REMAKE}")
-    return found
+    return records
 
 
 def build_index(flavour: Flavour, records: Sequence[ModelRecord]) -> KernelIndex:
@@ -127,17 +135,17 @@ def index_paths(workspace: Workspace) -> list[Path]:
 V = TypeVar("V")
 
 
-def joined_by_name(there: Mapping[str, V], new: Mapping[str, V], what: str) -> dict[str, V]:
+def joined_by_name(old: Mapping[str, V], new: Mapping[str, V], what: str) -> dict[str, V]:
     """Both mappings as one.
 
     Raises:
         UserError: they disagree about a name.
     """
-    for name in there.keys() & new.keys():
-        if there[name] != new[name]:
-            raise UserError(f"the {what} of {name} is {there[name]} in one workspace and {new[name]} in the other; give the "
+    for name in old.keys() & new.keys():
+        if old[name] != new[name]:
+            raise UserError(f"the {what} of {name} is {old[name]} in one workspace and {new[name]} in the other; give the "
                             "right one with --origins")
-    return {**there, **new}
+    return {**old, **new}
 
 
 def index_in(workspace: Workspace, flavour: Flavour) -> KernelIndex | None:
@@ -153,9 +161,9 @@ def with_origin(record: ModelRecord, origins: Mapping[str, ModelOrigin], collect
                                      "collection": given.collection or record.collection or collection})
 
 
-def same_kernels(one: ModelRecord, other: ModelRecord) -> bool:
+def same_kernels(first: ModelRecord, second: ModelRecord) -> bool:
     """Whether two records describe one graph: the same kernels in the same order."""
-    return [node.kernel_id for node in one.nodes] == [node.kernel_id for node in other.nodes]
+    return [node.kernel_id for node in first.nodes] == [node.kernel_id for node in second.nodes]
 
 
 def joined_index(flavour: Flavour, indexes: Iterable[KernelIndex], records: Iterable[ModelRecord]) -> KernelIndex:
@@ -199,25 +207,25 @@ def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins:
     Raises:
         UserError: both have a record of one name, of different graphs or with another group or collection.
     """
-    there = {record.model: record for record in records_in(into, flavour)}
-    own = [with_origin(record, origins, collection) for record in records_in(source, flavour)]
+    existing = {record.model: record for record in records_in(into, flavour)}
+    of_source = [with_origin(record, origins, collection) for record in records_in(source, flavour)]
     new = []
-    for record in own:
-        other = there.get(record.model)
-        if other is None or (not other.collection and record.collection):
+    for record in of_source:
+        old = existing.get(record.model)
+        if old is None or (not old.collection and record.collection):
             new.append(record)
-        if other is None:
+        if old is None:
             continue
-        if not same_kernels(record, other):
-            raise UserError(f"{record_path(source, flavour, record.model)}: another graph than that of the same name in "
-                            f"{into.root}; rename one of the two models")
-        joined_by_name({record.model: other.group}, {record.model: record.group}, "group")
-        if other.collection and record.collection:
-            joined_by_name({record.model: other.collection}, {record.model: record.collection}, "collection")
+        if not same_kernels(record, old):
+            raise UserError(f"{record_path(source, flavour, record.model)}: its graph differs from that of the same name "
+                            f"in {into.root}; rename one of the two models")
+        joined_by_name({record.model: old.group}, {record.model: record.group}, "group")
+        if old.collection and record.collection:
+            joined_by_name({record.model: old.collection}, {record.model: record.collection}, "collection")
     indexes = [index for workspace in (source, into) if (index := index_in(workspace, flavour)) is not None]
-    if own or indexes:
-        whole = joined_index(flavour, indexes, [*there.values(), *own])
+    if of_source or indexes:
+        whole = joined_index(flavour, indexes, [*existing.values(), *of_source])
         for record in new:
             files.write_json(record_path(into, flavour, record.model), record)
         files.write_json(index_path(into, flavour), whole)
-    return {record.model: ModelOrigin(record.group, record.collection) for record in own}, len(new)
+    return {record.model: ModelOrigin(record.group, record.collection) for record in of_source}, len(new)

@@ -185,18 +185,18 @@ def kernel_id(type_name: str, op_type: str, domain: str, opset: int, attributes:
     height, width = spatial(inputs)
     shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in inputs if tensor.present]
     text = "-".join(shapes[:TYPE_LIMIT]) + (f"-and{len(shapes) - TYPE_LIMIT}" if len(shapes) > TYPE_LIMIT else "")
-    marks = ""
+    geometry = ""
     for letter, name in (("k", "kernel_shape"), ("s", "strides"), ("g", "group")):
         value = attributes.get(name)
         if value is not None:
             sizes = list(value) if isinstance(value, (list, tuple)) else [value]
-            marks += letter + "x".join(map(str, sizes[:1] if len(set(sizes)) == 1 else sizes))
+            geometry += letter + "x".join(map(str, sizes[:1] if len(set(sizes)) == 1 else sizes))
     dtype = next((SHORT_DTYPE.get(t.dtype, t.dtype) for t in (*inputs, *outputs) if t.present), "none")
     description = json.dumps(
         [op_type, domain, opset, dict(attributes), [t.model_dump(mode="json") for t in inputs],
          [t.model_dump(mode="json") for t in outputs]], sort_keys=True, default=str)
     digest = hashlib.sha256(description.encode()).hexdigest()[:8]
-    parts = (type_name, f"{height}x{width}", f"in{text}"[:120], marks, dtype, digest)
+    parts = (type_name, f"{height}x{width}", f"in{text}"[:120], geometry, dtype, digest)
     return as_file_name("_".join(part for part in parts if part))
 
 

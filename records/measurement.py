@@ -38,7 +38,7 @@ class Measurement(Frozen):
         cuda_kernels: label `gpu` of a kernel: their names in order.
         disturbance: of a model on an idle GPU: how much other work slowed the host down meanwhile, a ratio (quiet_host).
         probe_us: of a model on an idle GPU: the time of the host probe meanwhile.
-        status: `ok`, `failed`, `crashed` or `timeout`; `error` says why; of label `energy`, what is doubtful.
+        status: `ok`, `failed`, `crashed` or `timeout`; `error` says why; of label `energy`, what is wrong with the reading.
         started, ended: UTC, ISO 8601.
     """
 

@@ -157,5 +157,9 @@ def _share_over(latencies_ms: Sequence[float], limit_ms: float) -> float:
 
 
 def read_reading(path: Path) -> ProbeReading:
-    """The record in `path`; `UserError` if it is missing, damaged or of another version."""
+    """The record in `path`.
+
+    Raises:
+        UserError: it is missing, damaged or of another version.
+    """
     return files.read_record(path, ProbeReading, READING_VERSION, f"python benchmark/sharing_probe.py --out {path}")

@@ -19,10 +19,10 @@ def holds_bodies(record: ModelRecord) -> bool:
 
 def _children(record: ModelRecord) -> Mapping[str, list[int]]:
     """The positions of nodes, by the name of the node whose body contains them."""
-    found: dict[str, list[int]] = defaultdict(list)
+    positions: dict[str, list[int]] = defaultdict(list)
     for place, node in enumerate(record.nodes):
-        found[node.inside].append(place)
-    return found
+        positions[node.inside].append(place)
+    return positions
 
 
 def _body_runs(record: ModelRecord, places: Sequence[int]) -> float:
@@ -43,16 +43,16 @@ def run_order(record: ModelRecord, cut: int = 1) -> list[int]:
     children = _children(record)
 
     def ordered(places: list[int], outer_runs: float) -> list[int]:
-        found: list[int] = []
+        order: list[int] = []
         for place in places:
             inner = children.get(record.nodes[place].name)
             runs = _body_runs(record, inner or ())
             if not inner or not runs or not outer_runs:
-                found += [place] if record.nodes[place].runs else []
+                order += [place] if record.nodes[place].runs else []
                 continue
             trips = max(1, round(runs / outer_runs))
-            found += [*ordered(inner, runs), place] * max(1, trips // cut)
-        return found
+            order += [*ordered(inner, runs), place] * max(1, trips // cut)
+        return order
 
     return ordered(children[""], 1.0)
 
@@ -62,15 +62,15 @@ def runs_in_order(record: ModelRecord, cut: int = 1) -> int:
     children = _children(record)
 
     def count(places: list[int], outer_runs: float) -> int:
-        found = 0
+        total = 0
         for place in places:
             inner = children.get(record.nodes[place].name)
             runs = _body_runs(record, inner or ())
             if not inner or not runs or not outer_runs:
-                found += bool(record.nodes[place].runs)
+                total += bool(record.nodes[place].runs)
                 continue
-            found += max(1, max(1, round(runs / outer_runs)) // cut) * (count(inner, runs) + 1)
-        return found
+            total += max(1, max(1, round(runs / outer_runs)) // cut) * (count(inner, runs) + 1)
+        return total
 
     return count(children[""], 1.0)
 
@@ -87,13 +87,13 @@ def shortest_cut(record: ModelRecord) -> int:
 
 def _costs(record: ModelRecord) -> dict[str, float]:
     """The costs of nodes by name, bodies included: operations plus bytes plus 1 per node."""
-    found: dict[str, float] = {}
+    costs: dict[str, float] = {}
     for node in reversed(record.nodes):  # a node comes before its body
         kernel = record.kernel_of(node)
-        found[node.name] = found.get(node.name, 0.0) + node.runs * (kernel.flops + kernel.bytes_read + kernel.bytes_written + 1)
+        costs[node.name] = costs.get(node.name, 0.0) + node.runs * (kernel.flops + kernel.bytes_read + kernel.bytes_written + 1)
         if node.inside:
-            found[node.inside] = found.get(node.inside, 0.0) + found[node.name]
-    return found
+            costs[node.inside] = costs.get(node.inside, 0.0) + costs[node.name]
+    return costs
 
 
 def at_guess(record: ModelRecord, end: Literal["low", "high"]) -> ModelRecord:
@@ -112,7 +112,7 @@ def at_guess(record: ModelRecord, end: Literal["low", "high"]) -> ModelRecord:
         guess = record.guessed.get(node.name)
         share = getattr(guess, end) if guess is not None else 1.0
         if guess is not None and guess.taken in BRANCHES and share < 1.0:
-            left[node.name] = share * sum(costs[one.name] for one in record.nodes if one.inside == node.name)
+            left[node.name] = share * sum(costs[inner.name] for inner in record.nodes if inner.inside == node.name)
         elif guess is not None and guess.taken in BRANCHES:
             factor[node.name] = times * share
             nodes.append(node.model_copy(update={"runs": times * node.runs}))

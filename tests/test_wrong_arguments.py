@@ -118,9 +118,9 @@ def test_one_line_says_what_is_wrong(command: str, code: int, line: str, here: P
 
 @pytest.mark.parametrize("nothing", [None, 5, [1]])
 def test_what_is_no_model(nothing: object) -> None:
-    with pytest.raises(UserError, match=f"{type(nothing).__name__} is no model: give the path of an ONNX file"):
+    with pytest.raises(UserError, match=f"{type(nothing).__name__} is not a model: give the path of an ONNX file"):
         predict(nothing, target="h200")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="is no model"):
+    with pytest.raises(UserError, match="is not a model"):
         record_of(nothing, flavour_of("cpu"))  # type: ignore[arg-type]
 
 

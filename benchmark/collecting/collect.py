@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.crew import Crew, start_crew
 from benchmark.collecting.planning import plan_by_usefulness, plan_load
 from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import Item, KernelItem, ModelItem, Work, find_work
+from benchmark.collecting.workers import Workers, start_workers
 from kernel_model.sampling.kernel_errors import KernelError, read_errors
 from measuring.loads import Start, measure_loads, started
 from measuring.pending import Planned
@@ -56,13 +56,13 @@ def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None
         config = config.model_copy(update={"labels": read_header(workspace.dataset(target.name)).labels})
     work = find_work(workspace, target, config.held_out)
     with (sole_writer(workspace.dataset(target.name)),
-          start_crew(config, device, config.labels_on(device),
-                     Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)) as crew):
-        return collect_work(workspace, config, target, work, crew, stop_at_s=stop_at_s)
+          start_workers(config, device, config.labels_on(device),
+                     Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)) as workers):
+        return collect_work(workspace, config, target, work, workers, stop_at_s=stop_at_s)
 
 
 def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequence[DatasetKernel],
-                    crew: Crew) -> dict[str, Any]:
+                    workers: Workers) -> dict[str, Any]:
     """Measures kernels that no machine of this target has measured on an idle device, and returns the totals.
 
     A user waits for them: windows and patience are at most, and blocks at least, as QUICK_… says.
@@ -74,33 +74,37 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
         workspace: holds the dataset and the built kernels.
         config: its labels are the ones that are needed.
         kernels: with the models that hold them. Models that the dataset names already are kept.
-        crew: for the device and the labels of `config`.
+        workers: for the device and the labels of `config`.
 
     Raises:
         UserError: a metric is missing; the dataset lacks a label that is needed; another process writes the dataset.
     """
     target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
-        return collect_work(workspace, *_quick(workspace, config, target, kernels), crew)
+        return collect_work(workspace, *_quick(workspace, config, target, kernels), workers)
 
 
 def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Sequence[ModelItem],
-                      kernels: Sequence[DatasetKernel], crew: Crew) -> dict[str, Any]:
+                      kernels: Sequence[DatasetKernel], workers: Workers) -> dict[str, Any]:
     """Measures kernels inside models that hold them, on an idle device, and returns the totals.
 
     ONNX Runtime's profile gives the time of each kernel, in the order and with the caches that it really has. The models
     themselves are not recorded.
 
     Args:
+        workspace: holds the dataset.
+        config: of the collector.
         models: with the kernels that are measured in each (`only`).
         kernels: these, with the models that hold them.
+        workers: for the device and the labels of `config`.
 
-    The other arguments and the errors are those of `collect_kernels`.
+    Raises:
+        UserError: the dataset was collected without a label that is needed, or another process writes to it.
     """
     target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
         config, target, work = _quick(workspace, config, target, kernels)
-        return collect_work(workspace, config, target, Work((), (), work.described), crew,
+        return collect_work(workspace, config, target, Work((), (), work.described), workers,
                             [Planned(item.id, [item]) for item in models])
 
 
@@ -122,14 +126,14 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
             raise UserError(f"{folder}: this dataset was collected without label {', '.join(absent)} (it has "
                             f"{', '.join(header.labels)}); move it away, or use another --workspace")
         config = config.model_copy(update={"labels": header.labels, "metrics": header.metrics, "held_out": header.held_out})
-    there = {entry.kernel.id: entry for entry in read_kernels(folder, {entry.kernel.id for entry in kernels})}
-    described = tuple(entry.with_owners_of(there.get(entry.kernel.id)) for entry in kernels)
+    existing = {entry.kernel.id: entry for entry in read_kernels(folder, {entry.kernel.id for entry in kernels})}
+    described = tuple(entry.with_owners_of(existing.get(entry.kernel.id)) for entry in kernels)
     suffix = runtime_named(target.flavour.runtime).kernel_suffix
     items = tuple(KernelItem(built / f"{entry.kernel.id}{suffix}", entry.kernel) for entry in kernels)
     return config, target, Work(items, (), described)
 
 
-def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, crew: Crew,
+def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, workers: Workers,
                  planned: Sequence[Planned[Item]] | None = None, stop_at_s: float = math.inf) -> dict[str, Any]:
     """Measures the part of `work` that the dataset of `target`, which this machine is, still lacks; returns the totals.
 
@@ -138,22 +142,22 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
     """
     device = target.flavour.device
     config = config.with_energy_on(device)
-    here, source = machine(device), config.open_source(device)
-    bench = open_bench(config, device, here.uuid, source, crew)
-    writer = open_dataset(workspace, config, target, here, source.fields, work)
+    this_machine, source = machine(device), config.open_source(device)
+    bench = open_bench(config, device, this_machine.uuid, source, workers)
+    writer = open_dataset(workspace, config, target, this_machine, source.fields, work)
 
-    def blocks_of(load: tuple[float, str], there: Sequence[Block]) -> Sequence[Planned[Item]]:
+    def blocks_of(load: tuple[float, str], measured: Sequence[Block]) -> Sequence[Planned[Item]]:
         if planned is not None:
             return planned
         if math.isinf(stop_at_s):
-            return plan_load(config, work, device, here.uuid, load[0], there)
-        return plan_by_usefulness(config, work, device, here.uuid, load[0], there, known_errors(workspace, target))
+            return plan_load(config, work, device, this_machine.uuid, load[0], measured)
+        return plan_by_usefulness(config, work, device, this_machine.uuid, load[0], measured, known_errors(workspace, target))
 
     def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
-        return KernelUnits(config, target, crew, level).time(items)
+        return KernelUnits(config, target, workers, level).time(items)
 
-    totals = measure_loads(bench, blocks_of, time_units, writer, config.loads(), start_loads(config, device, workspace, crew),
-                           stop_at_s)
+    totals = measure_loads(bench, blocks_of, time_units, writer, config.loads(),
+                           start_loads(config, device, workspace, workers), stop_at_s)
     writer.write_tables()
     kernel_rows, model_rows = writer.count_rows()
     kernels = {item.id for item in totals.units if isinstance(item, KernelItem)} | {
@@ -170,12 +174,13 @@ def known_errors(workspace: Workspace, target: Target) -> tuple[KernelError, ...
     return read_errors(path).kernels if path.is_file() else ()
 
 
-def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, here: Machine, metrics: Sequence[str],
+def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, this_machine: Machine, metrics: Sequence[str],
                  work: Work) -> DatasetWriter:
     """Opens the dataset of a target, or begins one.
 
     Raises:
-        UserError: the device can't have a background, or a background's model is missing; also see `DatasetWriter`.
+        UserError: the device can't have a background, a background's model is missing, or the existing dataset is damaged, of
+            another target, or was collected with other metrics, labels, held-out groups or backgrounds.
     """
     device, folder = target.flavour.device, workspace.dataset(target.name)
     backgrounds = config.backgrounds_on(device)
@@ -183,7 +188,7 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
         if described.model:
             workspace.find_model(described.model)
     header = DatasetHeader(target=target, metrics=tuple(metrics), held_out=config.held_out, labels=config.labels_on(device),
-                           machines={here.uuid: here}, backgrounds=backgrounds,
+                           machines={this_machine.uuid: this_machine}, backgrounds=backgrounds,
                            held_out_backgrounds=config.held_out_backgrounds if backgrounds else (),
                            groups=dict(work.groups), collections=dict(work.collections), energy=bool(config.energy_s),
                            environment=config.environment(target))
@@ -193,11 +198,11 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
     return writer
 
 
-def start_loads(config: CollectorConfig, device: str, workspace: Workspace, crew: Crew) -> Start:
-    """A function that starts a load of the config as soon as all processes of the crew are ready."""
+def start_loads(config: CollectorConfig, device: str, workspace: Workspace, workers: Workers) -> Start:
+    """A function that starts a load of the config as soon as all processes that measure are ready."""
     @contextmanager
     def start(level: float, background: Background | None) -> Iterator[Stress]:
-        crew.wait()
+        workers.wait()
         with started(level, background, device, workspace, config.stress.settle_s) as stressor:
             yield stressor
 

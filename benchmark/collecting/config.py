@@ -177,7 +177,7 @@ class CollectorConfig(Config):
     def with_energy_on(self, device: str) -> CollectorConfig:
         """This config for `cpu` or `cuda`; without energy, and with a warning that says why, where the device has no sensor."""
         if self.energy_s and not runtime_named(self.runtime).measures_energy:
-            log.warning("no energy is measured: %s has no way to", runtime_named(self.runtime).title)
+            log.warning("no energy is measured: %s can't measure it", runtime_named(self.runtime).title)
             return self.model_copy(update={"energy_s": 0.0})
         if self.energy_s:
             try:

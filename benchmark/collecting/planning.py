@@ -71,14 +71,14 @@ def plan_load(config: CollectorConfig, work: Work, device: str, machine_uuid: st
         blocks: all blocks of this load, of every machine.
     """
     first_label = config.labels_on(device)[0]
-    own = [block for block in blocks if block.machine == machine_uuid]
+    measured_here = [block for block in blocks if block.machine == machine_uuid]
     wanted = work if config.kernel_levels is None or level in config.kernel_levels else Work((), work.models, ())
-    todo = plan(wanted, own if config.each_machine else blocks, config.block_kernels, first_label, config.block_models,
-                () if level else config.model_labels_on(device), 1 if level else config.sessions)
+    todo = plan(wanted, measured_here if config.each_machine else blocks, config.block_kernels, first_label,
+                config.block_models, () if level else config.model_labels_on(device), 1 if level else config.sessions)
     if config.each_machine or level:
         return todo
     ties = choose_ties(work.kernels, blocks, machine_uuid, config.ties, lambda m: takes_label(m, first_label))
-    return plan(Work(tuple(ties), (), ()), own, config.block_kernels, first_label) + todo
+    return plan(Work(tuple(ties), (), ()), measured_here, config.block_kernels, first_label) + todo
 
 
 def plan_by_usefulness(config: CollectorConfig, work: Work, device: str, machine_uuid: str, level: float,
@@ -99,11 +99,11 @@ def plan_by_usefulness(config: CollectorConfig, work: Work, device: str, machine
                    if config.model_labels and item.labels and first_label in IN_MODEL_LABELS}
     sampled = {entry.kernel.id for entry in work.described if entry.sampled}
     todo = pending(work.kernels, counted, lambda m: (m.subject, m.label) == ("kernel", first_label))
-    own = [item for item in todo if item.id not in sampled | from_models]
+    held_by_models = [item for item in todo if item.id not in sampled | from_models]
     samples = {item.id: item for item in todo if item.id in sampled}
     known = [item.kernel for item in work.kernels if item.id not in samples]
     ordered = useful_kernels([item.kernel for item in samples.values()], known, len(samples), np.random.default_rng(0), errors)
-    of_kernels = in_blocks(own, config.block_kernels, _block_name)
+    of_kernels = in_blocks(held_by_models, config.block_kernels, _block_name)
     first: list[Planned[Item]] = [Planned(first_names(chunk), chunk) for chunk in chunks(models, config.block_models)]
     return shuffled([*first, *of_kernels]) + [Planned(_block_name(chunk), chunk) for chunk in chunks(
         [samples[kernel.id] for kernel in ordered], config.block_kernels)]

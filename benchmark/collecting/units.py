@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.crew import Crew
 from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers, energy_batches
+from benchmark.collecting.workers import Workers
 from measuring.bench import Bench, Effort, Steadiness
 from measuring.metrics.source import MetricSource
 from measuring.pending import chunks
@@ -30,7 +30,7 @@ class KernelUnits:
 
     config: CollectorConfig
     target: Target
-    crew: Crew
+    workers: Workers
     level: float = 0.0
 
     @property
@@ -53,23 +53,23 @@ class KernelUnits:
         """Every label of some kernels and models."""
         models = [item for item in items if isinstance(item, ModelItem)]
         kernels = [item for item in items if isinstance(item, KernelItem)]
-        found = [m for item in models for m in (self.time_kernels_in(item) if item.only else self.time_model(item))]
+        measurements = [m for item in models for m in (self.time_kernels_in(item) if item.only else self.time_model(item))]
         if "run" in self.labels:
-            found += [m for item in kernels for m in self.time_alone(item)]
-        at_fault = {m.id for m in found if m.status != "ok"}
+            measurements += [m for item in kernels for m in self.time_alone(item)]
+        at_fault = {m.id for m in measurements if m.status != "ok"}
         sound = [item for item in kernels if item.id not in at_fault]
         if self.config.energy_s and self.config.energy_of_kernels and not self.level:
-            found += [m for batch in energy_batches(sound, self.device) for m in self.measure_energy(batch)]
+            measurements += [m for batch in energy_batches(sound, self.device) for m in self.measure_energy(batch)]
         if self.in_model_labels:
-            found += [m for group in carriers(sound, self.device)
-                      for m in self.time_carrier(group, self.in_model_labels, self.crew.worker)]
+            measurements += [m for group in carriers(sound, self.device)
+                             for m in self.time_carrier(group, self.in_model_labels, self.workers.worker)]
         if GPU_LABEL in self.labels:
-            found += self.trace_kernels(sound)
-        return found
+            measurements += self.trace_kernels(sound)
+        return measurements
 
     def time_alone(self, item: KernelItem) -> list[Measurement]:
         """Label `run`: a kernel in a session of its own."""
-        reply, status = ask(self.crew.worker, Request(
+        reply, status = ask(self.workers.worker, Request(
             do="alone", device=self.device, paths=(str(item.path),), effort=self.config.kernel.effort(),
             provider_options=self.target.provider_options))
         return measurements_of(reply, status, "kernel", item.id, "run", "alone", "alone")
@@ -79,7 +79,7 @@ class KernelUnits:
         reply, status = ask(worker, Request(
             do="carrier", device=self.device, paths=tuple(str(item.path) for item in items), labels=labels,
             effort=self.config.kernel.effort(), provider_options=self.target.provider_options,
-            turns="" if worker is self.crew.worker else self.crew.tracers.turns))
+            turns="" if worker is self.workers.worker else self.workers.tracers.turns))
         if status != "ok" and len(items) > 1:
             half = len(items) // 2
             return self.time_carrier(items[:half], labels, worker) + self.time_carrier(items[half:], labels, worker)
@@ -87,7 +87,7 @@ class KernelUnits:
 
     def trace_kernels(self, items: Sequence[KernelItem]) -> list[Measurement]:
         """Label `gpu` of some kernels, in carriers that the tracers share."""
-        tracers = self.crew.tracers
+        tracers = self.workers.tracers
         share = -(-len(items) // tracers.count)
         groups = [group for part in chunks(items, max(share, 1))
                   for group in carriers(part, self.device, tracers.count)]
@@ -96,7 +96,7 @@ class KernelUnits:
 
     def measure_energy(self, items: Sequence[KernelItem]) -> list[Measurement]:
         """Label `energy` of a batch of kernels."""
-        reply, status = ask(self.crew.worker, Request(
+        reply, status = ask(self.workers.worker, Request(
             do="kernels_energy", device=self.device, paths=tuple(str(item.path) for item in items),
             effort=self.config.kernel.effort(), provider_options=self.target.provider_options, energy_s=self.config.energy_s))
         return measurements_of(reply, status, KERNELS, f"{len(items)} from {items[0].id}", ENERGY, "alone", "alone")
@@ -112,18 +112,18 @@ class KernelUnits:
         def of_model(label: str, reply: Reply, status: Status) -> list[Measurement]:
             return measurements_of(reply, status, "model", item.id, label, item.id, "alone")
 
-        found = of_model("latency", *ask(self.crew.worker, request))
-        if request.host and self.config.model_labels and found[0].status == "ok":
+        measurements = of_model("latency", *ask(self.workers.worker, request))
+        if request.host and self.config.model_labels and measurements[0].status == "ok":
             on_gpu = request.model_copy(update={"do": "model_gpu"})
-            [traced] = self.crew.tracers.each([lambda tracer: ask(tracer, on_gpu)])
-            found += of_model(GPU_LABEL, *traced)
-        if "cuda_graph" in self.variants and found[0].status == "ok":
-            found += of_model("cuda_graph", *ask(self.crew.worker, request.model_copy(update={"do": "model_graph"})))
-        return found
+            [traced] = self.workers.tracers.each([lambda tracer: ask(tracer, on_gpu)])
+            measurements += of_model(GPU_LABEL, *traced)
+        if "cuda_graph" in self.variants and measurements[0].status == "ok":
+            measurements += of_model("cuda_graph", *ask(self.workers.worker, request.model_copy(update={"do": "model_graph"})))
+        return measurements
 
     def time_kernels_in(self, item: ModelItem) -> list[Measurement]:
         """The in-model labels of the requested kernels of a model; none if it can't be profiled."""
-        reply, status = ask(self.crew.worker, self._of_model(item, "model_labels", self.in_model_labels))
+        reply, status = ask(self.workers.worker, self._of_model(item, "model_labels", self.in_model_labels))
         if status != "ok":
             log.warning("%s: its kernels can't be measured in it: %s (%s)", item.id, reply.error, status)
             return []
@@ -156,14 +156,14 @@ def measurements_of(reply: Reply, status: Status, subject: str, name: str, label
                         started=reply.started, ended=reply.ended)]
 
 
-def open_bench(config: CollectorConfig, device: str, machine_uuid: str, source: MetricSource, crew: Crew) -> Bench:
+def open_bench(config: CollectorConfig, device: str, machine_uuid: str, source: MetricSource, workers: Workers) -> Bench:
     """What the collector measures with on `cpu` or `cuda`.
 
     Raises:
         UserError: the config's windows are too short for the source.
     """
-    return Bench(device, machine_uuid, partial(_canary_ms, crew.worker, device), source, config.window_s,
-                 partial(_probe, config, device, crew.worker),
+    return Bench(device, machine_uuid, partial(_canary_ms, workers.worker, device), source, config.window_s,
+                 partial(_probe, config, device, workers.worker),
                  Steadiness(drift=config.canary_drift, attempts=config.attempts,
                             attempts_under_load=config.attempts_under_load, patience_s=config.patience_s))
 

@@ -133,7 +133,8 @@ def as_work(background: Background, launch: Step, mark: Callable[[], Event], wai
     """The bursts of `launch` as work with the background's kind of queue.
 
     Args:
-        launch, mark: see QueuedWork.
+        launch: queues a burst.
+        mark: adds an event to the end of the queue.
         wait: waits for the queued work.
     """
     def awaited() -> None:

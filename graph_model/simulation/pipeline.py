@@ -68,23 +68,23 @@ class HostTimes(NamedTuple):
 
 
 def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> HostTimes:
-    """The host's track; arguments as of `pipeline_ms`.
+    """The host's track in a run, given what nodes off the GPU do on the host (None: there are no such nodes).
 
     Where the host waits, the GPU's work on a node begins no earlier than the node's dispatch. `lead_ms` alone may say
     otherwise: it is fitted to whole runs, and also makes up for what the GPU's times have too much.
     """
-    own = _own_ms(tracks, costs)
+    dispatch_ms = _own_ms(tracks, costs)
     if off_gpu is None:
-        at = costs.start_ms + np.cumsum(own)
+        at = costs.start_ms + np.cumsum(dispatch_ms)
         return HostTimes(at, at)
     launched = np.maximum(tracks.launches, 1.0)
-    firsts = np.maximum(costs.lead_ms - _launch_ms(tracks, costs) * (launched - 1.0), -own)
-    leads = np.maximum(costs.lead_ms, -own)
+    firsts = np.maximum(costs.lead_ms - _launch_ms(tracks, costs) * (launched - 1.0), -dispatch_ms)
+    leads = np.maximum(costs.lead_ms, -dispatch_ms)
     work = tracks.gpu_ms + costs.gap_ms * tracks.launches
-    dispatched, goes_on, host, gpu = np.empty(len(own)), np.empty(len(own)), costs.start_ms, -np.inf
+    dispatched, goes_on, host, gpu = np.empty(len(dispatch_ms)), np.empty(len(dispatch_ms)), costs.start_ms, -np.inf
     for place, (takes, busy, first, lead, gives, count, waits) in enumerate(zip(
-            own.tolist(), off_gpu.host_ms.tolist(), firsts.tolist(), leads.tolist(), work.tolist(), tracks.launches.tolist(),
-            off_gpu.waits.tolist(), strict=True)):
+            dispatch_ms.tolist(), off_gpu.host_ms.tolist(), firsts.tolist(), leads.tolist(), work.tolist(),
+            tracks.launches.tolist(), off_gpu.waits.tolist(), strict=True)):
         host += takes if waits else takes + busy
         if count > 0:
             last = gives / max(count, 1.0)
@@ -97,7 +97,7 @@ def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = No
 
 
 def dispatched_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> Floats:
-    """When the host goes on after each node, in ms from the start of the run; arguments as of `pipeline_ms`."""
+    """When the host goes on after each node, in ms from the start of the run."""
     return host_times(tracks, costs, off_gpu).goes_on
 
 
@@ -117,7 +117,7 @@ class GpuWork(NamedTuple):
 
 
 def gpu_work(tracks: Tracks, costs: PipelineCosts, dispatched: Floats) -> GpuWork:
-    """The GPU's work in a run whose nodes are dispatched at `dispatched` (ms); other arguments as of `pipeline_ms`."""
+    """The GPU's work in a run whose nodes are dispatched at `dispatched` (ms from the start of the run)."""
     working = tracks.launches > 0
     launched = np.maximum(tracks.launches[working], 1.0)
     work = (tracks.gpu_ms + costs.gap_ms * tracks.launches)[working]
@@ -158,13 +158,16 @@ def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None
 
     Where the fitted lead is longer than the first dispatch, the GPU's track begins before 0, as in that formula.
 
-    Arguments are those of `pipeline_ms`.
+    Args:
+        tracks: the run's.
+        costs: of the target.
+        off_gpu: what nodes of the CPU provider and copies do on the host; None where the run has no such nodes.
     """
     spans, host, gpu = [], costs.start_ms, -np.inf
-    found = host_times(tracks, costs, off_gpu)
-    ready, parts = (column.reshape(-1, 2).tolist() for column in gpu_work(tracks, costs, found.dispatched))
+    times = host_times(tracks, costs, off_gpu)
+    ready, parts = (column.reshape(-1, 2).tolist() for column in gpu_work(tracks, costs, times.dispatched))
     of_launches = zip(ready, parts, strict=True)
-    for goes_on, count in zip(found.goes_on.tolist(), tracks.launches, strict=True):
+    for goes_on, count in zip(times.goes_on.tolist(), tracks.launches, strict=True):
         work = None
         if count > 0:
             (first, last), (before_last, of_last) = next(of_launches)

@@ -79,10 +79,11 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_run
 
     The two never run at the same time. The other process gets the GPU while this run has no work for it, and after this run
     has had it for `slice_ms`; it then keeps it for one of its waits. The host goes on dispatching meanwhile, so part of a
-    wait is hidden where the host is the slower track. The rules were learned on an H200: see `training/fit_sharing.py`.
+    wait is hidden where the host is the slower track. The rules were learned on an H200 (training/fit_sharing.py).
 
     Args:
-        tracks, costs: as of `pipeline_ms`.
+        tracks: the run's.
+        costs: of the target.
         slice_ms: how long a process keeps the GPU before another has its turn.
         co_runner: what else runs.
         generator: draws the waits, and the phase in which the other process is at the start.
@@ -150,7 +151,7 @@ def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _Oth
 
 
 def gpu_work_ms(tracks: Tracks, costs: PipelineCosts) -> float:
-    """The GPU's time for a run, with the pauses between launches, ms; arguments as of `pipeline_ms`."""
+    """The GPU's time for a run with these tracks and costs, with the pauses between launches, ms."""
     return float(_queued(tracks, costs).work_ms.sum())
 
 
@@ -161,7 +162,8 @@ def turns_ms(tracks: Tracks, costs: PipelineCosts, longest_ms: float, away_ms: f
     dispatching during the other process's turn, so the next turn is longer.
 
     Args:
-        tracks, costs: as of `pipeline_ms`.
+        tracks: the run's.
+        costs: of the target.
         longest_ms: the longest turn; positive.
         away_ms: the other process's turn, with the time for switching.
         runs: number of runs that are simulated after a first one, which only brings the two processes into step.

@@ -151,36 +151,36 @@ class Prediction(Frozen):
     warnings: tuple[str, ...] = ()
 
 
-def never_falling(found: Sequence[Prediction]) -> list[Prediction]:
+def make_monotonic(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Predictions of a model at several sizes of its dynamic dimensions, none shorter than one at sizes that are no greater.
 
     Where the predictors say otherwise, the prediction at the greater sizes is raised to the other's latency, with a warning.
     Predictions that rest on measured kernels (NEARLY_ALL of their time) stay as they are.
     """
-    return [_raised(one, found) for one in found]
+    return [_raised(prediction, predictions) for prediction in predictions]
 
 
-def _raised(one: Prediction, others: Sequence[Prediction]) -> Prediction:
-    below = [other for other in others if _no_greater(other.dims, one.dims)
-             and not (_measured(one) and _measured(other))]
-    longest = max(below, key=lambda other: other.latency_ms, default=one)
-    if longest.latency_ms <= one.latency_ms:
-        return one
-    low, high = one.interval_ms
-    shared = one.under_load
+def _raised(prediction: Prediction, predictions: Sequence[Prediction]) -> Prediction:
+    below = [smaller for smaller in predictions if _no_greater(smaller.dims, prediction.dims)
+             and not (_measured(prediction) and _measured(smaller))]
+    longest = max(below, key=lambda smaller: smaller.latency_ms, default=prediction)
+    if longest.latency_ms <= prediction.latency_ms:
+        return prediction
+    low, high = prediction.interval_ms
+    shared = prediction.under_load
     if shared and longest.under_load:
         pairs = zip(shared.percentiles_ms, longest.under_load.percentiles_ms, strict=True)
         shared = shared.model_copy(update={"mean_ms": longest.latency_ms, "percentiles_ms": tuple(map(max, pairs))})
-    return one.model_copy(update={
+    return prediction.model_copy(update={
         "latency_ms": longest.latency_ms, "interval_ms": (low, max(high, longest.interval_ms[1])), "under_load": shared,
-        "items_per_second": one.batch / longest.latency_ms * 1e3 if one.batch else None,
-        "warnings": (*one.warnings, f"{one.model}: predicted as {one.latency_ms:.4g} ms, less than {longest.model}; "
-                                    "taken to be as long as that")})
+        "items_per_second": prediction.batch / longest.latency_ms * 1e3 if prediction.batch else None,
+        "warnings": (*prediction.warnings, f"{prediction.model}: predicted as {prediction.latency_ms:.4g} ms, less than "
+                                           f"{longest.model}; taken to be as long as that")})
 
 
 def _no_greater(dims: Mapping[str, int], than: Mapping[str, int]) -> bool:
     return dims.keys() == than.keys() and dims != than and all(size <= than[name] for name, size in dims.items())
 
 
-def _measured(one: Prediction) -> bool:
-    return one.time_share["measured"] >= NEARLY_ALL
+def _measured(prediction: Prediction) -> bool:
+    return prediction.time_share["measured"] >= NEARLY_ALL

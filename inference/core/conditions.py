@@ -24,7 +24,7 @@ class SharedGpu(NamedTuple):
 
     sharing: Sharing
     co_runner: CoRunner
-    told_by: LoadSource
+    load_source: LoadSource
 
 
 class Conditions(NamedTuple):
@@ -83,8 +83,8 @@ def check_run_mode(run_mode: RunMode, used: Composition, target: str) -> None:
     for wanted, fitted, what in ((run_mode.io == "host", used.host_io, "host_io"),
                                 (run_mode.cuda_graph, used.cuda_graph, "cuda_graph")):
         if wanted and fitted is None:
-            raise UserError(f"{target}: no models were run so ({what}); measure some (variants in the collector's config), and "
-                            f"fit again: {FIT}")
+            raise UserError(f"{target}: no model was measured with {what}, so it can't be predicted; measure models with it "
+                            f"(variants: [{what}] in the collector's config), and fit again: {FIT}")
 
 
 def pace_of(given: float | HostPace | None, fitted: Fitted, used: Composition, run_mode: RunMode,
@@ -115,11 +115,11 @@ def shared_gpu_of(fitted: Fitted, used: Composition, run_mode: RunMode, load: Ma
         if co_runner is not None:
             raise NotShared(fitted.target.name)
         return None
-    found = co_runner or co_runner_of(fitted, load)
-    if found is None:
+    known_co_runner = co_runner or co_runner_of(fitted, load)
+    if known_co_runner is None:
         return None
     check_mode_while_shared(run_mode)
-    return SharedGpu(sharing, found, "metrics" if co_runner is None else "probe")
+    return SharedGpu(sharing, known_co_runner, "metrics" if co_runner is None else "probe")
 
 
 def check_mode_while_shared(run_mode: RunMode) -> None:
@@ -135,7 +135,7 @@ def check_mode_while_shared(run_mode: RunMode) -> None:
 
 def sharing_warning(shared_gpu: SharedGpu | None) -> tuple[str, ...]:
     """A warning if the co-runner is known by metrics only, although a probe would show more."""
-    if shared_gpu is None or shared_gpu.told_by == "probe":
+    if shared_gpu is None or shared_gpu.load_source == "probe":
         return ()
     if not shared_gpu.sharing.probed or not shared_gpu.sharing.from_metrics:
         return ()

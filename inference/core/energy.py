@@ -23,7 +23,7 @@ class EnergyPrediction(Frozen):
     """What a run takes of the device's energy, when runs follow each other without a pause. `--json` prints it as it is.
 
     Attributes:
-        model, target: as of the prediction of its latency.
+        model, target: the record's name, and the name of the target.
         energy_j: of a run; it includes the device's idle power during the run.
         interval_j: the range around it that held nine of ten models whose family was held out, widened by how sure the latency
             is, and by work of a kind that was never measured.
@@ -73,9 +73,9 @@ def energy_of(run: PredictedRun, learned: EnergyModel) -> EnergyPrediction:
         raise UserError(f"{prediction.model}: a run takes no time, so there is no energy to predict")
     latency_ms, batch = prediction.latency_ms, prediction.batch
     work = work_of_run(_parts(run), latency_ms)
-    found = learned.run_j(work)
-    energy_j, power_w = found.energy_j, 1e3 * found.energy_j / latency_ms
-    of_learned, warnings = _learned_span(learned, found, power_w)
+    run_energy = learned.run_j(work)
+    energy_j, power_w = run_energy.energy_j, 1e3 * run_energy.energy_j / latency_ms
+    of_learned, warnings = _learned_span(learned, run_energy, power_w)
     # A latency that is off because kernels are off has the same work in another time.
     low_j, high_j = (learned.run_j(work_of_run(_parts(run, end_ms / latency_ms), end_ms)).energy_j
                      for end_ms in prediction.interval_ms)
@@ -101,7 +101,7 @@ def _parts(run: PredictedRun, times: float = 1.0) -> list[Part]:
             for node, known in zip(record.nodes, run.run.nodes, strict=True) if not known.on_host]
 
 
-def _learned_span(learned: EnergyModel, found: RunEnergy, power_w: float) -> tuple[Span, tuple[str, ...]]:
+def _learned_span(learned: EnergyModel, run_energy: RunEnergy, power_w: float) -> tuple[Span, tuple[str, ...]]:
     """How far an energy may be off although the latency is right, and what the reader should know about that."""
     spans, warnings = [], []
     if learned.interval is None:
@@ -110,14 +110,14 @@ def _learned_span(learned: EnergyModel, found: RunEnergy, power_w: float) -> tup
                         "may be off")
     else:
         spans.append(Span(learned.interval.low, learned.interval.high))
-    if found.guessed:
+    if run_energy.guessed:
         spans.append(Span(1.0 / GUESSED, GUESSED))
         warnings.append(f"rough estimate: no model whose energy was measured had work of the kind "
-                        f"{', '.join(found.guessed)}")
-    if found.over_limit > ABOVE:
-        spans.append(Span(1.0, found.over_limit))  # a device at its limit lowers its clocks: the latency may be longer
-        warnings.append(f"rough estimate: the run would draw {found.over_limit * power_w:.0f} W, and the device's power limit "
-                        f"is {learned.limit_w:.0f} W; it may take longer than predicted")
+                        f"{', '.join(run_energy.guessed)}")
+    if run_energy.over_limit > ABOVE:
+        spans.append(Span(1.0, run_energy.over_limit))  # a device at its limit lowers its clocks: the latency may be longer
+        warnings.append(f"rough estimate: the run would draw {run_energy.over_limit * power_w:.0f} W, and the device's power "
+                        f"limit is {learned.limit_w:.0f} W; it may take longer than predicted")
     most_w = max(model.power_w for model in learned.models)
     if power_w > ABOVE * most_w:
         spans.append(Span(most_w / power_w, 1.0))

@@ -86,7 +86,7 @@ def ratio_of(probe_us: float, fitted: Fitted) -> float:
     ratio = probe_us / usual_us
     if not LEAST <= ratio <= MOST:
         raise UserError(f"{fitted.target.name}: a probe of its host takes about {usual_us:.0f} µs, and {probe_us:g} µs is "
-                        f"{ratio:.3g} times that, which no host is; measure it again: {MEASURE}")
+                        f"{ratio:.3g} times that; {LEAST:g} to {MOST:g} times are possible; measure it again: {MEASURE}")
     return ratio
 
 
@@ -96,10 +96,10 @@ def pace_of_file(path: Path, fitted: Fitted) -> HostPace:
     Raises:
         UserError: the file can't be read, or was measured with another kind of GPU than the target.
     """
-    found = read_pace(path)
-    ratio = ratio_of(found.probe_us, fitted)
-    if (found.device, found.machine.device_name) != ("cuda", fitted.target.device_name):
-        raise UserError(f"{path}: measured with a {found.machine.device_name}, and the target is {fitted.target.name}; "
+    recorded = read_pace(path)
+    ratio = ratio_of(recorded.probe_us, fitted)
+    if (recorded.device, recorded.machine.device_name) != ("cuda", fitted.target.device_name):
+        raise UserError(f"{path}: measured with a {recorded.machine.device_name}, and the target is {fitted.target.name}; "
                         f"measure on the machine in question: {MEASURE} --out {path.name}")
     return HostPace(ratio, "file")
 
@@ -119,8 +119,8 @@ def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
     check_host(fitted, fitted.composition)
     if not is_here(fitted.target):
         raise UserError(f"the host's pace has to be measured on the machine in question, a {fitted.target.name}, and this is "
-                        f"{' and '.join(own.name for own in local_targets())}; run there: {MEASURE} --out machine.json, and "
-                        "give that file with --machine")
+                        f"{' and '.join(local.name for local in local_targets())}; run there: {MEASURE} --out machine.json, "
+                        "and give that file with --machine")
     with nullcontext() if seconds else measuring("cuda"):
         return HostPace(ratio_of(measure_pace(seconds=seconds or PACE_SECONDS).probe_us, fitted), "measured")
 
@@ -131,10 +131,10 @@ def recent_pace(fitted: Fitted, workspace: Workspace) -> HostPace:
     path = workspace.host_pace
     if not is_here(fitted.target) or fitted.composition.probe_us is None or (about := signature(path)) is None:
         return UNKNOWN
-    found: MachinePace = cached(_read, about, lambda: read_pace(path), limit=4)
-    if found.machine.uuid != gpu_facts().get("uuid") or not found.of_this_boot or not 0.0 <= found.age_s <= RECENT_S:
+    recorded: MachinePace = cached(_read, about, lambda: read_pace(path), limit=4)
+    if recorded.machine.uuid != gpu_facts().get("uuid") or not recorded.of_this_boot or not 0.0 <= recorded.age_s <= RECENT_S:
         return UNKNOWN
-    return HostPace(ratio_of(found.probe_us, fitted), "file")
+    return HostPace(ratio_of(recorded.probe_us, fitted), "file")
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,9 @@ class KernelInModel(NamedTuple):
         """The GPU's time for it."""
         return 0.0 if self.on_host else self.latency_ms
 
-    def at(self, end: Literal["low", "high"], marking_only: bool) -> KernelInModel:
+    def at(self, end: Literal["low", "high"], rough_only: bool) -> KernelInModel:
         """The same kernel at one end of its plausible times; unchanged where it is not uncertain."""
-        if self.uncertainty is None or (marking_only and not self.uncertainty.marks):
+        if self.uncertainty is None or (rough_only and not self.uncertainty.makes_rough):
             return self
         time, launches = getattr(self.uncertainty.time, end), getattr(self.uncertainty.launches, end)
         return self._replace(latency_ms=time * self.latency_ms,
@@ -142,10 +142,10 @@ def _control_flow_kernel(kernel: Kernel, device: str, reads_condition: bool) -> 
 def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict[Placed, KernelInModel]:
     """What copies, and kernels of the CPU provider, contribute in a CUDA session."""
     host = conditions.fitted.host
-    found = {key: KernelInModel(host.copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
-                                on_host=on_host(kernel, key[1]), waits=to_host(kernel))
-             for key, kernel in kernels.items() if is_copy(kernel)}
-    on_cpu = {key: kernel for key, kernel in kernels.items() if key not in found}
+    contributions = {key: KernelInModel(host.copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
+                                        on_host=on_host(kernel, key[1]), waits=to_host(kernel))
+                     for key, kernel in kernels.items() if is_copy(kernel)}
+    on_cpu = {key: kernel for key, kernel in kernels.items() if key not in contributions}
     times = host.kernel_times(list(on_cpu.values()), conditions.strict)
     learned: dict[str, KernelUncertainty] = {}
     if host.kernels is not None:
@@ -156,6 +156,6 @@ def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -
         uncertainty = None if takes_no_time(kernel) else learned.get(kernel.id)
         if time.provenance == "estimated":
             uncertainty = KernelUncertainty("on the CPU", Span(*host_range(kernel)), CERTAIN, True)
-        found[key] = KernelInModel(time.time_ms, cast("Provenance", time.provenance), 0.0, node_kind(kernel, on_gpu=False),
-                                   layout_of(kernel), uncertainty, on_host=True)
-    return found
+        contributions[key] = KernelInModel(time.time_ms, cast("Provenance", time.provenance), 0.0,
+                                           node_kind(kernel, on_gpu=False), layout_of(kernel), uncertainty, on_host=True)
+    return contributions

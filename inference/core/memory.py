@@ -165,7 +165,7 @@ def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None =
     readers = Counter(itertools.chain.from_iterable(node.inputs for node in record.nodes))
     pending = {name: readers[name] for name in sizes}  # reads of a buffer still to come, under any of its names
     lent = sum(sizes.values())  # bytes of inputs and outputs alive
-    own, peak, own_peak = 0, lent, 0
+    intermediate, peak, intermediate_peak = 0, lent, 0
 
     def taken_over(node: Node, renames: bool, in_place: tuple[int, ...], size: int) -> str | None:
         """The buffer that a node's first output of `size` bytes shares with an input; None where it needs its own."""
@@ -193,21 +193,21 @@ def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None =
                     if name in kept:
                         lent += size
                     else:
-                        own += size
+                        intermediate += size
                         unread += 0 if readers[name] else size
             may_share = False  # only the first output may
-        if lent + own > peak:
-            peak = lent + own
-        if own > own_peak:
-            own_peak = own
-        own -= unread
+        if lent + intermediate > peak:
+            peak = lent + intermediate
+        if intermediate > intermediate_peak:
+            intermediate_peak = intermediate
+        intermediate -= unread
         for name in node.inputs:
             buffer = buffer_of.get(name)
             if buffer is not None:  # else a constant, or an optional input left out
                 pending[buffer] -= 1
                 if not pending[buffer] and buffer not in kept:
-                    own -= sizes[buffer]
-    return Activations(peak, own_peak)
+                    intermediate -= sizes[buffer]
+    return Activations(peak, intermediate_peak)
 
 
 GPU_MEMORY_MIB = {"NVIDIA H200": 143771.0}  # by device name, as nvidia-smi shows it

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from benchmark.collecting.collect import collect_in_models, collect_kernels
 from benchmark.collecting.config import CollectorConfig, SettingConfig
-from benchmark.collecting.crew import Crew, start_crew
 from benchmark.collecting.work import ModelItem
+from benchmark.collecting.workers import Workers, start_workers
 from inference.core.sources import Source, record_of
 from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, is_here, local_targets, predictor_folders
 from records.dataset_files import DatasetKernel, header_path
@@ -101,7 +101,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     Args:
         source: as for `predict`.
         sizes: of its dynamic dimensions by name, each combination that will be predicted.
-        target: name of the target; by default as `predict` chooses it.
+        target: the target's name, or a part of it; by default this machine, or the only target with predictors.
         workspace: the folder that holds dataset and predictors; by default the repository. Predictors that come with Hase
             are copied into it. If there is no dataset, one begins.
         config: how to measure; by default benchmark/config.yaml. Its device, levels and labels are ignored, and an existing
@@ -117,28 +117,29 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     fitted = nothing_learned(workspace, target) or fitted_for(workspace, target)
     name, flavour = fitted.target.name, fitted.target.flavour
     if not is_here(fitted.target):
-        raise UserError(f"kernels of target {name} can be measured on such a machine alone, and this one is "
-                        f"{' and '.join(own.name for own in local_targets())}; predict without --measure-missing, or there")
+        raise UserError(f"kernels of target {name} can only be measured on such a machine, and this one is "
+                        f"{' and '.join(local.name for local in local_targets())}; leave --measure-missing out, or "
+                        "predict there")
     on_cpu, begins = flavour.device == "cpu", not header_path(workspace.dataset(name)).exists()
     config = (config or read_config(CONFIG, CollectorConfig)).model_copy(update={
         "device": flavour.device, "runtime": flavour.runtime, "setting": setting_of(fitted.target),
         "labels": (*DEFAULT_LABELS, fitted.composition.label) if begins and fitted.composition.assumed and on_cpu else
                   (fitted.composition.label,)})
     setting = Setting.of(fitted.target, workspace.kernel_onnx)
-    with start_crew(config, flavour.device, config.labels, setting) as crew:  # it starts up while the model is analysed
+    with start_workers(config, flavour.device, config.labels, setting) as workers:  # it starts up while the model is analysed
         records = _records(source, sizes, fitted, workspace, force, static)
         missing = missing_kernels(fitted, records)
         if not missing:
             return Filled(0, 0.0, 0.0, ())
         began, measured, measuring_s = time.monotonic(), 0, 0.0
         if on_cpu and fitted.composition.label in IN_MODEL_LABELS:
-            measured, measuring_s = _measure_in_model(source, records, missing, fitted, workspace, config, crew)
+            measured, measuring_s = _measure_in_model(source, records, missing, fitted, workspace, config, workers)
             missing = missing_kernels(fitted_for(workspace, name), records) if measured else missing
         with sole_writer(workspace.kernel_onnx):
             built = build(missing, flavour, workspace)
         kernels = [DatasetKernel.held_by(kernel, records) for kernel in missing.values() if kernel.id in built]
         if kernels:
-            alone, alone_s = _measure(kernels, fitted, workspace, config, crew)
+            alone, alone_s = _measure(kernels, fitted, workspace, config, workers)
             measured, measuring_s = measured + alone, measuring_s + alone_s
     left = tuple(missing_kernels(fitted_for(workspace, name), records))
     return Filled(measured, measuring_s, time.monotonic() - began, left)
@@ -160,12 +161,13 @@ def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
     Raises:
         UserError: this machine is a GPU, and no composition of one comes with Hase.
     """
-    there, own = predictor_folders(workspace), local_targets()
+    trained, candidates = predictor_folders(workspace), local_targets()
     if target is not None:
-        own = tuple(local for local in own if target in local.name and not any(target in name for name in there))
-    if not own or any(local.name in there for local in own):
+        candidates = tuple(local for local in candidates
+                           if target in local.name and not any(target in name for name in trained))
+    if not candidates or any(local.name in trained for local in candidates):
         return None
-    begun = own[0]
+    begun = candidates[0]
     log.warning("nothing was learned of this machine (%s): the model's kernels are measured and put together with default "
                 "constants; a training replaces them (%s)", begun.name, "; ".join(MAKE_PREDICTORS))
     return Fitted(begun, untrained(workspace.predictors(begun.name), begun),
@@ -174,28 +176,32 @@ def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
 
 def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted, workspace: Workspace,
              force: bool, static: bool) -> list[ModelRecord]:
-    """The model's record at each size, checked; errors as for `measure_missing`."""
+    """The model's record at each size, checked.
+
+    Raises:
+        UserError: the model can't be analysed, or its graph is not of the target's flavour.
+    """
     flavour = fitted.target.flavour
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
     records = [record_of(model, flavour, dims, static) for dims in sizes]
     for record in records:
         check_target(record, fitted.target, fitted.predictors.sidecar.dtypes, force)
         if record.flavour != flavour:
-            raise UserError(f"{record.model}: the record is of a {record.flavour.name} graph, and kernels can be measured here "
-                            f"for {flavour.name} alone; give the model file instead")
+            raise UserError(f"{record.model}: the record is of a {record.flavour.name} graph, and only kernels of "
+                            f"{flavour.name} can be measured here; give the model file instead")
     return records
 
 
 def _measure(kernels: Sequence[DatasetKernel], fitted: Fitted, workspace: Workspace, config: CollectorConfig,
-             crew: Crew) -> tuple[int, float]:
+             workers: Workers) -> tuple[int, float]:
     """Measures built kernels, and looks them up from now on; returns how many were measured, and the seconds that took."""
-    totals = collect_kernels(workspace, config, kernels, crew)
-    _note_down(fitted, workspace)
+    totals = collect_kernels(workspace, config, kernels, workers)
+    _add_to_predictors(fitted, workspace)
     return totals["measured_kernels"], totals["measuring_s"]
 
 
 def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: Mapping[str, Kernel], fitted: Fitted,
-                      workspace: Workspace, config: CollectorConfig, crew: Crew) -> tuple[int, float]:
+                      workspace: Workspace, config: CollectorConfig, workers: Workers) -> tuple[int, float]:
     """Measures kernels in the model itself, at each of its sizes; returns the same as `_measure`.
 
     Nothing is measured if there is only a record of the model. Kernels that can't be measured in it are omitted, with a
@@ -214,20 +220,20 @@ def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: M
                 write_json(folder / f"{number}.json", record)
                 items.append(ModelItem(path, folder / f"{number}.json", record, labels=True, only=frozenset(only)))
                 left -= only
-        totals = collect_in_models(workspace, config, items, held, crew)
+        totals = collect_in_models(workspace, config, items, held, workers)
     if totals["measured_kernels"]:
-        _note_down(fitted, workspace)
+        _add_to_predictors(fitted, workspace)
     return totals["measured_kernels"], totals["measuring_s"]
 
 
-def _note_down(fitted: Fitted, workspace: Workspace) -> None:
-    """Has what was measured looked up from now on."""
+def _add_to_predictors(fitted: Fitted, workspace: Workspace) -> None:
+    """Adds the measured times to the workspace's predictors, which look them up from now on."""
     name, folder = fitted.target.name, workspace.predictors(fitted.target.name)
     with sole_writer(workspace.predictors("")):
         if fitted.composition.assumed and not sidecar_path(folder).is_file():
             save_default(folder, fitted.predictors)
         elif fitted.predictors.folder != folder:
-            log.warning("%s: what comes with Hase for %s is copied here and added to; a training in this workspace would "
-                        "replace it by what its own dataset gives", folder, name)
+            log.warning("%s: the predictors of %s that come with Hase are copied to this folder, and the measured times are "
+                        "added; a training in this workspace would replace them by those of its own dataset", folder, name)
             copy_predictors(fitted.predictors.folder, folder)
         renew_measured(folder, measured_times(workspace, name))

@@ -1,4 +1,8 @@
-"""A run of a model, put together from its kernels: its latency, how that moves, and its timeline."""
+"""A model's run, put together from its kernels, and the prediction made from it: latency, uncertainty and timeline.
+
+The interval of a prediction comes from how the latency moves when its uncertain parts do: kernels, the host's pace, and the
+trips of loops (`kernels_span`, `hosts_span`, `trips_span`).
+"""
 
 from __future__ import annotations
 
@@ -77,10 +81,10 @@ class ModelRun:
     def composed(self) -> Composed:
         """The model's latency from its kernels' times. On a GPU it is at least the GPU's own time for them."""
         kernel_sum_ms, critical_path_ms = sum(
-            node.runs * found.latency_ms for node, found in zip(self.record.nodes, self.nodes, strict=True)), None
+            node.runs * kernel.latency_ms for node, kernel in zip(self.record.nodes, self.nodes, strict=True)), None
         if self.used.kind == "pipeline" and self.costs is not None:
             latency = max(self.pipeline_ms(self.costs),
-                          sum(node.runs * found.gpu_ms for node, found in zip(self.record.nodes, self.nodes, strict=True)))
+                          sum(node.runs * kernel.gpu_ms for node, kernel in zip(self.record.nodes, self.nodes, strict=True)))
         else:
             if self.used.kind == "critical_path":
                 critical_path_ms = self._longest_path_ms()
@@ -96,11 +100,12 @@ class ModelRun:
         latency = pipeline_ms(self.tracks, costs, self.off_gpu)
         if self._cut == 1:
             return latency
-        every, some, fewer = (runs_in_order(self.record, times) for times in (1, self._cut, 2 * self._cut))
-        if some == fewer:
-            return latency * every / some
+        all_runs, runs_kept, fewer_runs = (runs_in_order(self.record, times) for times in (1, self._cut, 2 * self._cut))
+        if runs_kept == fewer_runs:
+            return latency * all_runs / runs_kept
         shorter = [self.nodes[place] for place in run_order(self.record, 2 * self._cut)]
-        return latency + (latency - pipeline_ms(_tracks(shorter), costs, _off_gpu(shorter))) * (every - some) / (some - fewer)
+        shorter_ms = pipeline_ms(_tracks(shorter), costs, _off_gpu(shorter))
+        return latency + (latency - shorter_ms) * (all_runs - runs_kept) / (runs_kept - fewer_runs)
 
     def off_gpu_ms(self, costs: PipelineCosts) -> float:
         """How much longer the run takes than its tracks alone, ms: the time of nodes off the GPU, and of trips that `order`
@@ -140,22 +145,22 @@ class ModelRun:
     def _longest_path_ms(self) -> float:
         from graph_model.dag.dag import build_dag, calculate_latency
 
-        by_node = {node.name: node.runs * found.latency_ms for node, found in zip(self.record.nodes, self.nodes, strict=True)}
+        by_node = {node.name: node.runs * kernel.latency_ms for node, kernel in zip(self.record.nodes, self.nodes, strict=True)}
         return calculate_latency(build_dag(self.record), by_node, "critical_path")
 
 
-def kernels_span(run: ModelRun, latency: float, marking_only: bool) -> Span:
+def kernels_span(run: ModelRun, latency: float, rough_only: bool) -> Span:
     """The factors by which a latency moves if all uncertain kernels are at the low end, or all at the high end, of their
-    plausible times. With `marking_only`, only kernels that may make the prediction a rough estimate count."""
-    low, high = (replace(run, known={key: kernel.at(end, marking_only) for key, kernel in run.known.items()}).composed()
+    plausible times. With `rough_only`, only kernels that may make the prediction a rough estimate count."""
+    low, high = (replace(run, known={key: kernel.at(end, rough_only) for key, kernel in run.known.items()}).composed()
                  for end in ("low", "high"))
     return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
 
 
 def sources_of(run: ModelRun, latency: float) -> Sources:
     """What the error of a latency (ms) on a GPU may come from."""
-    return sources(((node.runs * found.gpu_ms, _novelty(found))
-                    for node, found in zip(run.record.nodes, run.nodes, strict=True)), latency)
+    return sources(((node.runs * kernel.gpu_ms, _novelty(kernel))
+                    for node, kernel in zip(run.record.nodes, run.nodes, strict=True)), latency)
 
 
 def _novelty(kernel: KernelInModel) -> Novelty | None:
@@ -186,8 +191,8 @@ def hosts_span(run: ModelRun, latency: float, usual_costs: PipelineCosts | None,
     """
     if usual_costs is None or not latency or run.used.assumed:
         return CERTAIN
-    found = [replace(run, costs=usual_costs.at_pace(end)).composed().latency_ms for end in hosts_between(pace)]
-    return Span(min(found) / latency, max(found) / latency)
+    latencies_ms = [replace(run, costs=usual_costs.at_pace(end)).composed().latency_ms for end in hosts_between(pace)]
+    return Span(min(latencies_ms) / latency, max(latencies_ms) / latency)
 
 
 def trips_span(run: ModelRun, latency: float) -> Span:
@@ -295,7 +300,7 @@ def _under_load(run: ModelRun, conditions: Conditions) -> UnderLoad | None:
     shared_gpu = conditions.shared_gpu
     if shared_gpu is None or run.costs is None:
         return None
-    shared = under_load(run.tracks, run.costs, shared_gpu.sharing, shared_gpu.co_runner, shared_gpu.told_by)
+    shared = under_load(run.tracks, run.costs, shared_gpu.sharing, shared_gpu.co_runner, shared_gpu.load_source)
     return shared.later_by(run.off_gpu_ms(run.costs))
 
 
@@ -303,9 +308,9 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
                  uncertainties: Sequence[tuple[Kernel, KernelUncertainty]], shared: UnderLoad | None) -> Uncertainty:
     """How sure a latency is, given the part of its kernels' time that was measured (a ratio) and its uncertain kernels."""
     fitted, used, pace, record = conditions.fitted, conditions.used, conditions.pace, run.record
-    of_kernels = marking = CERTAIN
+    of_kernels = moved_by_rough = CERTAIN
     if uncertainties:
-        of_kernels, marking = (kernels_span(run, latency, marking_only) for marking_only in (False, True))
+        of_kernels, moved_by_rough = (kernels_span(run, latency, rough_only) for rough_only in (False, True))
     trips = trips_span(run, latency)
     hosts = hosts_span(run, latency, conditions.usual_costs, pace.ratio) if pace else CERTAIN
     short = shortness(used, latency)
@@ -315,19 +320,19 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
         moved = kernels_span(without_calibrated(run), latency, False) if uncertainties else CERTAIN
     spans = [fit, moved, trips, hosts, short.span]
     if conditions.shared_gpu and shared:
-        spans.append(load_span(conditions.shared_gpu.sharing, conditions.shared_gpu.told_by))
+        spans.append(load_span(conditions.shared_gpu.sharing, conditions.shared_gpu.load_source))
     elif conditions.load:
         spans.append(kernels_under_load_span(fitted.predictors, used.label))
     times = (OTHER_CUDNN if fitted.other_cudnn else 1.0) * (
         FORCED if mismatches(record, fitted.target, fitted.predictors.sidecar.dtypes) else 1.0)
-    warnings = (*uncertainty_warnings(uncertainties, marking), *short.warnings,
+    warnings = (*uncertainty_warnings(uncertainties, moved_by_rough), *short.warnings,
                 *(host_warning(hosts) if pace == UNKNOWN else ()), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
-    # A calibrated interval is of usual doubts about kernels; the doubt about these kernels alone may be larger.
+    # A calibrated interval holds for kernels of usual uncertainty; that of this model's kernels may be larger.
     return Uncertainty(joined(spans).covering(of_kernels).widened(times),
-                       is_rough(marking) or is_rough(trips) or short.marks or bool(record.assumed or uncounted(record)),
-                       warnings)
+                       any(map(is_rough, (moved_by_rough, trips))) or short.makes_rough
+                       or bool(record.assumed or uncounted(record)), warnings)
 
 
 def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times: KernelTimes,
@@ -339,7 +344,7 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
                                          uncertainty in uncertainties if uncertainty.reason in reasons}))
                            for reasons in (("estimated", "on the CPU"), ("other form",)))
     memory = peak_memory(record, layouts={key[0]: run.known[key].layout for key in times.counts})
-    there_mib = device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
+    device_mib = device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
     return Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
@@ -354,9 +359,9 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
         estimators=used_estimators(record, run.known, conditions),
         dims=record.dims, static=record.static, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
-        memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=there_mib,
-        fits_memory=None if there_mib is None else memory.least_mib <= there_mib,
-        warnings=(*warnings, *unsure.warnings, *memory_warnings(memory.least_mib, there_mib)),
+        memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=device_mib,
+        fits_memory=None if device_mib is None else memory.least_mib <= device_mib,
+        warnings=(*warnings, *unsure.warnings, *memory_warnings(memory.least_mib, device_mib)),
     )
 
 

@@ -79,21 +79,21 @@ def _guessed_warnings(record: ModelRecord) -> list[str]:
             warnings.append(f"how often {name} runs its body can't be known; {guess.taken} trips are taken, a guess: say how "
                             f"many with --dim {name}.trips=N")
         else:
-            other = "else" if guess.taken == "then" else "then"
+            other_branch = "else" if guess.taken == "then" else "then"
             warnings.append(f"which branch {name} takes can't be known; the more expensive one, {guess.taken}, is counted: "
-                            f"say otherwise with --branch {name}={other}")
+                            f"say otherwise with --branch {name}={other_branch}")
     return warnings
 
 
 def _range_warning(record: ModelRecord, known: Mapping[Placed, KernelInModel]) -> tuple[str, ...]:
     """A warning about kernels that are smaller or larger than any measured one."""
     counts = runs_of_kernels(record)
-    found = [key for key in counts if (uncertainty := known[key].uncertainty) is not None and uncertainty.reason == "beyond"]
-    if not found:
+    beyond = [key for key in counts if (uncertainty := known[key].uncertainty) is not None and uncertainty.reason == "beyond"]
+    if not beyond:
         return ()
-    part, total = (sum(counts[key] * known[key].latency_ms for key in keys) for keys in (found, counts))
-    named = ", ".join(name for name, _ in found[:2]) + (" …" if len(found) > 2 else "")
-    return (f"{len(found)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
+    part, total = (sum(counts[key] * known[key].latency_ms for key in keys) for keys in (beyond, counts))
+    named = ", ".join(name for name, _ in beyond[:2]) + (" …" if len(beyond) > 2 else "")
+    return (f"{len(beyond)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
             f"measured in some size, and less sure: {named}",)
 
 
@@ -105,13 +105,13 @@ def entries_used(record: ModelRecord, known: Mapping[Placed, KernelInModel],
         return []
     by_type, used = admitted.of(conditions.used.label), dict[str, set[str]]()
     for key in runs_of_kernels(record):
-        kernel, found = record.kernels[key[0]], known[key]
-        constant = found.uncertainty is not None and found.uncertainty.reason == "control flow"
-        if (entry := by_type.get(kernel.type)) and kernel.moves_data and found.provenance == "predicted" and not (
-                found.on_host or constant):
+        kernel, in_model = record.kernels[key[0]], known[key]
+        constant = in_model.uncertainty is not None and in_model.uncertainty.reason == "control flow"
+        if (entry := by_type.get(kernel.type)) and kernel.moves_data and in_model.provenance == "predicted" and not (
+                in_model.on_host or constant):
             used.setdefault(entry.name, set()).add(kernel.type)
-    return [(entry, tuple(sorted(used[name]))) for name, entry in sorted({one.name: one for one in by_type.values()}.items())
-            if name in used]
+    by_name = {entry.name: entry for entry in by_type.values()}
+    return [(by_name[name], tuple(sorted(types))) for name, types in sorted(used.items())]
 
 
 def used_estimators(record: ModelRecord, known: Mapping[Placed, KernelInModel],
@@ -122,9 +122,9 @@ def used_estimators(record: ModelRecord, known: Mapping[Placed, KernelInModel],
 
 def estimator_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel], conditions: Conditions) -> tuple[str, ...]:
     """A sentence about each, and one where the dataset has changed since its check."""
-    trained_on, found = conditions.fitted.predictors.sidecar.dataset_sha256, []
+    trained_on, warnings = conditions.fitted.predictors.sidecar.dataset_sha256, []
     for entry, types in entries_used(record, known, conditions):
-        found.append(entry.model_copy(update={"types": types}).said)
+        warnings.append(entry.model_copy(update={"types": types}).said)
         if outdated := entry.outdated(conditions.fitted.target.name, trained_on):
-            found.append(outdated)
-    return tuple(found)
+            warnings.append(outdated)
+    return tuple(warnings)

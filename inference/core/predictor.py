@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 POINTS = 21  # of a curve over the load
 
 
-class Circumstances(TypedDict, total=False):
-    """What else runs and how fast the host is; every key is optional.
+class LoadOptions(TypedDict, total=False):
+    """The options of a prediction that say what else runs and how fast the host is; every key is optional.
 
     Attributes:
         load: metrics of the load on the device, by DCGM field name; None or empty: the device is idle.
@@ -72,7 +72,7 @@ class Circumstances(TypedDict, total=False):
     host_pace: float | HostPace | None
 
 
-class Options(Circumstances, total=False):
+class Options(LoadOptions, total=False):
     """What a prediction is for, apart from the model and the target; every key is optional.
 
     Attributes:
@@ -107,7 +107,9 @@ class Predictor:
         Args:
             workspace: by default the repository.
             target: the target's name, or a part of it; by default this machine, or the only target with predictors.
-            strict, force, estimators: see the class.
+            strict: predict every kernel, even measured ones.
+            force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
+            estimators: files and folders with the code of admitted estimators of your own (docs/estimators.md); it is run.
         """
         self.workspace = workspace or Workspace()
         self.target = target
@@ -153,7 +155,7 @@ class Predictor:
 
         Args:
             source: an ONNX file (or a record's JSON file), a model in memory, or a record.
-            options: see `Options`.
+            options: what the prediction is for.
 
         Raises:
             UserError: the model, the predictors, the load or the pace can't be used; the message says why.
@@ -163,20 +165,33 @@ class Predictor:
     def predict_many(self, sources: Iterable[Source], **options: Unpack[Options]) -> list[Prediction]:
         """The latencies of many models, in their order. A kernel that several models share is predicted once.
 
-        Arguments and errors are those of `predict`.
+        Args:
+            sources: ONNX files (or records' JSON files), models in memory, or records.
+            options: what the predictions are for, the same for all models.
+
+        Raises:
+            UserError: the model, the predictors, the load or the pace can't be used; the message says why.
         """
         return [run.prediction for run in self.runs(sources, **options)]
 
     def run(self, source: Source, **options: Unpack[Options]) -> PredictedRun:
         """As `predict`, together with what the prediction was made from. `curve`, `pair` and `objective` take it in place of a
-        model, and then need no second prediction."""
+        model, and then need no second prediction.
+
+        Raises:
+            UserError: the model, the predictors, the load or the pace can't be used.
+        """
         return self.runs([source], **options)[0]
 
     def runs(self, sources: Iterable[Source], *, dims: Mapping[str, int] | None = None, static: bool = False,
              run_mode: RunMode = AS_USUAL, composition: Composition | None = None, load: Mapping[str, float] | None = None,
              notices: Sequence[str] = (), co_runner: CoRunner | None = None,
              host_pace: float | HostPace | None = None) -> list[PredictedRun]:
-        """As `predict_many`, together with what the predictions were made from."""
+        """As `predict_many`, together with what the predictions were made from.
+
+        Raises:
+            UserError: a model, the predictors, the load or the pace can't be used.
+        """
         fitted = self.fitted
         used, load = composition or fitted.composition, dict(load or {})
         check_run_mode(run_mode, used, fitted.target.name)
@@ -200,7 +215,8 @@ class Predictor:
         """A model that can be put next to co-runners on the target.
 
         Raises:
-            UserError: as `predict`, or the GPU is this machine's and shared in a way that was not measured.
+            UserError: the model, the predictors, the load or the pace can't be used, or the GPU is this machine's and
+                shared in a way that was not measured.
             NotShared: nothing was learned of how the target is shared.
         """
         return shared_model_of(self._run_of(model, options))
@@ -210,7 +226,9 @@ class Predictor:
         the background never pauses (`records.probe_reading.ALWAYS`).
 
         Raises:
-            UserError, NotShared: see `shared`.
+            UserError: the model, the predictors, the load or the pace can't be used, or the GPU is this machine's and
+                shared in a way that was not measured.
+            NotShared: nothing was learned of how the target is shared.
         """
         return load_curve(self.shared(model, **options), points)
 
@@ -221,10 +239,12 @@ class Predictor:
         Args:
             first, second: the models; they may be the same.
             dims, second_dims: sizes of their dynamic dimensions by name.
-            static: as in `Options`.
+            static: take models with dynamic dimensions as if they were exported with these sizes.
 
         Raises:
-            UserError, NotShared: see `shared`.
+            UserError: a model or the predictors can't be used, or the GPU is this machine's and shared in a way that was not
+                measured.
+            NotShared: nothing was learned of how the target is shared.
         """
         return pair(self.shared(first, dims=dims, static=static), self.shared(second, dims=second_dims, static=static))
 
@@ -236,7 +256,11 @@ class Predictor:
             model: a model, or its run.
             limit_ms, percentile: the objective: `percentile` % of the runs take at most `limit_ms`.
             like: the co-runner as a probe saw it; the highest load is taken to have the same waits and phases.
-            options: see `Options`.
+            options: what the prediction is for.
+
+        Raises:
+            UserError: the model, the predictors, the load or the pace can't be used, or the GPU is this machine's and
+                shared in a way that was not measured.
         """
         return objective_of(self._run_of(model, options), limit_ms, percentile, like)
 
@@ -244,18 +268,19 @@ class Predictor:
         """The energy of a model's run, per run and per item, and the mean power; the device does nothing else.
 
         Raises:
-            UserError: as `predict`; or nothing was learned of the target's energy, or `options` name a load.
+            UserError: the model or the predictors can't be used, nothing was learned of the target's energy, or `options` name
+                a load.
         """
         learned = self.learned_energy
         return energy_of(self._run_of(model, options), learned)
 
-    def watch(self, source: Source, now: Callable[[], Circumstances], interval_s: float, limit_ms: float | None = None,
+    def watch(self, source: Source, now: Callable[[], LoadOptions], interval_s: float, limit_ms: float | None = None,
               percentile: float = PERCENTILE, **options: Unpack[Options]) -> Watch:
-        """Predicts a model again every `interval_s` seconds, in the circumstances of that moment. If the target is trained anew
+        """Predicts a model again every `interval_s` seconds, under the load of that moment. If the target is trained anew
         meanwhile, the new predictors are used.
 
         Args:
-            source: as in `predict`.
+            source: an ONNX file (or a record's JSON file), a model in memory, or a record.
             now: returns what changes, such as the load; called before each prediction. It may raise `UserError`.
             interval_s: seconds between two predictions.
             limit_ms, percentile: the objective, if any.
@@ -273,7 +298,17 @@ class Predictor:
     def measure_missing(self, source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *,
                         config: CollectorConfig | None = None, static: bool = False) -> Filled:
         """Measures the kernels of a model that were never measured, on this machine, which must be the target. Later
-        predictions look them up. Arguments and errors as of `inference.core.missing_kernels.measure_missing`."""
+        predictions look them up.
+
+        Args:
+            source: an ONNX file (or a record's JSON file), a model in memory, or a record.
+            sizes: of its dynamic dimensions by name, each combination that will be predicted.
+            config: how to measure; by default benchmark/config.yaml.
+            static: take a model with dynamic dimensions as if it were exported with these sizes.
+
+        Raises:
+            UserError: this machine is not the target, the model can't be used, or the dataset lacks the label that is needed.
+        """
         from inference.core.missing_kernels import measure_missing
 
         filled = measure_missing(source, sizes, target=self.target, workspace=self.workspace, config=config, force=self.force,
@@ -291,8 +326,11 @@ def predict(source: Source, *, workspace: Workspace | None = None, target: str |
 
     Args:
         source: an ONNX file (or a record's JSON file), a model in memory, or a record.
-        workspace, target, strict, force: see `Predictor`.
-        options: see `Options`.
+        workspace: the folder with the predictors; by default the repository.
+        target: the target's name, or a part of it; by default this machine, or the only target with predictors.
+        strict: predict every kernel, even measured ones.
+        force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
+        options: what else the prediction is for.
 
     Raises:
         UserError: the model, the predictors, the load or the pace can't be used; the message says why.

@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 log = get_logger("predict")
 
 
-def summary(found: Prediction, show_sum: bool = False) -> dict[str, Any]:
+def summary(prediction: Prediction, show_sum: bool = False) -> dict[str, Any]:
     """A prediction as one row of a table; with `show_sum`, the plain α·Σ+β stands beside it."""
     return {
-        "model": found.model, "batch": found.batch,
-        **({"sizes": "fixed" if found.static else "left open"} if found.dims else {}),
-        **({"host pace": found.host_pace} if found.host_pace is not None else {}),
-        **(found.under_load.columns() if found.under_load else {"latency (ms)": found.latency_ms}),
-        **({"α·Σ+β (ms)": found.sum_latency_ms} if show_sum else {}),
-        "90 % between (ms)": "{:.4g} and {:.4g}".format(*found.interval_ms),
-        "items/s": found.items_per_second, "peak memory (MiB)": found.peak_memory_mib,
-        "Σ kernels (ms)": found.kernel_sum_ms,
-        **{name: f"{share:.0%}" for name, share in found.time_share.items()},
+        "model": prediction.model, "batch": prediction.batch,
+        **({"sizes": "fixed" if prediction.static else "left open"} if prediction.dims else {}),
+        **({"host pace": prediction.host_pace} if prediction.host_pace is not None else {}),
+        **(prediction.under_load.columns() if prediction.under_load else {"latency (ms)": prediction.latency_ms}),
+        **({"α·Σ+β (ms)": prediction.sum_latency_ms} if show_sum else {}),
+        "90 % between (ms)": "{:.4g} and {:.4g}".format(*prediction.interval_ms),
+        "items/s": prediction.items_per_second, "peak memory (MiB)": prediction.peak_memory_mib,
+        "Σ kernels (ms)": prediction.kernel_sum_ms,
+        **{name: f"{share:.0%}" for name, share in prediction.time_share.items()},
     }
 
 
-def kernel_rows(found: Prediction, top: int) -> list[dict[str, Any]]:
+def kernel_rows(prediction: Prediction, top: int) -> list[dict[str, Any]]:
     """The `top` kernels with the most time, as rows of a table."""
     return [
         {"kernel": kernel.id, "type": kernel.type, "runs": kernel.count, "each (ms)": kernel.latency_ms,
          "total (ms)": kernel.total_ms, "share": f"{kernel.share:.1%}", "provenance": kernel.provenance}
-        for kernel in found.kernels[:top]]
+        for kernel in prediction.kernels[:top]]
 
 
-def print_predictions(found: Sequence[Prediction], top: int, energies: Sequence[EnergyPrediction] = (),
+def print_predictions(predictions: Sequence[Prediction], top: int, energies: Sequence[EnergyPrediction] = (),
                       show_sum: bool = False) -> None:
     """Prints one row per prediction on stdout and, if there is only one, the kernels with the most time. What the predictions
     hold for goes to stderr.
@@ -49,7 +49,7 @@ def print_predictions(found: Sequence[Prediction], top: int, energies: Sequence[
         energies: of the predictions, if they are to be printed.
         show_sum: whether the plain α·Σ+β stands beside each prediction.
     """
-    first = found[0]
+    first = predictions[0]
     used = first.composition
     base = "longest path" if used.kind == "critical_path" else "Σ"
     if used.kind == "sum_nodes":
@@ -60,23 +60,25 @@ def print_predictions(found: Sequence[Prediction], top: int, energies: Sequence[
     if first.under_load and first.under_load.told_by == "probe":
         load = ", ".join(filter(None, (load, "as the probe met it")))
     log.info("target %s, %s, load %s; latency = %s", first.target, first.way.description, load, how)
-    mark = any(one.rough_estimate for one in found)
-    cli.print_table([summary(one, show_sum) | ({"rough estimate": "yes" if one.rough_estimate else "no"} if mark else {})
-                     for one in found], "predicted latency")
+    rough = [{"rough estimate": "yes" if prediction.rough_estimate else "no"} for prediction in predictions]
+    any_rough = any(prediction.rough_estimate for prediction in predictions)
+    cli.print_table([summary(prediction, show_sum) | (column if any_rough else {})
+                     for prediction, column in zip(predictions, rough, strict=True)], "predicted latency")
     if energies:
         print()
-        cli.print_table([{"model": one.model, "batch": one.batch, **one.columns(),
-                          "rough estimate": "yes" if one.rough_estimate else "no"} for one in energies], "predicted energy")
-    if len(found) == 1 and top:
+        cli.print_table([{"model": energy.model, "batch": energy.batch, **energy.columns(),
+                          "rough estimate": "yes" if energy.rough_estimate else "no"} for energy in energies],
+                        "predicted energy")
+    if len(predictions) == 1 and top:
         print()
         cli.print_table(kernel_rows(first, top), f"the kernels that take most of {first.kernel_sum_ms:.4g} ms")
 
 
-def verdict(found: Prediction, slo: SloUnderLoad) -> str:
+def verdict(prediction: Prediction, slo: SloUnderLoad) -> str:
     """A sentence that says whether an objective is met, by how much, and up to which load it still would be."""
-    what = f"p{slo.percentile:g}" if found.under_load else "latency"
+    what = f"p{slo.percentile:g}" if prediction.under_load else "latency"
     could = f" (it could be {slo.could_be_ms:.4g})"
-    said = (f"{found.model}: {what} {slo.latency_ms:.4g} ms{could} {'meets' if slo.met else 'misses'} the SLO of "
+    said = (f"{prediction.model}: {what} {slo.latency_ms:.4g} ms{could} {'meets' if slo.met else 'misses'} the SLO of "
             f"{slo.limit_ms:g} ms by {abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; ")
     if slo.unknown_because is not None:
         return said + f"what load still meets it is not known: {slo.unknown_because}"
@@ -89,7 +91,7 @@ def verdict(found: Prediction, slo: SloUnderLoad) -> str:
 def log_measured(filled: Filled) -> None:
     """Logs what was measured for the prediction."""
     if filled.measured:
-        log.info("measured %d kernels in %.1f s; %.1f s with all that goes with it", filled.measured, filled.measuring_s,
+        log.info("measured %d kernels in %.1f s; %.1f s in all", filled.measured, filled.measuring_s,
                  filled.seconds)
     else:
         log.info("nothing to measure: all kernels were measured before, or failed")

@@ -43,7 +43,7 @@ def record_of(source: Source, wanted: Flavour,
         return _record_of_file(Path(source), wanted, dict(dims or {}), static)
     if not isinstance(source, ModelRecord):
         if not isinstance(source, onnx.ModelProto):
-            raise UserError(f"{type(source).__name__} is no model: give the path of an ONNX file or of a kernel record, an "
+            raise UserError(f"{type(source).__name__} is not a model: give the path of an ONNX file or of a kernel record, an "
                             "onnx.ModelProto, or a ModelRecord")
         return _analysed(source, wanted, dims or {}, static)
     _refuse_other_dims(source, dims)
@@ -74,12 +74,12 @@ def _analysed(source: Path | onnx.ModelProto, wanted: Flavour, dims: Mapping[str
 
 
 def _refuse_other_dims(record: ModelRecord, dims: Mapping[str, int] | None) -> None:
-    other = {name: size for name, size in (dims or {}).items() if record.dims.get(name) != size}
-    if other:
-        raise UserError(f"{record.model}: a record's shapes are fixed, so {', '.join(sorted(other))} can't be set; "
+    differing = {name: size for name, size in (dims or {}).items() if record.dims.get(name) != size}
+    if differing:
+        raise UserError(f"{record.model}: a record's shapes are fixed, so {', '.join(sorted(differing))} can't be set; "
                         "give the model file instead")
 
 
 def _signature(paths: tuple[Path, ...]) -> Signature:
     """Of each file, as `utils.files.signature`; one that is missing has none."""
-    return tuple(found for path in paths if (found := signature(path)) is not None)
+    return tuple(file_signature for path in paths if (file_signature := signature(path)) is not None)

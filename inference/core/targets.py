@@ -77,52 +77,57 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
     Raises:
         UserError: no predictors, none or several for `name`, or several of other devices to choose from.
     """
-    there = predictor_folders(workspace)
+    folders = predictor_folders(workspace)
     if name is not None:
-        return _named(name, sorted(there), workspace), ()
-    own = [target.name for target in local_targets()]
-    for target in own:
-        if target in there:
+        return _named(name, sorted(folders), workspace), ()
+    local_names = [target.name for target in local_targets()]
+    for target in local_names:
+        if target in folders:
             return target, ()
-    in_workspace = sorted(target for target, folder in there.items() if folder.parent != SHIPPED)
-    shipped = sorted(target for target, folder in there.items() if folder.parent == SHIPPED)
+    in_workspace = sorted(target for target, folder in folders.items() if folder.parent != SHIPPED)
+    shipped = sorted(target for target, folder in folders.items() if folder.parent == SHIPPED)
     offer = f"; or predict for a target that Hase ships, with --target: {', '.join(shipped)}" if shipped else ""
     if not in_workspace and len(shipped) == 1:
-        return shipped[0], (f"no predictors for this machine ({own[0]}): predicted for {shipped[0]}, the only target that "
-                            "comes with Hase (--measure-missing has the model's kernels measured here instead)",)
+        return shipped[0], (f"no predictors for this machine ({local_names[0]}): predicted for {shipped[0]}, the only target "
+                            "that comes with Hase (--measure-missing has the model's kernels measured here instead)",)
     if not in_workspace:
-        raise UserError(f"no predictors for this machine ({own[0]}) in {workspace.predictors('')}; make them with: "
+        raise UserError(f"no predictors for this machine ({local_names[0]}) in {workspace.predictors('')}; make them with: "
                         f"{'; '.join(MAKE_PREDICTORS)}; or have the kernels of one model measured, in seconds: "
                         f"--measure-missing{offer}")
     if len(in_workspace) > 1:
-        raise UserError(f"no predictors for this machine ({own[0]}); choose a target with --target: {', '.join(in_workspace)}"
-                        f"{offer}")
-    return in_workspace[0], (f"predictors of another device are used, {in_workspace[0]}: this machine is {own[0]}",)
+        raise UserError(f"no predictors for this machine ({local_names[0]}); choose a target with --target: "
+                        f"{', '.join(in_workspace)}{offer}")
+    return in_workspace[0], (f"predictors of another device are used, {in_workspace[0]}: this machine is {local_names[0]}",)
 
 
 def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
-    """The one of `targets` that `name` stands for; errors as of `choose_target`."""
+    """The one of `targets` that `name` stands for.
+
+    Raises:
+        UserError: `name` is part of the name of none of them, or of several.
+    """
     part = name.lower()
-    found = [name] if name in targets else [target for target in targets if part and target.lower().startswith(part)] or [
+    matching = [name] if name in targets else [target for target in targets if part and target.lower().startswith(part)] or [
         target for target in targets if part and part in target.lower()]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UserError(f"target {name}: which one? {', '.join(found)} hold that; give more of the name")
-    here = any(part in local.name.lower() for local in local_targets())
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise UserError(f"target {name}: several targets have this in their names: {', '.join(matching)}; give more of "
+                        "the name")
+    is_this_machine = part and any(part in local.name.lower() for local in local_targets())
     raise UserError(f"target {name}: no predictors for it in {workspace.predictors('')} or shipped with Hase "
                     f"(there: {', '.join(targets) or 'none'})" + (
-                        f"; it is this machine: make them with: {'; '.join(MAKE_PREDICTORS)}" if part and here else ""))
+                        f"; it is this machine: make them with: {'; '.join(MAKE_PREDICTORS)}" if is_this_machine else ""))
 
 
 def is_here(target: Target) -> bool:
     """Whether this machine is the target."""
     flavour = target.flavour
-    own = local_targets()
+    candidates = local_targets()
     runtime = runtime_named(flavour.runtime)
     if runtime.takes_setting and runtime.version() and (flavour.device == "cpu" or has_cuda()):
-        own = (local_target(flavour.device, flavour.runtime, flavour.optimization, target.threads, target.cores),)
-    return target.name in {local.name for local in own}
+        candidates = (local_target(flavour.device, flavour.runtime, flavour.optimization, target.threads, target.cores),)
+    return target.name in {local.name for local in candidates}
 
 
 def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
@@ -161,17 +166,19 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
     """What was learned for the target `name` (or for the one that `choose_target` finds).
 
     Args:
-        workspace, name: as of `choose_target`.
+        workspace: its predictors are offered, and those that ship with Hase.
+        name: the target's name, or a part of it; without a name, this machine or the only target with predictors.
         estimators: the user's files and folders in which the code of admitted estimators may lie.
 
     Raises:
-        UserError: as `choose_target`, and where the files can't be read.
+        UserError: no predictors, none or several for `name`, several of other devices to choose from, or their files can't be
+            read.
     """
     name, notices = choose_target(workspace, name)
     folder = predictor_folders(workspace)[name]
-    there = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))  # not what is just being written
+    files = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))  # not what is just being written
     key = (str(folder), tuple(map(str, estimators)),
-           *((entry.name, about.st_size, about.st_mtime_ns) for entry in there if (about := _about(entry))))
+           *((entry.name, about.st_size, about.st_mtime_ns) for entry in files if (about := _about(entry))))
 
     def load() -> tuple[Predictors, Composition, HostSide, Sharing | None, Uncertainty]:
         predictors = read_predictors(folder, tuple(estimators))
@@ -189,17 +196,20 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
 def mismatches(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[str]:
     """How a record differs from what the target's predictors hold for: the runtime's minor version, element types.
 
-    Arguments are those of `check_target`.
+    Args:
+        record: the model.
+        target: the predictors' target.
+        dtypes: element types of the kernels on which the predictors were trained.
     """
     graph, trained = record.flavour, target.flavour
-    found = []
+    differences = []
     if graph.runtime_version != trained.runtime_version:
-        found.append(f"the graph is of {graph.runtime} {graph.runtime_version}, the predictors hold for "
-                     f"{trained.runtime_version}")
+        differences.append(f"the graph is of {graph.runtime} {graph.runtime_version}, the predictors hold for "
+                           f"{trained.runtime_version}")
     unseen = sorted({kernel.dtype for kernel in record.kernels.values()} & set(FLOATING) - set(dtypes))
     if unseen:
-        found.append(f"it computes in {', '.join(unseen)}, the predictors hold for {', '.join(dtypes)}")
-    return found
+        differences.append(f"it computes in {', '.join(unseen)}, the predictors hold for {', '.join(dtypes)}")
+    return differences
 
 
 def _about(path: Path) -> os.stat_result | None:

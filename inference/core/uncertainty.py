@@ -2,8 +2,8 @@
 
 Sources of error are taken as independent: the errors of models that were held out of the fit, kernels that are estimated or
 lie beyond what was measured, a load, another cuDNN. Where the target has a calibrated interval, it takes the place of the first
-three. Each is a factor by which the latency may be off; their logarithms are
-added in quadrature. So an interval widens with every source, never vanishes, and always holds the prediction itself.
+three. Each is a factor by which the latency may be off; their logarithms are added in quadrature. So an interval widens with
+every source, never vanishes, and always holds the prediction itself.
 
 Kernels of which nothing was learned count as one source: all of them at the low end of their range, or all at the high end.
 Where that moves the latency by more than ROUGH, the prediction is a rough estimate.
@@ -59,9 +59,9 @@ class Span(NamedTuple):
         """The span with ends `times` as far from 1, as logarithms."""
         return Span(self.low ** times, self.high ** times)
 
-    def covering(self, other: Span) -> Span:
+    def covering(self, span: Span) -> Span:
         """The smallest span that contains both."""
-        return Span(min(self.low, other.low), max(self.high, other.high))
+        return Span(min(self.low, span.low), max(self.high, span.high))
 
 
 CERTAIN = Span(1.0, 1.0)
@@ -91,12 +91,12 @@ class Shortness(NamedTuple):
         return Span(1.0 / off, off)
 
     @property
-    def marks(self) -> bool:
+    def makes_rough(self) -> bool:
         return self.times >= FAR
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        if not self.marks:
+        if not self.makes_rough:
             return ()
         return (f"rough estimate: {self.times:.2g} times shorter than any model from which the cost of a run was learned",)
 
@@ -111,50 +111,50 @@ class KernelUncertainty(NamedTuple):
     """How far a kernel's time and its launches may be off, and why.
 
     Attributes:
-        marks: whether that is enough to make a prediction a rough estimate, and not only to widen its interval.
+        makes_rough: whether that is enough to make a prediction a rough estimate, and not only to widen its interval.
     """
 
     reason: Reason
     time: Span
     launches: Span
-    marks: bool
+    makes_rough: bool
 
 
 def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted,
                          label: str) -> dict[str, KernelUncertainty]:
     """The kernels that are uncertain, by id. Measured kernels are not, nor are those that only rename a tensor."""
-    found, predicted = dict[str, KernelUncertainty](), list[Kernel]()
+    uncertainties, predicted = dict[str, KernelUncertainty](), list[Kernel]()
     kernels, provenance = list(kernels), list(provenance)
     for kernel, origin in zip(kernels, provenance, strict=True):
         if not kernel.moves_data or origin == "measured":
             continue
         if origin == "estimated":
             time, launches = (fitted.uncertainty.of_estimate(kernel, name) for name in (label, LAUNCHES))
-            found[kernel.id] = KernelUncertainty("estimated", Span(time.low, time.high), Span(launches.low, launches.high),
-                                                 True)
+            uncertainties[kernel.id] = KernelUncertainty("estimated", Span(time.low, time.high),
+                                                         Span(launches.low, launches.high), True)
         elif (form := fitted.uncertainty.of_other_form(kernel)) is not None:
-            found[kernel.id] = KernelUncertainty("other form", Span(form.low, form.high), CERTAIN, True)
+            uncertainties[kernel.id] = KernelUncertainty("other form", Span(form.low, form.high), CERTAIN, True)
         else:
             predicted.append(kernel)
     for name, times in fitted.predictors.beyond_range(predicted).items():
         off = times ** BEYOND_POWER
-        found[name] = KernelUncertainty("beyond", Span(1.0 / off, off), CERTAIN, times >= FAR)
-    return found | _forced(kernels, provenance, fitted.predictors, label, found)
+        uncertainties[name] = KernelUncertainty("beyond", Span(1.0 / off, off), CERTAIN, times >= FAR)
+    return uncertainties | _forced(kernels, provenance, fitted.predictors, label, uncertainties)
 
 
 def _forced(kernels: Iterable[Kernel], provenance: Iterable[str], predictors: Predictors, label: str,
-            found: Mapping[str, KernelUncertainty]) -> dict[str, KernelUncertainty]:
-    """The kernels that an estimator predicts which was admitted by force: its errors on held-out kernels, together with what is
-    `found` already."""
+            known: Mapping[str, KernelUncertainty]) -> dict[str, KernelUncertainty]:
+    """The kernels that an estimator predicts which was admitted by force: its errors on held-out kernels, together with their
+    uncertainties that are `known` already."""
     if predictors.admitted is None:
         return {}
     entries = {name: entry for name, entry in predictors.admitted.of(label).items() if entry.forced}
     forced = {}
     for kernel, origin in zip(kernels, provenance, strict=True):
         if kernel.type in entries and kernel.moves_data and origin == "predicted":
-            own = Span(*entries[kernel.type].true_over_predicted)
-            before = found.get(kernel.id, KernelUncertainty("forced", CERTAIN, CERTAIN, True))
-            forced[kernel.id] = KernelUncertainty("forced", joined([own, before.time]), before.launches, True)
+            estimator_span = Span(*entries[kernel.type].true_over_predicted)
+            before = known.get(kernel.id, KernelUncertainty("forced", CERTAIN, CERTAIN, True))
+            forced[kernel.id] = KernelUncertainty("forced", joined([estimator_span, before.time]), before.launches, True)
     return forced
 
 
@@ -204,16 +204,17 @@ def host_warning(moved: Span) -> tuple[str, ...]:
             "--machine machine.json",)
 
 
-def load_span(sharing: Sharing, told_by: str) -> Span:
+def load_span(sharing: Sharing, load_source: str) -> Span:
     """How far predictions under load were off, for models and co-runners that were held out, by the source of the load."""
-    errors: SharingErrors | None = {"probe": sharing.probed, "prediction": sharing.paired}.get(told_by, sharing.from_metrics)
+    by_source = {"probe": sharing.probed, "prediction": sharing.paired}
+    errors: SharingErrors | None = by_source.get(load_source, sharing.from_metrics)
     return Span(1.0 / UNKNOWN, UNKNOWN) if errors is None else _within(NORMAL_90 * errors.mean)
 
 
 def kernels_under_load_span(predictors: Predictors, label: str) -> Span:
     """How far kernels under load were off that were held out of the training; a model's time may be off as far."""
-    errors = [found.mape for found in predictors.sidecar.labels[label].errors
-              if (found.type, found.rows_of) == ("all", "under load")]
+    errors = [entry.mape for entry in predictors.sidecar.labels[label].errors
+              if (entry.type, entry.rows_of) == ("all", "under load")]
     return _within(NORMAL_90 * errors[0]) if errors else Span(1.0 / UNKNOWN, UNKNOWN)
 
 

@@ -133,8 +133,8 @@ def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds
     predicted_ms, strict_ms = model.with_lookup.latency_ms, model.strict.latency_ms
     measured_ms = statistics.median_ms if model.idle else statistics.mean_ms
     shared = model.with_lookup.under_load
-    p50_error, p95_error = (shared.percentile_ms(percent) / found - 1 if shared else None for percent, found in (
-        (50, statistics.median_ms), (95, statistics.p95_ms)))
+    p50_error = shared.percentile_ms(50) / statistics.median_ms - 1 if shared else None
+    p95_error = shared.percentile_ms(95) / statistics.p95_ms - 1 if shared else None
     return Comparison(
         model=model.record.model, batch=model.record.batch, level=model.level, background=model.background,
         load=dict(model.load), told_by=shared.told_by if shared else None,
@@ -162,18 +162,18 @@ def _energies(model: EvaluatedModel) -> dict[str, float]:
 
 
 def _energy_errors(comparisons: Sequence[Comparison]) -> ErrorStatistics | None:
-    pairs = [(one.predicted_energy_j, one.measured_energy_j) for one in comparisons
-             if one.predicted_energy_j is not None and one.measured_energy_j is not None]
+    pairs = [(comparison.predicted_energy_j, comparison.measured_energy_j) for comparison in comparisons
+             if comparison.predicted_energy_j is not None and comparison.measured_energy_j is not None]
     return error_statistics(*zip(*pairs, strict=True)) if pairs else None
 
 
 def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
     """Errors by level and background: of all models, and if there are both, of the held-out ones and of the others."""
     groups: dict[tuple[tuple[float, str], str], list[Comparison]] = defaultdict(list)
-    for one in comparisons:
-        load = one.level, one.background
-        groups[load, "all models"].append(one)
-        groups[load, "held out" if one.held_out else "not held out"].append(one)
+    for comparison in comparisons:
+        load = comparison.level, comparison.background
+        groups[load, "all models"].append(comparison)
+        groups[load, "held out" if comparison.held_out else "not held out"].append(comparison)
     return tuple(
         Summary(group=group, level=load[0], background=load[1], background_held_out=members[0].background_held_out,
                 lookup=error_statistics([c.predicted_ms for c in members], [c.measured_ms for c in members]),
@@ -194,28 +194,28 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:+.1f} %"
 
 
-def percentile_columns(one: Comparison, others: Sequence[Comparison]) -> dict[str, Any]:
-    """The columns for errors of percentiles, if any of `others` has them."""
-    if all(other.p50_error is None for other in others):
+def percentile_columns(row: Comparison, rows: Sequence[Comparison]) -> dict[str, Any]:
+    """The columns for errors of percentiles, if any of `rows` has them."""
+    if all(other_row.p50_error is None for other_row in rows):
         return {}
     return {name: None if error is None else percent(error)
-            for name, error in (("p50 error", one.p50_error), ("p95 error", one.p95_error))}
+            for name, error in (("p50 error", row.p50_error), ("p95 error", row.p95_error))}
 
 
-def energy_columns(one: Comparison, others: Sequence[Comparison]) -> dict[str, Any]:
-    """The columns of measured and predicted energy, if any of `others` has both."""
-    if all(other.energy_error is None for other in others):
+def energy_columns(row: Comparison, rows: Sequence[Comparison]) -> dict[str, Any]:
+    """The columns of measured and predicted energy, if any of `rows` has both."""
+    if all(other_row.energy_error is None for other_row in rows):
         return {}
-    return {"measured (J)": one.measured_energy_j, "predicted (J)": one.predicted_energy_j,
-            "energy error": None if one.energy_error is None else percent(one.energy_error)}
+    return {"measured (J)": row.measured_energy_j, "predicted (J)": row.predicted_energy_j,
+            "energy error": None if row.energy_error is None else percent(row.energy_error)}
 
 
-def load_columns(one: Comparison | Summary, others: Sequence[Comparison | Summary]) -> dict[str, Any]:
-    """The columns that show what else ran, if any of `others` was measured under load."""
-    if not any(other.level for other in others):
+def load_columns(row: Comparison | Summary, rows: Sequence[Comparison | Summary]) -> dict[str, Any]:
+    """The columns that show what else ran, if any of `rows` was measured under load."""
+    if not any(other_row.level for other_row in rows):
         return {}
-    background = {"background": one.background + (" (held out)" if one.background_held_out else "")}
-    return {"level": one.level, **(background if any(other.background for other in others) else {})}
+    background = {"background": row.background + (" (held out)" if row.background_held_out else "")}
+    return {"level": row.level, **(background if any(other_row.background for other_row in rows) else {})}
 
 
 def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
@@ -224,9 +224,9 @@ def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
         {"model": c.model, **load_columns(c, comparisons),
          "held out": "yes" if c.held_out else "", "measured (ms)": c.measured_ms, "spread": f"{100 * c.spread:.1f} %",
          "canary": c.canary,
-         **({"host pace": c.host_pace} if any(other.host_pace is not None for other in comparisons) else {}),
+         **({"host pace": c.host_pace} if any(row.host_pace is not None for row in comparisons) else {}),
          "predicted (ms)": c.predicted_ms, "error": percent(c.error),
-         **({"rough estimate": "yes" if c.rough_estimate else "no"} if any(other.rough_estimate for other in comparisons)
+         **({"rough estimate": "yes" if c.rough_estimate else "no"} if any(row.rough_estimate for row in comparisons)
             else {}),
          **percentile_columns(c, comparisons), **energy_columns(c, comparisons), "strict (ms)": c.strict_ms,
          "strict error": percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
@@ -241,15 +241,15 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
          "median": f"{e.median:.1%}", "within ±5 %": f"{e.within_5:.0%}", "within ±10 %": f"{e.within_10:.0%}",
          "worst": f"{e.worst:.1%}",
          **({"p50": f"{s.p50:.1%}", "p95": f"{s.p95:.1%}"} if kind == "looked up" and s.p50 is not None and s.p95 is not None
-            else {"p50": None, "p95": None} if any(other.p50 is not None for other in summaries) else {})}
+            else {"p50": None, "p95": None} if any(row.p50 is not None for row in summaries) else {})}
         for s in summaries for kind, e in (("looked up", s.lookup), ("all predicted", s.strict),
                                            *((("energy", s.energy),) if s.energy else ()))]
 
 
 def warned_of(comparisons: Sequence[Comparison]) -> dict[str, list[str]]:
     """The models by warning of their predictions; the most frequent warning first."""
-    found: dict[str, dict[str, None]] = defaultdict(dict)
-    for one in comparisons:
-        for warning in one.warnings:
-            found[warning][one.model] = None
-    return {warning: list(found[warning]) for warning in sorted(found, key=lambda warning: -len(found[warning]))}
+    models: dict[str, dict[str, None]] = defaultdict(dict)
+    for comparison in comparisons:
+        for warning in comparison.warnings:
+            models[warning][comparison.model] = None
+    return {warning: list(models[warning]) for warning in sorted(models, key=lambda warning: -len(models[warning]))}

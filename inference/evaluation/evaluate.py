@@ -1,4 +1,8 @@
-"""Measures models on this machine, or reads their measurements, and predicts them."""
+"""Evaluates models: predicts them, and compares with their latencies, measured on this machine or recorded in the dataset.
+
+On this machine, models are measured under the load that runs anyway, or under loads that the evaluation starts. They are
+predicted for the load that is read just before they are measured.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets, predictor_folders
 from inference.evaluation.comparison import Evaluation, compare, summarise
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset, models_of, predict_model
-from inference.live.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
+from inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked, read_metrics
 from inference.live.prometheus import server_for
 from inference.sharing.co_runner import probe_of, probed
 from measuring.bench import Canary, Effort
@@ -42,8 +46,6 @@ from utils.paths import ROOT, Workspace
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
     from graph_model.simulation.sharing import CoRunner
-    from inference.core.run_modes import RunMode
-    from inference.core.targets import Fitted
 
 log = get_logger("evaluator")
 
@@ -72,7 +74,7 @@ class MeasuringPlan:
 
 
 @dataclass(frozen=True)
-class LoadsHere:
+class EvaluationLoads:
     """What else runs on this machine meanwhile, and how it is read.
 
     Attributes:
@@ -125,7 +127,8 @@ class LoadsHere:
         with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
             if self.under_load:
                 settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
-                log.info("%s: up; measuring in %g s", describe_load(level, background.name if background else ""), settle_s)
+                log.info("%s is running; measuring begins in %g s",
+                         describe_load(level, background.name if background else ""), settle_s)
                 time.sleep(settle_s)
             yield stressor
 
@@ -133,17 +136,17 @@ class LoadsHere:
         """What reads this machine's metrics, if loads are started and no Prometheus is read; else None."""
         return self.under_load.open_source(device) if self.under_load and self.config.prometheus.url is None else None
 
-    def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[Load, CoRunner | None]:
+    def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[LoadReading, CoRunner | None]:
         """What else runs at this moment: by metrics, and by a probe.
 
         Args:
-            source: see `source`.
+            source: reads this machine's metrics, as method `source` gives it.
 
         Raises:
             UserError: metrics or probe can't be read; a started load is never taken for idle.
         """
         if self.under_load and source:
-            load = Load(values(source.window(self.under_load.window_s)) if level else {})
+            load = LoadReading(values(source.window(self.under_load.window_s)) if level else {})
         else:
             config = self.config.never_idle() if self.under_load else self.config
             load = current_load(config, self.metrics_file, fields_asked(fitted), not self.probe and fitted.sharing is not None)
@@ -151,7 +154,7 @@ class LoadsHere:
 
 
 @dataclass
-class MeasuredHere:
+class MeasuredModels:
     """The result of `measure_all`.
 
     Attributes:
@@ -165,10 +168,10 @@ class MeasuredHere:
     notices: list[str] = field(default_factory=list)
 
 
-def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMode, loads: LoadsHere, plan: MeasuringPlan,
-                workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
-    """Predicts and measures models under each of `loads`. Models run in a process of their own: one that fails, or takes that
-    process down, costs only itself.
+def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMode, loads: EvaluationLoads, plan: MeasuringPlan,
+                workspace: Workspace, force: bool, failures: Failures) -> MeasuredModels:
+    """Predicts and measures models under each of `loads`. Models run in a process of their own: if one fails or
+    ends that process, the others are measured all the same.
 
     What else runs is read first, before models of this process are part of it.
 
@@ -180,19 +183,19 @@ def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMo
         return _measure_all(ready, worker, fitted, run_mode, loads, plan, workspace, force, failures)
 
 
-def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted, run_mode: RunMode, loads: LoadsHere,
-                 plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
+def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted, run_mode: RunMode, loads: EvaluationLoads,
+                 plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredModels:
     target, device = fitted.target.name, fitted.target.flavour.device
-    found = MeasuredHere(load="by level" if loads.under_load else "idle")
+    results = MeasuredModels(load="by level" if loads.under_load else "idle")
     source = loads.source(device)
     for level, background in loads.each():
         name = background.name if background else ""
         try:
             with loads.running(level, background, device, workspace) as stressor:
-                now, other = loads.now(fitted, level, source)
+                now, co_runner = loads.now(fitted, level, source)
                 for notice in now.notices:
                     log.warning("%s", notice)
-                models = [model.next_to(level, name, now.metrics, other) for model in ready]
+                models = [model.next_to(level, name, now.metrics, co_runner) for model in ready]
                 for model in models:
                     predict_model(model, target, run_mode, workspace, force, failures)
                 idle = all(model.idle for model in models)
@@ -207,11 +210,11 @@ def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted
                 raise
             failures.add(describe_load(level, name), error)
             continue
-        found.models += models
-        found.notices += [notice for notice in now.notices if notice not in found.notices]
+        results.models += models
+        results.notices += [notice for notice in now.notices if notice not in results.notices]
         if not loads.under_load:
-            found.load = now.metrics or ("idle" if other is None else "as the probe met it")
-    return found
+            results.load = now.metrics or ("idle" if co_runner is None else "as the probe met it")
+    return results
 
 
 def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, run_mode: RunMode, plan: MeasuringPlan,
@@ -221,7 +224,7 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
     Before each model it waits a while until the machine is as fast as when the dataset was measured, by the canary.
 
     Args:
-        worker: the process that runs them. A model that takes it down, or hangs, costs this model alone.
+        worker: the process that runs them. If a model ends it or hangs, only this model fails.
         best_canary_ms: the canary's time in the dataset; 0 if it is not known, or if the device is not idle: no waiting.
     """
     loaded = False
@@ -237,18 +240,18 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
                 before_ms = canary.steady_ms(STEADY, plan.patience_s)
                 if best_canary_ms:
                     model.canaries.append(before_ms / best_canary_ms)
-                found = time_session(model, worker, device, run_mode, plan.budget_s,
+                reply = time_session(model, worker, device, run_mode, plan.budget_s,
                                      watch_host=device == "cuda" and model.idle)
             except WorkerFailed as error:
                 loaded = False
                 raise UserError(f"{model.name}: while it was measured: {error}" + (
                     "; --timeout-s gives it longer" if error.status == "timeout" else
-                    " (for want of memory?)" if error.signal == signal.SIGKILL else "")) from None
-            model.samples_ms += found.measurements[0].samples_ms
-            if found.measurements[0].probe_us is not None:
-                model.probes_us.append(found.measurements[0].probe_us)
+                    " (out of memory?)" if error.signal == signal.SIGKILL else "")) from None
+            model.samples_ms += reply.measurements[0].samples_ms
+            if reply.measurements[0].probe_us is not None:
+                model.probes_us.append(reply.measurements[0].probe_us)
             if model.memory_mib is None:
-                model.memory_mib = found.memory_mib
+                model.memory_mib = reply.memory_mib
 
 
 def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -> bool:
@@ -285,13 +288,13 @@ def recorded_canary_ms(workspace: Workspace, target: str, device: str) -> float:
     if not model_table_path(workspace.dataset(target)).exists():
         return 0.0
     rows = read_model_table(workspace, target)
-    here = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(device).uuid)]
-    return float(here["Canary_ms"].min()) if len(here) else 0.0
+    idle_rows = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(device).uuid)]
+    return float(idle_rows["Canary_ms"].min()) if len(idle_rows) else 0.0
 
 
-def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Path, failures: Failures) -> None:
+def name_missing(records: Mapping[str, ModelRecord], measured: set[str], folder: Path, failures: Failures) -> None:
     """Adds a failure for each model that has a record but no measurement in the dataset in `folder`."""
-    for name in sorted(set(records) - found):
+    for name in sorted(set(records) - measured):
         failures.add(name, UserError(f"{name}: {folder} holds no good measurement of it; measure it with: "
                                      "python benchmark/collector.py"))
 
@@ -307,7 +310,7 @@ def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...]
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
              target: str | None = None, recorded: bool = False, run_mode: RunMode | None = None,
-             loads: LoadsHere | None = None, plan: MeasuringPlan | None = None, force: bool = False,
+             loads: EvaluationLoads | None = None, plan: MeasuringPlan | None = None, force: bool = False,
              static: bool = False) -> Evaluation:
     """Predicts and measures `models` (or reads recorded measurements). If a model fails, the others go on.
 
@@ -321,36 +324,37 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
             model could be evaluated.
     """
     paths = workspace.find_models(models)  # checked first: a name may be mistyped
-    fitted, run_mode, loads = fitted_for(workspace, target), run_mode or AS_USUAL, loads or LoadsHere()
+    fitted, run_mode, loads = fitted_for(workspace, target), run_mode or AS_USUAL, loads or EvaluationLoads()
     check_run_mode(run_mode, fitted.composition, fitted.target.name)
     name, flavour = fitted.target.name, fitted.target.flavour
     failures = Failures()
     if recorded:
-        found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
+        results = MeasuredModels(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
         with_energy = energy_path(predictor_folders(workspace)[name]).is_file()
-        for model in found.models:  # recorded samples are of a host at about its usual pace
+        for model in results.models:  # recorded samples are of a host at about its usual pace
             model.host_pace = USUAL if counts(fitted.composition, run_mode) else None
             predict_model(model, name, run_mode, workspace, force, failures, with_energy)
     else:
         if not is_here(fitted.target):
-            here = [local.name for local in local_targets()]
-            raise UserError(f"target {name} is not this machine ({', '.join(here)}), where models are to be measured; compare "
-                            "with the measurements in its dataset (--recorded), or have predictors of this machine made: "
-                            f"{'; '.join(MAKE_PREDICTORS)}")
+            local_names = [local.name for local in local_targets()]
+            raise UserError(f"target {name} is not this machine ({', '.join(local_names)}), where models are to be measured; "
+                            "compare with the measurements in its dataset (--recorded), or have predictors of this machine "
+                            f"made: {'; '.join(MAKE_PREDICTORS)}")
         loads.check(fitted, run_mode, workspace)
         ready = models_of(paths, dims or {}, flavour, failures, static)
-        found = measure_all(ready, fitted, run_mode, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
-            MeasuredHere())
+        results = MeasuredModels()
+        if ready:
+            results = measure_all(ready, fitted, run_mode, loads, plan or MeasuringPlan(), workspace, force, failures)
     held_out = held_out_of_fits(workspace, name)
-    comparisons = tuple(compared for model in found.models if (compared := compare(model, *held_out)))
+    comparisons = tuple(compared for model in results.models if (compared := compare(model, *held_out)))
     if not comparisons:
         raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
                         f": the dataset of {name} holds no measurement of them" if recorded else ""))
     return Evaluation(
         target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured",
         way=run_mode.description,
-        load=found.load, comparisons=comparisons, summaries=summarise(comparisons), failures=dict(failures),
-        warnings=tuple(found.notices))
+        load=results.load, comparisons=comparisons, summaries=summarise(comparisons), failures=dict(failures),
+        warnings=tuple(results.notices))
 
 
 def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
@@ -374,12 +378,6 @@ def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[s
     return models
 
 
-def composition_facts(fitted: Fitted) -> dict[str, Any]:
-    """How kernel times add up to model times: the facts of the composition."""
-    used = fitted.composition
-    return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms, "node_ms": used.node_ms}
-
-
 def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
                      failures: Failures, static: bool) -> dict[str, ModelRecord]:
     """Records by name: of the models in `paths`, else all records of the target's flavour."""
@@ -388,3 +386,9 @@ def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[
         models = models_of(paths, dims, flavour, failures, static)
         return {model.record.model: model.record for model in models}
     return {record.model: record for record in read_model_records(workspace, flavour)}
+
+
+def composition_facts(fitted: Fitted) -> dict[str, Any]:
+    """How kernel times add up to model times: the facts of the composition."""
+    used = fitted.composition
+    return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms, "node_ms": used.node_ms}

@@ -16,7 +16,7 @@ from inference.core.sources import record_of
 from measuring.loads import describe_load
 from records.blocks import Block
 from records.dataset_files import read_journal
-from records.dataset_tables import energy_doubts, model_rows, model_sessions
+from records.dataset_tables import energy_warnings, model_rows, model_sessions
 from records.host_pace import paced_rows
 from records.kernel_record import ModelRecord
 from records.measurement import ENERGY, Measurement
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = get_logger("evaluator")
 APART_FROM = 2  # from this many models on, each is analysed in its own process, which takes a second
 IDLE_BELOW = 0.02  # share of the time: counters of an idle GPU are not exactly 0, and a probe's run is sometimes slow by itself
+
 
 @dataclass
 class EvaluatedModel:
@@ -133,10 +134,10 @@ def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], flavour:
         len(sized) >= APART_FROM) else None
     for number, (path, size) in enumerate(sized if apart else cli.progress(sized, "analysing")):
         with failures.costing(path.name):
-            found = apart[number] if apart else record_of(path, flavour, size, static)
-            if isinstance(found, Exception):
-                raise found
-            models.append(EvaluatedModel(record=found, path=path))
+            record = apart[number] if apart else record_of(path, flavour, size, static)
+            if isinstance(record, Exception):
+                raise record
+            models.append(EvaluatedModel(record=record, path=path))
     if unused and models:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
     return models
@@ -167,18 +168,18 @@ def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics:
     energies_j: dict[str, list[float]] = defaultdict(list)
     for session in sessions:
         if (of_runs := session.labels.get(ENERGY)) and label == "latency" and of_runs.status == "ok" and not (
-                energy_doubts(of_runs, session.labels["latency"])):
+                energy_warnings(of_runs, session.labels["latency"])):
             energies_j[session.model] += of_runs.quantities["energy_j"]
     for place, (model, block, labels) in enumerate(sessions):
-        found = labels.get(label)
-        if place not in held_up and found and found.status == "ok" and found.samples_ms and model in records:
-            measured[model, block.load, block.machine].append((block, found))
+        measurement = labels.get(label)
+        if place not in held_up and measurement and measurement.status == "ok" and measurement.samples_ms and model in records:
+            measured[model, block.load, block.machine].append((block, measurement))
     models = []
     for (model, (level, background), _), of_model in measured.items():
-        alone = of_model[-1][0].background
-        load = {name: alone[name] for name in metrics if name in alone} if level else {}
+        metrics_before = of_model[-1][0].background
+        load = {name: metrics_before[name] for name in metrics if name in metrics_before} if level else {}
         models.append(EvaluatedModel(record=records[model], level=level, background=background, load=load,
-                                     samples_ms=[sample for _, found in of_model for sample in found.samples_ms],
+                                     samples_ms=[sample for _, measurement in of_model for sample in measurement.samples_ms],
                                      energies_j=[] if level else energies_j.get(model, [])))
     return sorted(models, key=lambda model: (model.level, model.background, model.record.model))
 

@@ -46,13 +46,13 @@ def worst(points: Sequence[Point], count: int = NAMED) -> list[Point]:
 
 def ticks(low: float, high: float) -> list[float]:
     """Round numbers from `low` to `high` for a logarithmic axis: as few as possible, but at least LEAST_TICKS."""
-    found: list[float] = []
+    values: list[float] = []
     for steps in TICK_STEPS:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [value for decade in decades for step in steps if low <= (value := float(f"{step:g}e{decade}")) <= high]
-        if len(found) >= LEAST_TICKS:
+        values = [value for decade in decades for step in steps if low <= (value := float(f"{step:g}e{decade}")) <= high]
+        if len(values) >= LEAST_TICKS:
             break
-    return found
+    return values
 
 
 def draw(points: Sequence[Point], title: str, path: Path) -> None:
@@ -106,7 +106,7 @@ def number_points(axes: Axes, named: Sequence[Point], points: Sequence[Point]) -
                    ring * size * math.sin(outward + turn * math.tau / DIRECTIONS))
                   for ring in RINGS for turn in turns]
         dx, dy = next(((dx, dy) for dx, dy in around if all(
-            math.dist((x + dx, y + dy), other) > CLEARANCE * size for other in taken)), around[0])
+            math.dist((x + dx, y + dy), placed) > CLEARANCE * size for placed in taken)), around[0])
         taken.append((x + dx, y + dy))
         label = axes.annotate(
             str(number), (point.measured_ms, point.predicted_ms), (dx / scale, dy / scale), textcoords="offset points",

@@ -41,16 +41,16 @@ def read_metrics(path: Path) -> dict[str, float]:
     Raises:
         UserError: no such file, no JSON object, or a value that is no number or that the metric can't have.
     """
-    found = files.read_json(path)
-    if not isinstance(found, dict) or not found:
+    document = files.read_json(path)
+    if not isinstance(document, dict) or not document:
         raise UserError(f'{path}: a JSON object of metrics by DCGM field name is expected, {{"DCGM_FI_DEV_GPU_UTIL": 60}}')
     metrics: dict[str, float] = {}
-    for name, value in found.items():
+    for name, value in document.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise UserError(f"{path}: {name} is {value!r}; a finite number is expected")
         metric = NAMES[name].field if name in NAMES else name
         if metric in metrics:
-            raise UserError(f"{path}: {metric} is there twice, under its old and its new name; leave one out")
+            raise UserError(f"{path}: metric {metric} is given twice, under its old and its new name; leave one of them out")
         try:
             metrics[metric] = checked(metric, in_unit(name, value)) if name in NAMES else float(value)
         except Unsound as error:
@@ -68,8 +68,8 @@ def fields_asked(fitted: Fitted) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Load:
-    """The load of the device.
+class LoadReading:
+    """What was read of the device's load, and of its host's pace, at one moment.
 
     Attributes:
         metrics: by DCGM field name; empty on an idle device.
@@ -85,7 +85,7 @@ class Load:
 
 
 def current_load(config: InferenceConfig, metrics_file: Path | None = None, fields: Collection[str] = (),
-                 probe: bool = False, pace: bool = False) -> Load:
+                 probe: bool = False, pace: bool = False) -> LoadReading:
     """The load to predict for: that in `metrics_file`, else what the config's Prometheus says, else idle.
 
     Args:
@@ -100,26 +100,26 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
             `on_failure: idle`.
     """
     if metrics_file is not None:
-        return Load(read_metrics(metrics_file))
+        return LoadReading(read_metrics(metrics_file))
     if config.prometheus.url is None:
-        return Load()
+        return LoadReading()
     if not fields:
-        return Load(notices=("predicted for an idle device: the predictors were trained without metrics, so Prometheus is not "
-                             "queried",))
+        return LoadReading(notices=("predicted for an idle device: the predictors were trained without metrics, so Prometheus "
+                                    "is not queried",))
     try:
         return _of_prometheus(server_for(config.prometheus), fields, probe, pace)
     except PrometheusError as error:
         if config.prometheus.on_failure == "idle":
-            return Load(notices=(f"predicted for an idle device, as prometheus.on_failure says, since the load is not known: "
-                                 f"{error}",))
+            return LoadReading(notices=("predicted for an idle device, as prometheus.on_failure says, since the load is not "
+                                        f"known: {error}",))
         raise
 
 
-def _of_prometheus(server: Server, fields: Collection[str], probe: bool, pace: bool) -> Load:
+def _of_prometheus(server: Server, fields: Collection[str], probe: bool, pace: bool) -> LoadReading:
     """The load as Prometheus reports it, with the readings of the probes that are wanted."""
     from inference.live.prometheus_readings import PrometheusSource, latest_host_probe, latest_probe
 
-    load = Load(values(PrometheusSource(server, fields).latest()))
+    load = LoadReading(values(PrometheusSource(server, fields).latest()))
     if probe:
         reading, notices = _recent(latest_probe, server, fields, "probe_max_age_s", "the sharing probe was last read",
                                    "metrics are used instead")
@@ -142,9 +142,9 @@ def _recent(latest: Callable[[Server, Collection[str]], tuple[T, float] | None],
         last, instead: parts of the notice: what happened last, and what is done without the reading.
     """
     max_age_s: float | None = getattr(server.config, setting)
-    if max_age_s is None or (found := latest(server, fields)) is None:
+    if max_age_s is None or (last_reading := latest(server, fields)) is None:
         return None, ()
-    reading, age_s = found
+    reading, age_s = last_reading
     if age_s <= max_age_s:
         return reading, ()
     return None, (f"{last} {age_s:.0f} s ago, prometheus.{setting} is {max_age_s:g}: {instead}",)

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference.live.load import InferenceConfig, Load, current_load, fields_asked
+from inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked
 from inference.sharing.co_runner import probe_of, probed
 from records.probe_reading import read_reading
 
 if TYPE_CHECKING:
     from graph_model.simulation.sharing import CoRunner
     from inference.core.host_pace import PaceAsked
-    from inference.core.predictor import Circumstances, Predictor
+    from inference.core.predictor import LoadOptions, Predictor
     from inference.core.run_modes import RunMode
 
 
 @dataclass(frozen=True)
-class LoadSources:
-    """The sources.
+class LiveSources:
+    """Where a command reads the load of the device and its host's pace.
 
     Attributes:
         predictor: for the target.
@@ -52,11 +52,15 @@ class LoadSources:
         """The metrics to ask Prometheus for; none where it is not asked, or where the predictors know none."""
         return fields_asked(self.predictor.fitted) if self.asks_prometheus else ()
 
-    def load(self, config: InferenceConfig | None = None) -> Load:
-        """The load now, by metrics and by what Prometheus says of the probes; errors as of `current_load`.
+    def load(self, config: InferenceConfig | None = None) -> LoadReading:
+        """The load now, by metrics and by what Prometheus says of the probes.
 
         Args:
             config: used in place of `self.config`.
+
+        Raises:
+            UserError: the file of metrics can't be read, or Prometheus gives no metrics that can be trusted and the config does
+                not say `on_failure: idle`.
         """
         config = config or self.config
         if not self.asks_prometheus:
@@ -65,8 +69,8 @@ class LoadSources:
         return current_load(config, None, self.fields(), self.probe is None and fitted.sharing is not None,
                             self.host.of_prometheus(fitted, self.run_mode))
 
-    def with_load(self, load: Load) -> Circumstances:
-        """What a prediction needs to know of its surroundings, given the load. Probes on this machine are read now.
+    def with_load(self, load: LoadReading) -> LoadOptions:
+        """The options of a prediction that follow from a load. Probes on this machine are read now.
 
         Raises:
             UserError: a probe can't be read, or does not fit the target.
@@ -74,11 +78,11 @@ class LoadSources:
         return {"load": load.metrics, "notices": load.notices, "co_runner": self._co_runner(load),
                 "host_pace": self.host.now(self.predictor.fitted, self.run_mode, load.host_probe_us)}
 
-    def now(self) -> Circumstances:
+    def now(self) -> LoadOptions:
         """The same with the load of this moment; if Prometheus does not know it, that is an error, and never idle."""
         return self.with_load(self.load(self.config.never_idle()))
 
-    def _co_runner(self, load: Load) -> CoRunner | None:
+    def _co_runner(self, load: LoadReading) -> CoRunner | None:
         """The co-runner as a probe saw it: the probe that the command was given, or Prometheus's."""
         if self.probe is None:
             return probe_of(self.predictor.fitted, load)

@@ -20,7 +20,7 @@ from utils.lazy import requests
 from utils.logger import get_logger
 
 log = get_logger("prometheus")
-FOREIGN_SERIES = "prometheus.url: a series came back that is none of Prometheus's; set its address"
+FOREIGN_SERIES = "prometheus.url: the answer holds a series that no Prometheus sends; set the address of a Prometheus"
 SECRETS = ("password_env", "password_file", "token_env", "token_file")
 
 
@@ -162,13 +162,13 @@ class Server:
         if isinstance(body, dict) and body.get("status") == "error" and "errorType" in body:
             raise PrometheusError(f"{where}: HTTP {status}: it can't answer: {body.get('error')} (query: {promql})")
         try:
-            found, series = body["data"]["resultType"], body["data"]["result"]
+            result_type, series = body["data"]["resultType"], body["data"]["result"]
         except (KeyError, TypeError):
             raise PrometheusError(f"{where}: HTTP {status}: JSON came back that is no Prometheus answer; set its address, with "
                                   "its path if it has one") from None
-        if status != 200 or found != kind or not isinstance(series, list):
-            raise PrometheusError(f"{where}: HTTP {status} with a {found}: a {kind} is expected, so it is no Prometheus")
-        if not all(isinstance(one, dict) and isinstance(one.get("metric"), dict) for one in series):
+        if status != 200 or result_type != kind or not isinstance(series, list):
+            raise PrometheusError(f"{where}: HTTP {status} with a {result_type}: a {kind} is expected, so it is no Prometheus")
+        if not all(isinstance(entry, dict) and isinstance(entry.get("metric"), dict) for entry in series):
             raise PrometheusError(FOREIGN_SERIES)
         for warning in body.get("warnings") or ():
             log.warning("%s warns: %s", where, warning)

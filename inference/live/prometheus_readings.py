@@ -1,11 +1,9 @@
 """What a Prometheus says of one device: its metrics, and the last readings of the sharing probe and of the host's probe.
 
-One query fetches the raw samples of all metrics, a second one whether their exporter is up. `avg_over_time` would return a
-number even if the exporter is dead, frozen, or reported NaN or nothing for a while. Series of MIG instances are never taken:
-none of them shows what the whole GPU does.
-
-One instant query is enough: what no longer holds, such as waits or another sharing mode, is gone after the exporter's next
-scrape.
+For metrics, one query fetches the raw samples of a window, and a second one asks whether their exporter is up: `avg_over_time`
+would return a number even if the exporter is dead, frozen, or reported NaN or nothing for a while. For the readings of a probe
+one instant query is enough: what no longer holds, such as waits or another sharing mode, is gone after the exporter's next
+scrape. Series of MIG instances are never taken: none of them shows what the whole GPU does.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from records.probe_reading import ProbeSummary
 
 IDENTITY = (UUID_LABEL, INDEX_LABEL, HOST_LABEL, "job", "instance")  # labels that distinguish devices and their exporters
 LISTED = 8  # how many devices a message lists
+LONG_AGO = "1h"  # how far back to look for the reason if the window is empty
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def asked_for(server: Server) -> dict[str, str]:
     return server.config.gpu.labels | ({} if job is None else {"job": job})
 
 
-def series_of(one: Mapping[str, Any], names: Collection[str]) -> Series:
+def series_of(entry: Mapping[str, Any], names: Collection[str]) -> Series:
     """A series from the API's JSON, of a matrix or a vector; a sample of a vector has the time of the answer. Values are
     strings, such as "NaN".
 
@@ -84,14 +83,14 @@ def series_of(one: Mapping[str, Any], names: Collection[str]) -> Series:
         PrometheusError: it is no series, or of no metric in `names`.
     """
     try:
-        labels = dict(one["metric"])
-        samples = one["values"] if "values" in one else [one["value"]]
-        found = Series(labels.pop("__name__"), labels, [(float(when), float(value)) for when, value in samples])
+        labels = dict(entry["metric"])
+        samples = entry["values"] if "values" in entry else [entry["value"]]
+        series = Series(labels.pop("__name__"), labels, [(float(when), float(value)) for when, value in samples])
     except (KeyError, TypeError, ValueError):
         raise PrometheusError(FOREIGN_SERIES) from None
-    if not found.samples or found.name not in names:
+    if not series.samples or series.name not in names:
         raise PrometheusError(FOREIGN_SERIES)
-    return found
+    return series
 
 
 def device_name(labels: Mapping[str, str]) -> str:
@@ -103,8 +102,8 @@ def device_name(labels: Mapping[str, str]) -> str:
 
 
 def listed(what: Collection[str]) -> str:
-    some = sorted(set(what))
-    return "; ".join(some[:LISTED]) + (f"; and {len(some) - LISTED} more" if len(some) > LISTED else "")
+    texts = sorted(set(what))
+    return "; ".join(texts[:LISTED]) + (f"; and {len(texts) - LISTED} more" if len(texts) > LISTED else "")
 
 
 def of_one_device(series: Sequence[Series]) -> list[Series]:
@@ -113,13 +112,13 @@ def of_one_device(series: Sequence[Series]) -> list[Series]:
     Raises:
         PrometheusError: they are of several devices, or all of MIG instances.
     """
-    devices = {one.device: device_name(one.labels) for one in series}
+    devices = {entry.device: device_name(entry.labels) for entry in series}
     if len(devices) > 1:
         raise PrometheusError(f"prometheus: metrics of several devices match: {listed(devices.values())}; set prometheus.gpu "
                               "to one's UUID, or to its index and host")
-    whole = [one for one in series if one.whole]
+    whole = [entry for entry in series if entry.whole]
     if not whole:
-        parts = listed([f"{PART_LABEL} {one.labels[PART_LABEL]}, {one.labels.get(PROFILE_LABEL, '?')}" for one in series])
+        parts = listed([f"{PART_LABEL} {entry.labels[PART_LABEL]}, {entry.labels.get(PROFILE_LABEL, '?')}" for entry in series])
         raise PrometheusError(f"prometheus: {device_name(series[0].labels)} is split into MIG instances ({parts}), and only "
                               "these are reported; no instance's load is that of the GPU, for which predictions hold: have the "
                               "whole GPU reported too (dcgm-exporter --devices g), or switch MIG off")
@@ -141,12 +140,12 @@ def latest_of_one_exporter(server: Server, names: Collection[str], fields: Colle
         PrometheusError: there is no answer, or there are several devices, several exporters or only MIG instances.
     """
     queried = [*names, *(name for field in fields for name in names_of(field))]
-    answer = [series_of(one, {*names, *NAMES}) for one in server.query(selector(server, queried), "vector")]
-    if not any(one.name in names for one in answer):
+    answer = [series_of(entry, {*names, *NAMES}) for entry in server.query(selector(server, queried), "vector")]
+    if not any(entry.name in names for entry in answer):
         return []
-    found = [one for one in of_one_device(answer) if one.name in names]
-    check_one_exporter({one.exporter for one in found}, found[0])
-    return found
+    of_device = [entry for entry in of_one_device(answer) if entry.name in names]
+    check_one_exporter({entry.exporter for entry in of_device}, of_device[0])
+    return of_device
 
 
 def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Series], float]:
@@ -157,13 +156,13 @@ def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Seri
     Raises:
         PrometheusError: several exporters are up, or the only one is down.
     """
-    exporters = sorted({one.exporter for one in series})
+    exporters = sorted({entry.exporter for entry in series})
     queries = [f"up{{job={quoted(job)},instance={quoted(instance)}}}" for job, instance in exporters]
     answer = server.query(" or ".join([*queries, "vector(time())"]), "vector")
     try:
-        now_s = max(float(one["value"][0]) for one in answer)  # the time at which the server computed it
-        up = {(one["metric"].get("job", ""), one["metric"].get("instance", "")): float(one["value"][1]) == 1.0
-              for one in answer if one["metric"]}  # vector(time()) has no labels
+        now_s = max(float(entry["value"][0]) for entry in answer)  # the time at which the server computed it
+        up = {(entry["metric"].get("job", ""), entry["metric"].get("instance", "")): float(entry["value"][1]) == 1.0
+              for entry in answer if entry["metric"]}  # vector(time()) has no labels
     except (KeyError, TypeError, ValueError, IndexError):
         raise PrometheusError(FOREIGN_SERIES) from None
     running = [exporter for exporter in exporters if up.get(exporter)] if len(exporters) > 1 else exporters
@@ -171,26 +170,23 @@ def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Seri
     check_one_exporter(running, series[0])
     if up.get(running[0]) is False:
         raise PrometheusError(f"prometheus: the exporter of {device_name(series[0].labels)} can't be scraped (up is 0): "
-                              f"{_described(running)}; its last samples do not show the load of now: repair the exporter")
-    return [one for one in series if one.exporter == running[0]], now_s
+                              f"{_described(running)}; its last samples do not show the present load: repair the exporter")
+    return [entry for entry in series if entry.exporter == running[0]], now_s
 
 
-def check_one_exporter(exporters: Collection[tuple[str, str]], one: Series) -> None:
-    """Checks that the device of `one` has one exporter: one pair of job and instance.
+def check_one_exporter(exporters: Collection[tuple[str, str]], series: Series) -> None:
+    """Checks that the device of `series` has one exporter: one pair of job and instance.
 
     Raises:
         PrometheusError: it has several.
     """
     if len(exporters) > 1:
-        raise PrometheusError(f"prometheus: several exporters report {device_name(one.labels)}: {_described(exporters)}; name "
-                              "one's job in prometheus.job")
+        raise PrometheusError(f"prometheus: several exporters report {device_name(series.labels)}: {_described(exporters)}; "
+                              "name one's job in prometheus.job")
 
 
 def _described(exporters: Collection[tuple[str, str]]) -> str:
     return listed([f"job {job}, instance {instance}" for job, instance in exporters])
-
-
-LONG_AGO = "1h"  # how far back to look for the reason if the window is empty
 
 
 class PrometheusSource(MetricSource):
@@ -205,7 +201,11 @@ class PrometheusSource(MetricSource):
     minimum_window_s = 0.001  # Prometheus counts in milliseconds
 
     def __init__(self, server: Server, fields: Collection[str]) -> None:
-        """Reads `fields`, names of FIELDS, under any of their names; `UserError` for one that is none."""
+        """Reads `fields` under any of their names.
+
+        Raises:
+            UserError: one of them is no name of FIELDS.
+        """
         super().__init__(list(FIELDS), list(fields))
         self._server = server
         # a further field may show whether those stuck at 0 are right
@@ -233,32 +233,33 @@ class PrometheusSource(MetricSource):
         server, window_s = self._server, round(after.began_s - before.began_s, 3)
         names = [name for field in (*self.fields, *self._further) for name in names_of(field)]
         answer = server.query(f"{selector(server, names)}[{window_s * 1e3:.0f}ms]", "matrix")
-        series = [series_of(one, NAMES) for one in answer]
-        wanted = [one for one in series if NAMES[one.name].field in self.fields]
+        series = [series_of(entry, NAMES) for entry in answer]
+        wanted = [entry for entry in series if NAMES[entry.name].field in self.fields]
         if not wanted:
             raise _nothing(server, [name for name in names if NAMES[name].field in self.fields], window_s)
         wanted, now_s = of_one_exporter(server, of_one_device(wanted))
-        newest = {field: one for field in self.fields if (one := _newest(wanted, field))}
+        newest = {field: latest for field in self.fields if (latest := _newest(wanted, field))}
         if missing := [field for field in self.fields if field not in newest]:
             raise _missing(missing, wanted[0], window_s)
-        for one in newest.values():
-            _check_age(one, now_s, server.config.max_age_s)
-        same = [one for one in series if one.exporter == wanted[0].exporter and one.device == wanted[0].device and one.whole]
-        newest |= {field: one for field in self._further if (one := _newest(same, field))}
-        return {field: _values(same, one.name) for field, one in newest.items()}
+        for latest in newest.values():
+            _check_age(latest, now_s, server.config.max_age_s)
+        same = [entry for entry in series
+                if entry.exporter == wanted[0].exporter and entry.device == wanted[0].device and entry.whole]
+        newest |= {field: latest for field in self._further if (latest := _newest(same, field))}
+        return {field: _values(same, latest.name) for field, latest in newest.items()}
 
 
 def _newest(series: Sequence[Series], field: str) -> Series | None:
     """The series of a field with the newest sample; if the old and the new name have the same, that of the old one."""
     names = names_of(field)
-    return max((one for one in series if one.name in names), default=None,
-               key=lambda one: (one.last_s, -names.index(one.name)))
+    return max((candidate for candidate in series if candidate.name in names), default=None,
+               key=lambda candidate: (candidate.last_s, -names.index(candidate.name)))
 
 
 def _values(series: Sequence[Series], name: str) -> list[float]:
     """All samples under a name, in the unit of FIELDS, by time. A GPU that changes hands (Kubernetes' pods) has a series for
     each user, and several users at once have the same samples."""
-    samples = {when: value for one in series if one.name == name for when, value in one.samples}
+    samples = {when: value for part in series if part.name == name for when, value in part.samples}
     return [in_unit(name, samples[when]) for when in sorted(samples)]
 
 
@@ -272,69 +273,83 @@ def _check_age(series: Series, now_s: float, max_age_s: float) -> None:
 
 def _nothing(server: Server, names: Collection[str], window_s: float) -> PrometheusError:
     """Why the window holds no sample of the device: which devices reported before, and which targets are down."""
-    seen = [one["metric"] for one in server.query(
+    seen = [entry["metric"] for entry in server.query(
         f"count by ({', '.join(IDENTITY)}) (last_over_time({selector(server, names, everyone=True)}[{LONG_AGO}]))", "vector")]
-    same = [one for one in seen if all(one.get(label) == value for label, value in asked_for(server).items())]
+    same = [labels for labels in seen if all(labels.get(label) == value for label, value in asked_for(server).items())]
     down = _down(server)
     if same:
-        return PrometheusError(f"prometheus: no sample of {listed([device_name(one) for one in same])} within {window_s:g} s, "
-                               f"though there were some within {LONG_AGO}: its exporter is dead, no longer scraped, or scraped "
-                               f"less often than window_s says{down}")
+        return PrometheusError(f"prometheus: no sample of {listed([device_name(labels) for labels in same])} within "
+                               f"{window_s:g} s, though there were some within {LONG_AGO}: its exporter is dead, no longer "
+                               f"scraped, or scraped less often than window_s says{down}")
     if seen:
         job = server.config.job
         wanted = ", ".join(filter(None, (str(server.config.gpu), job and f"job {job}")))
-        there = listed([f"{device_name(one)}, job {one.get('job', '?')}" for one in seen])
-        return PrometheusError(f"prometheus: no metrics of {wanted}; there are those of {there}: set prometheus.gpu and "
-                               f"prometheus.job to what is there{down}")
+        reporting = listed([f"{device_name(labels)}, job {labels.get('job', '?')}" for labels in seen])
+        return PrometheusError(f"prometheus: no metrics of {wanted}, but of {reporting}: set prometheus.gpu and prometheus.job "
+                               f"to one of these{down}")
     return PrometheusError(f"prometheus.url {server.config.url}: HTTP 200, but it knows none of the metrics "
                            f"{', '.join(names)}: have it scrape an exporter that reports them{down}")
 
 
-def _missing(fields: Sequence[str], other: Series, window_s: float) -> PrometheusError:
-    """What to do about fields that are missing although `other` is there."""
+def _missing(fields: Sequence[str], reported: Series, window_s: float) -> PrometheusError:
+    """What to do about fields that are missing although series `reported` of the same device is not."""
     said = ", ".join(" or ".join(names_of(field)) for field in fields)
-    return PrometheusError(f"prometheus: no sample of {said} within {window_s:g} s, though {device_name(other.labels)} reports "
-                           f"{other.name}; these predictors need it: add it to the exporter's list of metrics (dcgm-exporter "
-                           "leaves some out by default)")
+    return PrometheusError(f"prometheus: no sample of {said} within {window_s:g} s, though {device_name(reported.labels)} "
+                           f"reports {reported.name}; these predictors need it: add it to the exporter's list of metrics "
+                           "(dcgm-exporter leaves some out by default)")
 
 
 def _down(server: Server) -> str:
     """The scrape targets that are down, as the end of a message; empty where none is."""
-    found = [one["metric"] for one in server.query("up == 0", "vector")]
-    down = listed([f"job {one.get('job', '?')}, instance {one.get('instance', '?')}" for one in found])
-    return f"; can't be scraped at present: {down}" if found else ""
+    targets = [entry["metric"] for entry in server.query("up == 0", "vector")]
+    down = listed([f"job {labels.get('job', '?')}, instance {labels.get('instance', '?')}" for labels in targets])
+    return f"; can't be scraped at present: {down}" if targets else ""
 
 
 def latest_host_probe(server: Server, fields: Collection[str]) -> tuple[float, float] | None:
     """The time of the host's probe (µs) for the device that a server's config names, and its age (s); None where there is none.
 
-    Arguments and errors are those of `latest_of_one_exporter`; `PrometheusError` too where the samples are no reading.
+    Args:
+        server: to ask.
+        fields: of FIELDS, queried as well: if they are of another device, it is not clear whose pace is meant.
+
+    Raises:
+        UserError: the config's secrets or certificates can't be read.
+        PrometheusError: there is no answer, there are several devices, several exporters or only MIG instances, or the samples
+            are not a valid reading.
     """
-    found = latest_of_one_exporter(server, PACE_MEANINGS, fields)
-    if not found:
+    series = latest_of_one_exporter(server, PACE_MEANINGS, fields)
+    if not series:
         return None
-    values = {one.name: one.samples[-1][1] for one in found}
+    values = {entry.name: entry.samples[-1][1] for entry in series}
     probe_s, taken_s = (values.get(name, math.nan) for name in (PROBE, TAKEN))
-    whose = device_name(found[0].labels)
+    whose = device_name(series[0].labels)
     if not (0.0 < probe_s < math.inf and math.isfinite(taken_s)):
-        raise PrometheusError(f"prometheus: {PROBE} and {TAKEN} of {whose} are no reading ({probe_s:g} and {taken_s:g}); "
-                              "mend its exporter (benchmark/metrics_exporter.py --host-pace-every), or do "
+        raise PrometheusError(f"prometheus: {PROBE} and {TAKEN} of {whose} are not a valid reading ({probe_s:g} and "
+                              f"{taken_s:g}); mend its exporter (benchmark/metrics_exporter.py --host-pace-every), or do "
                               "without it: prometheus.host_pace_max_age_s: null")
-    return (1e6 * probe_s, found[0].last_s - taken_s)
+    return (1e6 * probe_s, series[0].last_s - taken_s)
 
 
 def latest_probe(server: Server, fields: Collection[str]) -> tuple[ProbeSummary, float] | None:
-    """The last reading on the device that a server's config names, and its age (s); None where there is none.
+    """The sharing probe's last reading on the device that a server's config names, and its age (s); None where there is none.
 
-    Arguments and errors are those of `latest_of_one_exporter`; `PrometheusError` too where the samples are no reading.
+    Args:
+        server: to ask.
+        fields: of FIELDS, queried as well: if they are of another device, it is not clear whose reading is meant.
+
+    Raises:
+        UserError: the config's secrets or certificates can't be read.
+        PrometheusError: there is no answer, there are several devices, several exporters or only MIG instances, or the samples
+            are not a valid reading.
     """
-    found = latest_of_one_exporter(server, MEANINGS, fields)
-    if not found:
+    series = latest_of_one_exporter(server, MEANINGS, fields)
+    if not series:
         return None
     try:
-        probed = probed_of(Sample(one.name, one.labels, one.samples[-1][1]) for one in found)
+        probed = probed_of(Sample(entry.name, entry.labels, entry.samples[-1][1]) for entry in series)
     except Unreadable as error:
-        raise PrometheusError(f"prometheus: the sharing probe's reading of {device_name(found[0].labels)} is none: "
-                              f"{error.fact}; mend its exporter (benchmark/metrics_exporter.py --probe-every), or do without "
-                              "it: prometheus.probe_max_age_s: null") from None
-    return probed.summary, found[0].last_s - probed.taken_s
+        raise PrometheusError(f"prometheus: the sharing probe's reading of {device_name(series[0].labels)} can't be "
+                              f"used: {error.fact}; mend its exporter (benchmark/metrics_exporter.py --probe-every), or do "
+                              "without it: prometheus.probe_max_age_s: null") from None
+    return probed.summary, series[0].last_s - probed.taken_s

@@ -87,27 +87,27 @@ class Watch:
         """The load and the prediction now; if that fails, a line that says why."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         try:
-            found = self.predict()
+            prediction = self.predict()
         except UserError as error:
             self.failed, self.error = self.failed + 1, str(error)
             return WatchLine(time=now, failed=self.failed, trouble=self.error)
-        self.latest, self.predicted_s, self.error = found, time.time(), ""
-        shared = found.under_load
+        self.latest, self.predicted_s, self.error = prediction, time.time(), ""
+        shared = prediction.under_load
         return WatchLine(
-            time=now, busy_share=_busy_share(found), mean_ms=found.latency_ms,
+            time=now, busy_share=_busy_share(prediction), mean_ms=prediction.latency_ms,
             p50_ms=shared.percentile_ms(50) if shared else None, p95_ms=shared.percentile_ms(95) if shared else None,
-            slo=None if self.limit_ms is None else check_slo(found, self.limit_ms, self.percentile),
-            rough_estimate=found.rough_estimate, host_pace=found.host_pace, failed=self.failed)
+            slo=None if self.limit_ms is None else check_slo(prediction, self.limit_ms, self.percentile),
+            rough_estimate=prediction.rough_estimate, host_pace=prediction.host_pace, failed=self.failed)
 
     def trouble(self) -> str:
         """Why there is no prediction to serve; "" where the last one is fresh."""
         return stale("prediction", self.predicted_s, self.interval_s, self.error)
 
 
-def _busy_share(found: Prediction) -> float | None:
-    if found.under_load:
-        return found.under_load.busy_share
-    return None if found.load == "idle" else busy_share(dict(found.load))
+def _busy_share(prediction: Prediction) -> float | None:
+    if prediction.under_load:
+        return prediction.under_load.busy_share
+    return None if prediction.load == "idle" else busy_share(dict(prediction.load))
 
 
 LATENCY, MEAN = "hase_predicted_latency_seconds", "hase_predicted_latency_mean_seconds"
@@ -123,25 +123,25 @@ class PredictedLatency:
 
     def collect(self) -> Iterator[Any]:
         """The metric families of the latest prediction; quantiles only where it has a distribution."""
-        found = self.watch.latest
-        if found is None:
+        prediction = self.watch.latest
+        if prediction is None:
             return
-        labels = {"model": found.model, "target": found.target}
+        labels = {"model": prediction.model, "target": prediction.target}
 
         def gauge(name: str, meaning: str, value: float) -> Any:
             family = GaugeMetricFamily(name, meaning, labels=list(labels))
             family.add_metric(list(labels.values()), value)
             return family
 
-        if found.under_load:
+        if prediction.under_load:
             family = GaugeMetricFamily(LATENCY, "predicted latency under the current load (s)", labels=[*labels, "quantile"])
             for percent in SHOWN_PERCENTILES:
-                family.add_metric([*labels.values(), f"{percent / 100:g}"], found.under_load.percentile_ms(percent) / 1e3)
+                family.add_metric([*labels.values(), f"{percent / 100:g}"], prediction.under_load.percentile_ms(percent) / 1e3)
             yield family
-        yield gauge(MEAN, "mean predicted latency under the current load (s)", found.latency_ms / 1e3)
-        yield gauge(ROUGH, "whether the prediction is a rough estimate (1) or not (0)", float(found.rough_estimate))
-        if found.host_pace is not None:
-            yield gauge(HOST_PACE, "how many times as long as usual the host takes to dispatch (ratio)", found.host_pace)
+        yield gauge(MEAN, "mean predicted latency under the current load (s)", prediction.latency_ms / 1e3)
+        yield gauge(ROUGH, "whether the prediction is a rough estimate (1) or not (0)", float(prediction.rough_estimate))
+        if prediction.host_pace is not None:
+            yield gauge(HOST_PACE, "how many times as long as usual the host takes to dispatch (ratio)", prediction.host_pace)
         yield gauge(PREDICTED, "time of the last good prediction (s since 1970)", self.watch.predicted_s)
         yield CounterMetricFamily(FAILED, "readings of the load that failed", value=self.watch.failed)
 

@@ -26,7 +26,7 @@ from utils.frozen import Frozen
 from utils.sharing_mode import check_sharing_mode, sharing_mode
 
 if TYPE_CHECKING:
-    from inference.live.load import Load
+    from inference.live.load import LoadReading
     from records.probe_reading import ProbeReading
 
 SHOWN_PERCENTILES = (50, 95, 99)
@@ -68,19 +68,20 @@ class UnderLoad(Frozen):
         if not more_ms:
             return self
         return self.model_copy(update={"mean_ms": self.mean_ms + more_ms,
-                                       "percentiles_ms": tuple(one + more_ms for one in self.percentiles_ms)})
+                                       "percentiles_ms": tuple(latency_ms + more_ms for latency_ms in self.percentiles_ms)})
 
     def columns(self) -> dict[str, float]:
         """The columns of a table that show it, ms."""
         return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}
 
 
-def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, co_runner: CoRunner, told_by: LoadSource) -> UnderLoad:
-    """The distribution of a model's latency next to a co-runner; `tracks` and `costs` as of `pipeline_ms`."""
+def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, co_runner: CoRunner,
+               load_source: LoadSource) -> UnderLoad:
+    """The distribution of the latency of a run with these tracks and costs, next to a co-runner."""
     runs = shared_runs_ms(tracks, costs, sharing.slice_ms, co_runner, np.random.default_rng(SEED))
     return UnderLoad(
         mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
-        busy_share=co_runner.busy_share, told_by=told_by)
+        busy_share=co_runner.busy_share, told_by=load_source)
 
 
 def check_mode_here(fitted: Fitted) -> None:
@@ -129,13 +130,13 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
 
         if not is_here(fitted.target):
             raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "
-                            f"{' and '.join(own.name for own in local_targets())}; run there: python "
+                            f"{' and '.join(local.name for local in local_targets())}; run there: python "
                             "benchmark/sharing_probe.py --out reading.json, and give that file")
         reading = probe(fitted.target.flavour.device)
     return co_runner_probed(reading, fitted.sharing.alone_ms)
 
 
-def probe_of(fitted: Fitted, load: Load) -> CoRunner | None:
+def probe_of(fitted: Fitted, load: LoadReading) -> CoRunner | None:
     """The co-runner as the probe's reading says that Prometheus gave with the load; None where it gave none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Models on a GPU that others share: next to any co-runner, over the load, two on one GPU, and against an objective."""
+"""Models on a GPU that others share: next to any co-runner, over the load, two on one GPU, and against a latency objective."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from graph_model.simulation.tracks import Tracks
     from inference.core.answers import Prediction
     from inference.core.model_run import PredictedRun
+
+PERCENTILE = 95.0  # of the runs that must keep to an objective, if no other is given
+PRECISION = 0.005  # of the highest share, a ratio
+
 
 @dataclass(frozen=True)
 class SharedModel:
@@ -36,18 +40,18 @@ class SharedModel:
     sharing: Sharing
     off_gpu_ms: float = 0.0
 
-    def next_to(self, co_runner: CoRunner, told_by: LoadSource) -> UnderLoad:
+    def next_to(self, co_runner: CoRunner, load_source: LoadSource) -> UnderLoad:
         """The distribution of its latency next to a co-runner."""
-        return under_load(self.tracks, self.costs, self.sharing, co_runner, told_by).later_by(self.off_gpu_ms)
+        return under_load(self.tracks, self.costs, self.sharing, co_runner, load_source).later_by(self.off_gpu_ms)
 
     def at_share(self, share: float, like: CoRunner | None = None) -> UnderLoad:
         """The distribution next to a background that is busy for `share` of the time (a ratio). The background's waits and
         phases are those of `like`, or of an average background among those that were measured."""
         return self.next_to(co_runner_guessed(share, self.sharing, like), "share")
 
-    def in_a_loop(self, other: SharedModel) -> CoRunner:
-        """This model, run without a pause, as a co-runner of the model `other`."""
-        return in_a_loop((self.tracks, self.costs), (other.tracks, other.costs), self.sharing)
+    def in_a_loop(self, neighbour: SharedModel) -> CoRunner:
+        """This model, run without a pause, as the co-runner of `neighbour`."""
+        return in_a_loop((self.tracks, self.costs), (neighbour.tracks, neighbour.costs), self.sharing)
 
 
 def shared_model_of(run: PredictedRun) -> SharedModel:
@@ -85,17 +89,17 @@ class Pair(Frozen):
     warnings: tuple[str, ...]
 
 
-def pair(one: SharedModel, two: SharedModel) -> Pair:
+def pair(first: SharedModel, second: SharedModel) -> Pair:
     """Two models on one GPU, each in a process of its own that runs it again and again without a pause."""
-    return Pair(target=one.prediction.target, models=(_of_pair(one, two), _of_pair(two, one)),
-                warnings=tuple(dict.fromkeys((*one.prediction.warnings, *two.prediction.warnings))))
+    return Pair(target=first.prediction.target, models=(_of_pair(first, second), _of_pair(second, first)),
+                warnings=tuple(dict.fromkeys((*first.prediction.warnings, *second.prediction.warnings))))
 
 
-def _of_pair(model: SharedModel, other: SharedModel) -> OneOfTwo:
+def _of_pair(model: SharedModel, neighbour: SharedModel) -> OneOfTwo:
     of = model.prediction
     return OneOfTwo(model=of.model, dims=of.dims, idle_ms=model.alone_ms,
-                    under_load=model.next_to(other.in_a_loop(model), "prediction"),
-                    rough_estimate=of.rough_estimate or other.prediction.rough_estimate,
+                    under_load=model.next_to(neighbour.in_a_loop(model), "prediction"),
+                    rough_estimate=of.rough_estimate or neighbour.prediction.rough_estimate,
                     estimated_operators=of.estimated_operators)
 
 
@@ -124,19 +128,15 @@ class LoadCurve(Frozen):
 def load_curve(model: SharedModel, points: int) -> LoadCurve:
     """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps. From 0.95 on the
     background never pauses (`records.probe_reading.ALWAYS`)."""
-    found = []
+    load_points = []
     for place in range(points):
         share = place / (points - 1)
         under = model.at_share(share)
         p50, p95, p99 = (under.percentile_ms(percent) for percent in (50, 95, 99))
-        found.append(LoadPoint(busy_share=share, mean_ms=under.mean_ms, p50_ms=p50, p95_ms=p95, p99_ms=p99))
+        load_points.append(LoadPoint(busy_share=share, mean_ms=under.mean_ms, p50_ms=p50, p95_ms=p95, p99_ms=p99))
     of = model.prediction
-    return LoadCurve(model=of.model, target=of.target, dims=of.dims, points=tuple(found), rough_estimate=of.rough_estimate,
-                     estimated_operators=of.estimated_operators, warnings=of.warnings)
-
-
-PERCENTILE = 95.0
-PRECISION = 0.005  # of the highest share, a ratio
+    return LoadCurve(model=of.model, target=of.target, dims=of.dims, points=tuple(load_points),
+                     rough_estimate=of.rough_estimate, estimated_operators=of.estimated_operators, warnings=of.warnings)
 
 
 class Slo(Frozen):
@@ -217,12 +217,12 @@ def objective_of(run: PredictedRun, limit_ms: float, percentile: float = PERCENT
         like: the co-runner as a probe saw it; the highest load is taken to have the same waits and phases.
     """
     prediction = run.prediction
-    found = check_slo(prediction, limit_ms, percentile).model_dump()
+    slo = check_slo(prediction, limit_ms, percentile).model_dump()
     if prediction.way != AS_USUAL:
         why = f"a model run {prediction.way.description} was not measured while the GPU was shared"
-        return SloUnderLoad(**found, unknown_because=why)
+        return SloUnderLoad(**slo, unknown_because=why)
     try:
         model = shared_model_of(run)
     except NotShared as error:
-        return SloUnderLoad(**found, unknown_because=str(error))
-    return SloUnderLoad(**found, highest_busy_share=highest_busy_share(model, limit_ms, percentile, like))
+        return SloUnderLoad(**slo, unknown_because=str(error))
+    return SloUnderLoad(**slo, highest_busy_share=highest_busy_share(model, limit_ms, percentile, like))

@@ -67,12 +67,12 @@ class DcgmSource(MetricSource):
         self._group = self._system.GetGroupWithGpuIds(f"hase-{os.getpid()}-{id(self)}", [self._gpu])
         self._lock = threading.Lock()
         self._seen: dict[str, deque[MetricSample]] = {}
-        others = [field for field in IDS if field not in PROFILED]
-        self._watched = [watch for kind, of_kind in (("prof", PROFILED), ("dev", others))
+        not_profiled = [field for field in IDS if field not in PROFILED]
+        self._watched = [watch for kind, of_kind in (("prof", PROFILED), ("dev", not_profiled))
                          if (watch := self._watch(kind, of_kind)) is not None]
         time.sleep(2 * UPDATE_S)
         self._drain()
-        available = [field for field in IDS if not all(math.isnan(one.value) for one in self._seen.get(field, ()))]
+        available = [field for field in IDS if not all(math.isnan(sample.value) for sample in self._seen.get(field, ()))]
         has_profiled = any(field in PROFILED for field in available)
         super().__init__(available, fields or [field for field in available if not (has_profiled and field in LOOKS_BACK)])
 
@@ -106,8 +106,8 @@ class DcgmSource(MetricSource):
                     raise UserError(f"{self.name} does not answer any more: {error}") from None
                 for number, series in collection.values.get(self._gpu, {}).items():
                     seen = self._seen.setdefault(names[number], deque())
-                    seen.extend(MetricSample(one.ts / 1e6,
-                                             math.nan if one.isBlank else float(one.value)) for one in series.values)
+                    seen.extend(MetricSample(sample.ts / 1e6,
+                                             math.nan if sample.isBlank else float(sample.value)) for sample in series.values)
                     while seen and seen[0].time_s < seen[-1].time_s - KEEP_S:
                         seen.popleft()
                 collection.EmptyValues()
@@ -119,18 +119,18 @@ class DcgmSource(MetricSource):
     def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
         time.sleep(2 * UPDATE_S)  # until DCGM has the value for the window's end
         self._drain()
-        found = {field: self._between(field, before.reading, after.reading) for field in (*self.fields, UTILISATION)}
+        samples = {field: self._between(field, before.reading, after.reading) for field in (*self.fields, UTILISATION)}
         for field in self.fields:
-            if blank := sum(map(math.isnan, found[field])):
-                raise UserError(f"metric {field}: {blank} of {len(found[field])} readings of {self.name} are blank; does a "
+            if blank := sum(map(math.isnan, samples[field])):
+                raise UserError(f"metric {field}: {blank} of {len(samples[field])} readings of {self.name} are blank; does a "
                                 "profiler hold the counters (dcgmi profile --resume gives them back)? Leave this metric out if "
                                 "it stays so")
-        return found
+        return samples
 
     def _between(self, field: str, begin_s: float, end_s: float) -> list[float]:
         """The values that describe a period, given in seconds since 1970."""
         with self._lock:
-            return [one.value for one in self._seen.get(field, ()) if begin_s < one.time_s - UPDATE_S / 2 <= end_s]
+            return [sample.value for sample in self._seen.get(field, ()) if begin_s < sample.time_s - UPDATE_S / 2 <= end_s]
 
 
 def _bindings() -> Any:

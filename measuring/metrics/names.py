@@ -1,13 +1,14 @@
 """The metrics that Hase knows, by DCGM's field names, old and new, with their units.
 
-The unit follows from the name, never from the size of a value. Sources, looked up in November 2026: - old names and units:
-dcgm-exporter, docs/metrics.md and etc/default-counters.csv (to 4.8); identifiers: dcgm_fields.h; - names that keep their unit:
-`_DEPRECATED_ALIASES` in DCGM's own dcgm_fields.py; - names that change their unit: release notes of dcgm-exporter 4.9.0 (clocks
-from MHz to hertz, utilisation from per cent to a ratio),
-  go-dcgm's table of base-unit fields (the clocks), NVIDIA's Field Identifiers for DCGM 4.7, as quoted by others (both
-  utilisations);
+The unit follows from the name, never from the size of a value. The PCIe rates and the CPU's utilisation keep their old names.
+Sources, looked up in November 2026:
+
+- old names and their units: dcgm-exporter, docs/metrics.md and etc/default-counters.csv (to 4.8); identifiers: dcgm_fields.h;
+- new names with the same unit: `_DEPRECATED_ALIASES` in DCGM's own dcgm_fields.py;
+- new names with another unit (clocks from MHz to hertz, utilisation from per cent to a ratio): release notes of dcgm-exporter
+  4.9.0; for the clocks go-dcgm's table of base-unit fields; for both utilisations NVIDIA's Field Identifiers for DCGM 4.7, as
+  quoted by others;
 - blanks: dcgmvalue.py in DCGM's bindings; labels: dcgm-exporter's template of a metric.
-The PCIe rates and the CPU's utilisation keep their names.
 
 In DCGM 4.6 only, DCGM_FI_DEV_GPU_UTIL_RATIO was another name of field 203, in per cent; since 4.7 it is a field of its own, a
 ratio. Therefore DCGM itself is asked by identifier. No dcgm-exporter before 4.9 serves that name by default.

@@ -1,12 +1,12 @@
-"""Metrics of an NVIDIA GPU by NVML.
+"""What NVML tells of an NVIDIA GPU: its power and energy, and metrics, with the performance counters (GPM) or without.
 
-Source: NVML API reference, nvmlDeviceGetFieldValues, nvmlDeviceGetPowerUsage and nvmlDeviceGetTotalEnergyConsumption. Since
-Ampere (except GA100), PowerUsage is a mean over 1 s; the field POWER_INSTANT is not.
+A GPM sample is a snapshot of counters, and two samples give the mean between them. It shows the counters as they were 0.09 to
+0.17 s before (measured on an H200, driver 580), so both samples are taken a little late. Clocks and utilisation are polled
+while a window is open. NVML's utilisation describes up to a second before, so with GPM it is read only if it is named. Power is
+the difference of the energy counter, or polled on a GPU without one.
 
-Sources: NVML API reference, "GPM"; DCGM field identifiers. A GPM sample is a snapshot of counters, and two samples give the
-mean between them. It shows the counters as they were 0.09 to 0.17 s before (measured on an H200, driver 580), so both samples
-are taken a little late. Power comes from the energy counter. Without that counter, and for clocks and utilisation, NVML is
-polled while a window is open. NVML's utilisation describes up to a second before, so with GPM it is read only if it is named.
+Sources: NVML API reference, "GPM", nvmlDeviceGetFieldValues, nvmlDeviceGetPowerUsage (since Ampere, except GA100, a mean over
+1 s; the field POWER_INSTANT is not) and nvmlDeviceGetTotalEnergyConsumption; DCGM field identifiers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,23 @@ from utils.lazy import pynvml
 
 POWER_INSTANT = 186  # NVML_FI_DEV_POWER_INSTANT in nvml.h; older versions of pynvml lack the name
 POWER = "DCGM_FI_DEV_POWER_USAGE"  # the metric's name, in W
+MIB = 2**20
+GPM = {  # field -> (GPM metric, our unit over GPM's: per cent to ratio, MiB/s to bytes/s)
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": (1, 0.01),
+    "DCGM_FI_PROF_SM_ACTIVE": (2, 0.01),
+    "DCGM_FI_PROF_SM_OCCUPANCY": (3, 0.01),
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": (5, 0.01),
+    "DCGM_FI_PROF_DRAM_ACTIVE": (10, 0.01),
+    "DCGM_FI_PROF_PIPE_FP64_ACTIVE": (11, 0.01),
+    "DCGM_FI_PROF_PIPE_FP32_ACTIVE": (12, 0.01),
+    "DCGM_FI_PROF_PIPE_FP16_ACTIVE": (13, 0.01),
+    "DCGM_FI_PROF_PCIE_TX_BYTES": (20, MIB),
+    "DCGM_FI_PROF_PCIE_RX_BYTES": (21, MIB),
+}
+POLLED = (*LOOKS_BACK, "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_MEM_CLOCK")
+POLL_SECONDS = 0.1
+PROBE_SECONDS = 0.12  # a little over the shortest valid GPM window
+GPM_LAG_SECONDS = 0.2  # a sample taken this much later shows the wanted moment, or up to 0.1 s later
 
 
 def first_gpu() -> Any:
@@ -66,25 +83,6 @@ def energy_counter_j(gpu: Any) -> float:
         NVMLError: this GPU has no such counter (since Volta).
     """
     return pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
-
-
-MIB = 2**20
-GPM = {  # field -> (GPM metric, our unit over GPM's: per cent to ratio, MiB/s to bytes/s)
-    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": (1, 0.01),
-    "DCGM_FI_PROF_SM_ACTIVE": (2, 0.01),
-    "DCGM_FI_PROF_SM_OCCUPANCY": (3, 0.01),
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": (5, 0.01),
-    "DCGM_FI_PROF_DRAM_ACTIVE": (10, 0.01),
-    "DCGM_FI_PROF_PIPE_FP64_ACTIVE": (11, 0.01),
-    "DCGM_FI_PROF_PIPE_FP32_ACTIVE": (12, 0.01),
-    "DCGM_FI_PROF_PIPE_FP16_ACTIVE": (13, 0.01),
-    "DCGM_FI_PROF_PCIE_TX_BYTES": (20, MIB),
-    "DCGM_FI_PROF_PCIE_RX_BYTES": (21, MIB),
-}
-POLLED = (*LOOKS_BACK, "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_MEM_CLOCK")
-POLL_SECONDS = 0.1
-PROBE_SECONDS = 0.12  # a little over the shortest valid GPM window
-GPM_LAG_SECONDS = 0.2  # a sample taken this much later shows the wanted moment, or up to 0.1 s later
 
 
 class CountersMissing(UserError):
@@ -206,14 +204,14 @@ class NvmlSource(MetricSource):
             return super().stop(window)
 
     def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
+        samples: dict[str, list[float]] = {}
         if self._gpm:
             means = self._gpm_values(before.reading.gpm.value(), after.reading.gpm.value(), self._gpm)
-            found |= {field: [mean] for field, mean in means.items()}
+            samples |= {field: [mean] for field, mean in means.items()}
         if after.reading.energy_j is not None:
             spent_j = after.reading.energy_j - before.reading.energy_j
-            found[POWER] = [spent_j / (after.began_s - before.began_s)]
-        return found | (before.reading.polls.readings() if before.reading.polls else {})
+            samples[POWER] = [spent_j / (after.began_s - before.began_s)]
+        return samples | (before.reading.polls.readings() if before.reading.polls else {})
 
 
 class _Late:

@@ -111,13 +111,13 @@ class RaplPower(PowerSensor):
     averages_s = 0.01  # the counters move every millisecond
 
     def __init__(self, powercap: Path = POWERCAP) -> None:
-        found = [folder for folder in sorted(powercap.glob("intel-rapl:*"))  # AMD's CPUs have the same names
-                 if _text(folder / "name").startswith(("package", "dram"))]
-        if not found:
+        folders = [folder for folder in sorted(powercap.glob("intel-rapl:*"))  # AMD's CPUs have the same names
+                   if _text(folder / "name").startswith(("package", "dram"))]
+        if not folders:
             raise NoPowerSensor(f"power: this CPU's energy can't be read: {powercap} has no RAPL domain (virtual machines "
                                 "rarely have one; on a physical one load the module intel_rapl_common)")
         try:
-            self._domains = [_Domain(folder) for folder in found]
+            self._domains = [_Domain(folder) for folder in folders]
         except PermissionError:
             raise NoPowerSensor("power: this CPU's energy can't be read: only root may read "
                                 f"{powercap}/intel-rapl:*/energy_uj; allow it with: "

@@ -71,21 +71,21 @@ def probed_of(samples: Iterable[Sample]) -> Probed:
     Raises:
         Unreadable: a sample is missing or not a number, or samples contradict each other.
     """
-    found = {(sample.name, *(sample.labels.get(label, "") for label in OWN_LABELS[sample.name])): sample.value
-             for sample in samples}
+    samples_by_key = {(sample.name, *(sample.labels.get(label, "") for label in OWN_LABELS[sample.name])): sample.value
+                      for sample in samples}
 
     def values(*keys: tuple[str, ...]) -> tuple[float, ...]:
-        if missing := [key for key in keys if key not in found]:
+        if missing := [key for key in keys if key not in samples_by_key]:
             name, *labels = missing[0]
             shown = ",".join(f'{label}="{value}"' for label, value in zip(OWN_LABELS[name], labels, strict=True))
             raise Unreadable(f"{len(missing)} of its samples are missing, {name}{{{shown}}} first")
-        return tuple(found[key] for key in keys)
+        return tuple(samples_by_key[key] for key in keys)
 
-    taken = {key[1]: value for key, value in found.items() if key[0] == TAKEN}
+    taken = {key[1]: value for key, value in samples_by_key.items() if key[0] == TAKEN}
     if not taken:
         raise Unreadable(f"{TAKEN} is missing")
     if not all(math.isfinite(taken_s) for taken_s in taken.values()):
-        raise Unreadable(f"{TAKEN} is no time")
+        raise Unreadable(f"{TAKEN} is not a time")
     mode = max(taken, key=lambda mode: taken[mode])
     busy_s, quiet_s = values((PHASE, BUSY), (PHASE, QUIET))
     everything, waited = (values(*((LATENCY, runs, at) for at in AT)) if served else () for runs, served in (

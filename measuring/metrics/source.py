@@ -105,7 +105,7 @@ class History:
         """Adds the means of a window.
 
         Raises:
-            Unsound: as by `check_together`, for the latest MANY windows.
+            Unsound: over the latest MANY windows, a profiled field is frozen, or is 0 while others show that the GPU works.
         """
         for field, value in means.items():
             self._means.setdefault(field, deque(maxlen=MANY)).append(value)
@@ -142,7 +142,11 @@ class MetricSource(ABC):
     minimum_window_s: float
 
     def __init__(self, available: Sequence[str], fields: Sequence[str] | None) -> None:
-        """Reads `fields`, or all that are `available` if none is named; `UserError` for one that is not available."""
+        """Reads `fields`, or all that are `available` if none is named.
+
+        Raises:
+            UserError: one of them is not available.
+        """
         unknown = [field for field in fields or () if field not in available]
         if unknown:
             raise UserError(f"metric {', '.join(unknown)}: {self.name} can't read it here; it has {', '.join(available)}")
@@ -175,18 +179,23 @@ class MetricSource(ABC):
         return means
 
     def _means(self, window: Window) -> dict[str, Mean]:
-        """The mean of each field since `window` was opened; raises as `stop`."""
+        """The mean of each field since `window` was opened.
+
+        Raises:
+            Unsound: samples are blank, out of range, frozen, or contradict those of another field.
+            UserError: the window is shorter than `minimum_window_s`, or has no sample of a field.
+        """
         now = time.monotonic()
         lasted_s = now - window.began_s
         if lasted_s < self.minimum_window_s:
             raise UserError(f"a metric window of {lasted_s * 1e3:.0f} ms is too short to be valid: "
                             f"{self.name} needs {self.minimum_window_s * 1e3:.0f} ms")
-        found = self._sound(self._readings(window, Window(now, self._read())))
+        samples = self._sound(self._readings(window, Window(now, self._read())))
         for field in self.fields:
-            if not found.get(field):
+            if not samples.get(field):
                 raise UserError(f"metric {field}: {self.name} has no reading of it in a window of {lasted_s:.1f} s")
-        check_together(found, lasted_s)
-        return {field: Mean(sum(found[field]) / len(found[field]), len(found[field])) for field in self.fields}
+        check_together(samples, lasted_s)
+        return {field: Mean(sum(samples[field]) / len(samples[field]), len(samples[field])) for field in self.fields}
 
     def _sound(self, readings: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         """The samples after a check of their values; other fields with bad samples are left out.
@@ -194,14 +203,14 @@ class MetricSource(ABC):
         Raises:
             Unsound: one of `fields` has bad samples.
         """
-        found = {}
+        sound = {}
         for field, seen in readings.items():
             try:
-                found[field] = [checked(field, value) for value in seen]
+                sound[field] = [checked(field, value) for value in seen]
             except Unsound:
                 if field in self.fields:
                     raise
-        return found
+        return sound
 
     def window(self, seconds: float) -> dict[str, Mean]:
         """The mean of each field over the next `seconds`."""

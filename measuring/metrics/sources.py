@@ -1,14 +1,15 @@
-"""The sources of metrics: NVML, DCGM, a CPU's own, and a recording that is replayed.
-
-The file has one JSON object per line: `time_s` (seconds, ascending, any start) and values by DCGM field name, old or new, in
-the unit of the name (`measuring/metrics/names.py`); null is a blank:
-
-    {"time_s": 0.0, "DCGM_FI_PROF_SM_ACTIVE": 0.41, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.97}
+"""The sources of metrics of this machine, and the choice among them.
 
 A source returns the mean of each field over a *metrics window* and the number of samples. `start` opens a window, `stop` closes
 it; windows may overlap. measuring/metrics/names.py lists fields, units and limits. Samples that measuring/metrics/source.py
-rejects are errors and never become features. Sources (`SOURCES`): DCGM, NVML with and without performance counters, psutil, and
-a file that is replayed; for predictions also a Prometheus (inference/live/prometheus_readings.py).
+rejects are errors and never become features.
+
+The sources (`SOURCES`) are DCGM, NVML with and without performance counters, psutil for a CPU, and a recording that is
+replayed. (Predictions can also read a Prometheus: inference/live/prometheus_readings.py.) A recording has one JSON object per
+line: `time_s` (seconds, ascending, any start) and values by DCGM field name, old or new, in the unit of the name; null is a
+blank:
+
+    {"time_s": 0.0, "DCGM_FI_PROF_SM_ACTIVE": 0.41, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.97}
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class CpuSource(MetricSource):
     minimum_window_s = 0.2  # the counters tick every 10 ms
 
     def __init__(self, fields: Sequence[str] | None = None) -> None:
-        there = psutil.cpu_times()._fields
+        counted = psutil.cpu_times()._fields
         super().__init__(["DCGM_FI_DEV_CPU_UTIL_TOTAL"] + [
-            field for field, counters in COUNTERS.items() if any(counter in there for counter in counters)], fields)
+            field for field, counters in COUNTERS.items() if any(counter in counted for counter in counters)], fields)
 
     def _read(self) -> Any:
         return psutil.cpu_times()
@@ -101,11 +102,11 @@ class ReplaySource(MetricSource):
         begin_s, end_s = before.began_s - self._began_s, after.began_s - self._began_s
         if begin_s >= self.times_s[-1]:
             raise UserError(f"{self._path}: the replay is over: its last reading came after {self.times_s[-1]:g} s")
-        found: dict[str, list[float]] = {}
+        samples: dict[str, list[float]] = {}
         for reading in self._values[bisect_right(self.times_s, begin_s):bisect_right(self.times_s, end_s)]:
             for field, value in reading.items():
-                found.setdefault(field, []).append(value)
-        return found
+                samples.setdefault(field, []).append(value)
+        return samples
 
 
 def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
@@ -113,7 +114,7 @@ def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
     if not path.exists():
         raise UserError(f"{path}: no such file to replay")
     stamps_s: list[float] = []
-    found: list[dict[str, float]] = []
+    readings: list[dict[str, float]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         where = f"{path}, line {number}"
         try:
@@ -125,16 +126,16 @@ def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
         stamps_s.append(reading.pop(TIME))
         if len(stamps_s) > 1 and stamps_s[-1] <= stamps_s[-2]:
             raise UserError(f"{where}: {TIME} {stamps_s[-1]:g} is not later than that of the reading before")
-        found.append({})
+        readings.append({})
         for name, value in reading.items():
             if name not in NAMES:
-                raise UserError(f"{where}: {name}: no metric that Hase knows; it knows {', '.join(NAMES)}")
+                raise UserError(f"{where}: {name}: unknown metric; Hase knows {', '.join(NAMES)}")
             if not isinstance(value, int | float | None):
                 raise UserError(f"{where}: {name}: {value!r} is not a number")
-            found[-1][NAMES[name].field] = math.nan if value is None else in_unit(name, value)
-    if not found:
+            readings[-1][NAMES[name].field] = math.nan if value is None else in_unit(name, value)
+    if not readings:
         raise UserError(f"{path}: no reading to replay")
-    return stamps_s, found
+    return stamps_s, readings
 
 
 SourceName = Literal["auto", "dcgm", "nvml-gpm", "nvml", "psutil", "replay"]
@@ -153,7 +154,7 @@ def open_source(device: str = "auto", fields: Sequence[str] | None = None, sourc
         source: which one. `auto` takes the best available one and logs the choice.
         dcgm_address: of a running nv-hostengine, HOST or HOST:PORT; None: DCGM runs in this process.
         replay: the file for source `replay`.
-        replay_step_s: see `measuring.metrics.sources.ReplaySource`.
+        replay_step_s: seconds between samples of the file; None: by its timestamps.
 
     Raises:
         UserError: the source is not available, it can't read a field (the message lists those it can), or there is no GPU.
@@ -181,7 +182,11 @@ def open_source(device: str = "auto", fields: Sequence[str] | None = None, sourc
 
 
 def _check_suits(source: SourceName, device: str, dcgm_address: str | None) -> None:
-    """`UserError` where a source does not read `device`, or does not heed the address."""
+    """Checks that a source reads `device`, and that it heeds the address.
+
+    Raises:
+        UserError: it does not.
+    """
     if dcgm_address is not None and (source not in ("auto", "dcgm") or device == "cpu"):
         raise UserError(f"source {source} on {device}: it does not ask the DCGM at {dcgm_address}; "
                         "that reads a GPU, for source dcgm or auto")

@@ -74,5 +74,5 @@ def _energy(facts: dict[str, Any], device: str, run: Callable[[], Any], seconds:
     if used.counter_j is not None:
         quantities["counter_j"] = used.counter_j / runs
     return Measurement.model_validate(facts | {
-        "samples_ms": (round(1e3 * used.seconds / runs, 6),), "error": "; ".join(used.doubts),
+        "samples_ms": (round(1e3 * used.seconds / runs, 6),), "error": "; ".join(used.warnings),
         "quantities": {name: (float(f"{value:.7g}"),) for name, value in quantities.items()}})

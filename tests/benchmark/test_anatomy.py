@@ -217,7 +217,7 @@ def test_a_case_a_model_and_size(tmp_path: Path) -> None:
 def test_the_command_needs_a_gpu(device: str, tmp_path: Path) -> None:
     done = run_script("benchmark/run_anatomy.py", "--workspace", tmp_path, "--model", "x.onnx", "--device", device)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: where a GPU's time goes needs a GPU")
+    assert done.stderr.startswith("error: this command needs a GPU")
     assert len(done.stderr.splitlines()) == 1
 
 

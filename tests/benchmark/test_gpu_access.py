@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.collecting.crew import Tracers
+from benchmark.collecting.workers import Tracers
 from measuring import quiet_host
 from runtimes.protocol import Worker
 

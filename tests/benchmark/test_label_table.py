@@ -73,7 +73,7 @@ def test_only_whole_models_speak_for_a_label(made_up: Workspace) -> None:
 def test_models_by_name_or_beginning(made_up: Workspace) -> None:
     assert [found.model for found in model_labels(made_up, TARGET.name, ["anet"])] == ["anet", "anet_large"]
     assert [found.model for found in model_labels(made_up, TARGET.name, ["bnet", "anet_l"])] == ["anet_large", "bnet"]
-    with pytest.raises(UserError, match=r"--model znet: no model of .*model_latency\.csv.*there: anet, anet_large, bnet"):
+    with pytest.raises(UserError, match=r"--model znet: no model .*model_latency\.csv.*it holds: anet, anet_large, bnet"):
         model_labels(made_up, TARGET.name, ["anet", "znet"])
 
 

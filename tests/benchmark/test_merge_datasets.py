@@ -72,9 +72,9 @@ def test_what_does_not_agree_is_refused_and_nothing_changes(tmp_path: Path) -> N
     into = collect(tmp_path / "into", chain("resnet_a", [SHARED]))
     before = {path: path.read_bytes() for path in sorted(into.root.rglob("*.*")) if path.is_file()}
     for name, record, labels, said in (
-            ("labels", chain("vit_b", [SHARED]), ("gpu",), "another labels"),
+            ("labels", chain("vit_b", [SHARED]), ("gpu",), "collected with labels"),
             ("group", chain("resnet_a", [SHARED]).model_copy(update={"group": "vit"}), ("run",), "the group of resnet_a"),
-            ("graph", chain("resnet_a", [SHARED, relu()]), ("run",), "another graph")):
+            ("graph", chain("resnet_a", [SHARED, relu()]), ("run",), "its graph differs")):
         source = collect(tmp_path / name, record, labels=labels, uuid="1")
         with pytest.raises(UserError, match=said):
             merge_dataset(source, into, TARGET.name, {}, "")

@@ -122,7 +122,7 @@ def test_old_and_new_names_replay_alike(tmp_path: Path, clock: Clock) -> None:
     ("{", "line 1: not valid JSON"),
     ("[1]", "line 1: not a reading: an object with \"time_s\""),
     (f'{{"{SM}": 1}}', "line 1: not a reading"),
-    ('{"time_s": 1, "DCGM_FI_DEV_GPU_TEMP": 50}', "line 1: DCGM_FI_DEV_GPU_TEMP: no metric that Hase knows"),
+    ('{"time_s": 1, "DCGM_FI_DEV_GPU_TEMP": 50}', "line 1: DCGM_FI_DEV_GPU_TEMP: unknown metric"),
     (f'{{"time_s": 1, "{SM}": "0.5"}}', f"line 1: {SM}: '0.5' is not a number"),
     (f'{{"time_s": 1, "{SM}": 0.5}}\n{{"time_s": 1, "{SM}": 0.5}}', "line 2: time_s 1 is not later"),
 ])

@@ -22,7 +22,7 @@ from measuring.metrics import power_sensors
 from measuring.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
 from records.blocks import Block
 from records.dataset_files import DatasetHeader, header_path, model_table_path, read_header, read_table
-from records.dataset_tables import energy_doubts
+from records.dataset_tables import energy_warnings
 from records.dataset_writer import DatasetWriter, joined_header
 from records.measurement import ENERGY, Measurement
 from runtimes.ort import energy
@@ -91,7 +91,7 @@ def test_the_energy_of_a_run_is_a_part_of_its_window(model: Path, sensor: None) 
     assert quantities["energy_j"] == pytest.approx(90.0 * quantities["window_s"] / quantities["runs"], rel=0.01)
     assert quantities["counter_j"] == pytest.approx(quantities["energy_j"], rel=0.05)
     assert one.samples_ms == pytest.approx((1e3 * quantities["window_s"] / quantities["runs"],), rel=1e-3)
-    assert "too short for the sensor" in one.error  # a doubt; 0.4 s is no 3 s
+    assert "too short for the sensor" in one.error  # 0.4 s is no 3 s
 
 
 def test_without_a_sensor_the_latency_is_still_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +157,12 @@ def test_kernels_are_measured_in_batches_of_one_operator_and_never_singly(model:
     assert "members" not in found.model_copy(update={"members": ()}).model_dump_json()  # journals stay small
 
 
-def test_runs_that_other_work_slowed_down_are_doubtful() -> None:
+def test_runs_that_other_work_slowed_down_are_warned_of() -> None:
     latency, energy_ = (Measurement(subject="model", id="m", label=label, context="m", place="alone", samples_ms=samples)
                         for label, samples in (("latency", (0.9, 1.0, 5.0)), (ENERGY, (1.2,))))
-    assert energy_doubts(energy_, latency) == ""
+    assert energy_warnings(energy_, latency) == ""
     slow = energy_.model_copy(update={"samples_ms": (2.5,), "error": "no sample for 2.00 s"})
-    assert energy_doubts(slow, latency) == "no sample for 2.00 s; its runs took 2.5 times as long as for its latency"
+    assert energy_warnings(slow, latency) == "no sample for 2.00 s; its runs took 2.5 times as long as for its latency"
 
 
 def test_a_model_without_its_energy_is_measured_again(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from benchmark.metrics_exporter import ProbeSampler
 from inference.core.answers import Prediction
 from inference.core.predictor import predict
 from inference.core.targets import fitted_for
-from inference.evaluation.evaluate import LoadsHere
-from inference.live.load import InferenceConfig, Load, current_load, fields_asked
+from inference.evaluation.evaluate import EvaluationLoads
+from inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked
 from inference.live.prometheus import PrometheusConfig, PrometheusError
 from inference.sharing.co_runner import probe_of
 from inference.sharing.co_runner import probed as probed_work
@@ -121,7 +121,7 @@ def with_value(value: float, name: str, *labels: str) -> Callable[[list[Sample]]
     (with_value(math.nan, LATENCY, ALL, "0.5"), r"latencies_ms\.10: Input should be a finite number"),
     (with_value(math.inf, LATENCY, WAITED, "1"), r"waited_ms\.20: Input should be a finite number"),
     (with_value(math.nan, PHASE, BUSY), "busy_ms: Input should be a finite number"),
-    (with_value(math.nan, TAKEN, "time_slices"), "hase_probe_timestamp_seconds is no time"),
+    (with_value(math.nan, TAKEN, "time_slices"), "hase_probe_timestamp_seconds is not a time"),
     (with_value(-1.0, LATENCY, ALL, "0"), "positive and ascend"), (with_value(9.0, LATENCY, ALL, "0.9"), "positive and ascend"),
     (with_value(-1.0, PHASE, BUSY), "phases can't be negative"),
     (lambda samples: samples[1:], 'are missing, hase_probe_latency_seconds{runs="all",quantile="0"} first'),
@@ -147,7 +147,7 @@ def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("probed")
 
     def exporter(name: str, probed: Probed | None) -> Exporter:
-        probes = ProbeSampler("cuda", every_s=600.0, latest=probed) if probed else None
+        probes = ProbeSampler("cuda", every_s=MAX_AGE_S, latest=probed) if probed else None
         return Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * READINGS), device_labels(f"GPU-{name}"),
                         probes=probes)
 
@@ -186,11 +186,11 @@ def model(torch_models: dict[str, Path]) -> Path:
     return torch_models["resnet18"]
 
 
-def load_of(given: InferenceConfig, workspace: Workspace) -> Load:
+def load_of(given: InferenceConfig, workspace: Workspace) -> LoadReading:
     return current_load(given, fields=fields_asked(fitted_for(workspace, TARGET)), probe=True)
 
 
-def predicted(load: Load, model: Path, workspace: Workspace) -> Prediction:
+def predicted(load: LoadReading, model: Path, workspace: Workspace) -> Prediction:
     other = probe_of(fitted_for(workspace, TARGET), load)
     return predict(model, target=TARGET, workspace=workspace, load=load.metrics, notices=load.notices, co_runner=other)
 
@@ -233,8 +233,8 @@ def test_a_reading_that_is_old_or_not_there_or_not_wanted(port: int, model: Path
 
 
 @pytest.mark.parametrize(("name", "more", "said"), [
-    ("nan", {}, r"probe's reading of GPU-nan \(index 0, host node7\) is none: latencies_ms\.10: Input should be a finite"),
-    ("part", {}, r"is none: 5 of its samples are missing, .*; mend its exporter .*probe_max_age_s: null"),
+    ("nan", {}, r"reading of GPU-nan \(index 0, host node7\) can't be used: latencies_ms\.10: Input should be a finite"),
+    ("part", {}, r"can't be used: 5 of its samples are missing, .*; mend its exporter .*probe_max_age_s: null"),
     ("level_0.5", {"job": None}, "several exporters report GPU-level_0.5"),
     ("level_0.5", {"job": None, "gpu": None}, "several devices match: GPU-level_0 "),
 ])
@@ -265,7 +265,7 @@ def test_one_more_request(port: int, workspace: Workspace, monkeypatch: pytest.M
 
 def test_the_evaluator_is_reported_too(port: int, workspace: Workspace) -> None:
     fitted = fitted_for(workspace, TARGET)
-    load, other = LoadsHere(config(port, "level_0.5")).now(fitted, 0.0, None)
+    load, other = EvaluationLoads(config(port, "level_0.5")).now(fitted, 0.0, None)
     assert load.probe
     assert other
     assert (other.busy_ms, other.quiet_ms) == pytest.approx((load.probe.busy_ms, load.probe.quiet_ms))

@@ -24,7 +24,7 @@ from graph_model.simulation.sharing import CoRunner
 from inference import predict
 from inference.core.run_modes import RunMode
 from inference.evaluation.comparison import compare, percent, summarise, summary_table, table, warned_of
-from inference.evaluation.evaluate import LoadsHere, MeasuringPlan, evaluate, measure_here
+from inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, evaluate, measure_here
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset
 from inference.live.load import InferenceConfig
 from inference.live.prometheus import PrometheusConfig
@@ -275,7 +275,7 @@ def test_the_evaluator_puts_the_device_under_load_itself(workspace: Workspace) -
     """Idle, then beside a real stressor: metrics of it alone tell the predictions, what was measured is a mean."""
     config = CollectorConfig(device="cpu", levels=(0.0, 0.5), window_s=0.3, stress=StressConfig(settle_s=0.2))
     found = evaluate(workspace, [Path("anet_c8.onnx"), Path("anet_c16.onnx")], target=TARGET,
-                               loads=LoadsHere(under_load=config), plan=MeasuringPlan(rounds=1, budget_s=0.05))
+                               loads=EvaluationLoads(under_load=config), plan=MeasuringPlan(rounds=1, budget_s=0.05))
     assert [(one.model, one.level, one.background) for one in found.comparisons] == [
         ("anet_c8", 0.0, ""), ("anet_c16", 0.0, ""), ("anet_c8", 0.5, "compute"), ("anet_c16", 0.5, "compute")]
     idle, _, loaded, other = found.comparisons
@@ -335,9 +335,9 @@ def test_loads_of_the_evaluator_that_do_not_fit(workspace: Workspace, tmp_path: 
     assert "how a GPU is shared in time slices" in done.stderr
 
 
-def loads_of(text: str, folder: Path, **more: object) -> LoadsHere:
+def loads_of(text: str, folder: Path, **more: object) -> EvaluationLoads:
     (folder / "loads.yaml").write_text(text)
-    return LoadsHere(under_load=read_config(folder / "loads.yaml", CollectorConfig), **more)  # type: ignore[arg-type]
+    return EvaluationLoads(under_load=read_config(folder / "loads.yaml", CollectorConfig), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("text", "reason"), [
@@ -392,7 +392,7 @@ def test_a_started_load_is_never_taken_for_idle(workspace: Workspace, tmp_path: 
 
 def test_a_prometheus_that_is_not_there_is_reported_before_any_load_is_started(
         workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoadsHere, "running", lambda *_: pytest.fail("a load was started"))
+    monkeypatch.setattr(EvaluationLoads, "running", lambda *_: pytest.fail("a load was started"))
     loads = loads_of(TWO_LEVELS, tmp_path, config=asking(9))
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9: can't be reached"):
         evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)

@@ -16,7 +16,7 @@ from trained_workspace import HELD_OUT, conv_net
 
 from benchmark.collecting.collect import collect_kernels
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.crew import start_crew
+from benchmark.collecting.workers import start_workers
 from inference import measure_missing, predict
 from inference.core import missing_kernels, targets
 from inference.core.targets import Fitted, fitted_for
@@ -32,6 +32,7 @@ from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import read_training_set
 from training.train_kernel_model import kept_sidecar
+from utils import files
 from utils.config import read_config
 from utils.errors import UserError
 from utils.fingerprint import has_cuda, machine
@@ -81,7 +82,7 @@ def test_the_command_measures_what_never_was(workspace: Workspace) -> None:
     asked = ("--model", path, "--target", TARGET, "--measure-missing", "--json")  # a machine with a GPU is another target too
     done = command("inference/predict_model_latency.py", workspace, *asked)
     assert done.returncode == 0, done.stderr
-    told = re.search(rf"measured {len(unknown)} kernels in (\d+\.\d) s; (\d+\.\d) s with all that goes with it", done.stderr)
+    told = re.search(rf"measured {len(unknown)} kernels in (\d+\.\d) s; (\d+\.\d) s in all", done.stderr)
     assert told
     assert 0 < float(told[1]) <= float(told[2])
     (found,) = json.loads(done.stdout)
@@ -166,9 +167,9 @@ def test_what_was_measured_but_not_noted_down_is_looked_up(workspace: Workspace)
     record = analyze(conv_net(workspace.root / "newnet.onnx", channels=20, size=12), "cpu")
     missing = missing_kernels.missing_kernels(fitted_for(workspace, TARGET), [record])
     missing_kernels.build(missing, record.flavour, workspace)
-    with start_crew(CONFIG, "cpu", ("run",)) as crew:
+    with start_workers(CONFIG, "cpu", ("run",)) as workers:
         collect_kernels(workspace, CONFIG.model_copy(update={"device": "cpu", "labels": ("run",)}), [
-            DatasetKernel.held_by(kernel, [record]) for kernel in missing.values()], crew)
+            DatasetKernel.held_by(kernel, [record]) for kernel in missing.values()], workers)
     assert predict(record, target=TARGET, workspace=workspace).kernel_count["predicted"] == len(missing)
     filled = measure_missing(record, target=TARGET, workspace=workspace, config=CONFIG)
     assert (filled.measured, filled.left) == (0, ())
@@ -206,7 +207,7 @@ def test_shipped_predictors_are_copied_and_a_dataset_begins(workspace: Workspace
 def test_a_dataset_without_the_label_is_reported(workspace: Workspace) -> None:
     folder = workspace.dataset(TARGET)
     header = read_header(folder)
-    header_path(folder).write_text(header.model_copy(update={"labels": ("node_span",)}).model_dump_json())
+    files.write_json(header_path(folder), header.model_copy(update={"labels": ("node_span",)}))
     conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
     with pytest.raises(UserError, match=r"without label run \(it has node_span\)"):
         measure_missing("newnet.onnx", target=TARGET, workspace=workspace, config=CONFIG)
@@ -217,12 +218,12 @@ def test_another_machine_s_target_is_refused(workspace: Workspace, monkeypatch: 
         done = command("inference/predict_model_latency.py", workspace, "--model", "anet_c16.onnx", "--measure-missing",
                        "--target", "nvidia-h200")
         assert (done.returncode, done.stdout) == (1, "")
-        told = rf"error: kernels of target nvidia-h200-\S+ can be measured on such a machine alone.* {TARGET}"
+        told = rf"error: kernels of target nvidia-h200-\S+ can only be measured on such a machine.* {TARGET}"
         assert re.match(told, done.stderr)
     other = local_target("cpu").model_copy(update={"threads": 96})
     for module in (missing_kernels, targets):
         monkeypatch.setattr(module, "local_targets", lambda: (other,))
-    with pytest.raises(UserError, match=f"kernels of target {TARGET} can be measured on such a machine alone"):
+    with pytest.raises(UserError, match=f"kernels of target {TARGET} can only be measured on such a machine"):
         measure_missing("anet_c16.onnx", target=TARGET, workspace=workspace, config=CONFIG)
 
 

@@ -19,7 +19,7 @@ from inference import Predictor, predict
 from inference.core import targets
 from inference.core.run_modes import RunMode
 from inference.core.targets import choose_target, fitted_for
-from inference.live.load import InferenceConfig, Load, current_load
+from inference.live.load import InferenceConfig, LoadReading, current_load
 from inference.prediction_speed import copies
 from measuring.gpu_trace import GpuRun, GpuWork, Launch, measured_trace
 from records.kernel_record import ModelRecord
@@ -97,7 +97,7 @@ def test_numpy_in_and_out_adds_the_copies(workspace: Workspace, record: ModelRec
 
 
 @pytest.mark.parametrize(("run_mode", "message"), [
-    (RunMode(cuda_graph=True), "no models were run so"), (RunMode(io="host", cuda_graph=True), "fixed places")])
+    (RunMode(cuda_graph=True), "no model was measured with cuda_graph"), (RunMode(io="host", cuda_graph=True), "fixed places")])
 def test_a_way_that_was_not_measured_is_refused(workspace: Workspace, record: ModelRecord, run_mode: RunMode,
                                                 message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -374,10 +374,10 @@ def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path, monkeypatch:
 
 def test_the_load_comes_from_a_file_or_is_idle(tmp_path: Path) -> None:
     config = read_config(ROOT / "inference" / "config.yaml", InferenceConfig)
-    assert current_load(config) == Load()
+    assert current_load(config) == LoadReading()
     metrics = tmp_path / "metrics.json"
     metrics.write_text(json.dumps({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6, "unheard_of": 60}))
-    assert current_load(config, metrics) == Load({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL": 60.0, "unheard_of": 60.0})
+    assert current_load(config, metrics) == LoadReading({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL": 60.0, "unheard_of": 60.0})
     for bad in ("[]", "{}", '{"a": "x"}', '{"a": NaN}', '{"a": true}', "no json", json.dumps({METRIC: 60}),
                 '{"DCGM_FI_DEV_GPU_UTIL": 60, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6}',  # the same twice
                 '{"DCGM_FI_DEV_SM_CLOCK_HERTZ": 2147483632}'):  # a blank

@@ -199,7 +199,7 @@ def test_errors_are_those_of_the_functions(folder: Path, workspace: Workspace) -
 
 
 def test_a_raised_prediction_keeps_its_run(folder: Path) -> None:
-    """What `never_falling` makes of predictions at several sizes goes with the run, and the objective is checked with it."""
+    """What `make_monotonic` makes of predictions at several sizes goes with the run, and the objective is checked with it."""
     predictor = Predictor(target=TARGET)
     run = predictor.run(record(folder))
     raised = run._replace(prediction=run.prediction.model_copy(update={"latency_ms": 9.0}))

@@ -232,7 +232,7 @@ def test_the_exporters_own_command(names: str, tmp_path: Path) -> None:
     ("GPU-nan", rf"UUID GPU-nan: metric {UTIL}: the device reports nan per cent, possible is 0 to 100; mend its exporter, or"),
     ("GPU-infinite", "the device reports inf"), ("GPU-blank", r"reports 4294967295, which stands for no value \(blank\); mend"),
     ("GPU-old", r"UTIL of GPU-old \(index 0, host node7\) is stale: its newest sample is 4\d\.\d s old, max_age_s is 5"),
-    ("GPU-none", r"no metrics of UUID GPU-none; there are .* GPU-blank \(index 0, host node7\), job blank; .*GPU-busy.* more"),
+    ("GPU-none", r"no metrics of UUID GPU-none, but of .*GPU-blank \(index 0, host node7\), job blank; .*GPU-busy.* more"),
     ("GPU-never", "can't be scraped at present: job never"),
     ("GPU-shared", r"several exporters report GPU-shared .*: job again, instance .*; job shared, instance .*prometheus\.job"),
     (None, r"several devices match: GPU-blank \(index 0, host node7\); .*set prometheus\.gpu"),
@@ -296,10 +296,10 @@ def test_servers_that_are_no_prometheus(port: int) -> None:
                          ((404, "not found"), "HTTP 404: no JSON"), ((302, ""), "HTTP 302: it sends elsewhere"),
                          ((503, "Service Unavailable"), "HTTP 503: it is not ready"),
                          ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {}, "values": [[1, "x"]]}]}}'),
-                          "a series came back that is none"),
+                          "the answer holds a series that no Prometheus sends"),
                          ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {"__name__": "a"}, "values": []}]}}'),
-                          "a series came back that is none"),
-                         ((200, '{"data": {"resultType": "matrix", "result": ["a"]}}'), "a series came back that is none"),
+                          "the answer holds a series that no Prometheus sends"),
+                         ((200, '{"data": {"resultType": "matrix", "result": ["a"]}}'), "a series that no Prometheus sends"),
                          ((422, '{"status": "error", "errorType": "execution", "error": "too many samples"}'),
                           "too many samples")):
         recorder.answer = answer
@@ -461,7 +461,7 @@ def test_predictor_and_evaluator_ask(port: int, command: tuple[str, ...], tmp_pa
     assert answer(shell("node7"))["load"] == {METRIC: pytest.approx(0.375)}
     failed = shell("node1")
     assert failed.returncode == 1
-    assert failed.stderr.startswith("error: prometheus: no metrics of Hostname node1; there are those of node7 (host node7), ")
+    assert failed.stderr.startswith("error: prometheus: no metrics of Hostname node1, but of node7 (host node7), ")
     idle = shell("node1", "idle")
     found = answer(idle)
     assert found["load"] == "idle"

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from trained_workspace import METRIC, conv_net
 
 from inference import predict
-from inference.core.answers import Prediction, never_falling
+from inference.core.answers import Prediction, make_monotonic
 from inference.core.uncertainty import CERTAIN, FAR, Span, is_rough, joined, shortness
 from runtimes.targets import local_target
 from training.composition.fitted import read_composition
@@ -212,7 +212,7 @@ def test_a_larger_batch_takes_no_less(workspace: Workspace) -> None:
                       for batch in (1, 2, 4))
     sunk = two.model_copy(update={"latency_ms": 0.5 * one.latency_ms,
                                   "interval_ms": (0.4 * one.latency_ms, 0.6 * one.latency_ms)})
-    found: list[Prediction] = never_falling([four, sunk, one])
+    found: list[Prediction] = make_monotonic([four, sunk, one])
     assert (found[0], found[2]) == (four, one)
     assert found[1].latency_ms == one.latency_ms
     assert found[1].interval_ms == (sunk.interval_ms[0], one.interval_ms[1])
@@ -220,7 +220,7 @@ def test_a_larger_batch_takes_no_less(workspace: Workspace) -> None:
     assert "less than dynnet@batch=1,dynamic" in found[1].warnings[-1]
     measured = {"measured": 1.0, "predicted": 0.0, "estimated": 0.0}
     kept = [one.model_copy(update={"time_share": measured}), sunk.model_copy(update={"time_share": measured})]
-    assert never_falling(kept) == kept
+    assert make_monotonic(kept) == kept
 
 
 @pytest.mark.slow

@@ -136,7 +136,6 @@ def test_the_figures_of_the_pages(shipped_energy: Workspace, tmp_path: Path) -> 
     said = re.search(r"It says (\S+) J at batch 1 and (\S+) J at batch 16, .*? were (\S+) J and (\S+) J\.",
                      (ROOT / "docs" / "energy.md").read_text(encoding="utf-8"))
     assert said is not None
-    assert f"`--energy` says {said[2]} J; {said[4]} J were" in (ROOT / "README.md").read_text(encoding="utf-8")
     table = pd.read_csv(model_table_path(shipped_energy.dataset(TARGET))).set_index("Model")["energy_j"]
     for batch, predicted, measured in ((1, said[1], said[3]), (16, said[2], said[4])):
         name = f"mnasnet1_0@batch={batch}"

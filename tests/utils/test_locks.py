@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.crew import start_crew
+from benchmark.collecting.workers import start_workers
 from inference.core.run_modes import AS_USUAL
-from inference.evaluation.evaluate import LoadsHere, MeasuringPlan, measure_all
+from inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, measure_all
 from inference.evaluation.evaluated_models import Failures
 from runtimes.targets import local_target
 from tests.conftest import build_workspace, small_model
@@ -107,8 +107,8 @@ def test_whoever_measures_asks_for_the_device(tmp_path: Path) -> None:
     fitted: Any = SimpleNamespace(target=local_target("cpu"))
     with holder(tmp_path / "other") as (process, _):
         with pytest.raises(UserError, match=f"device cpu: it is in use by process {process.pid} "):
-            measure_all([], fitted, AS_USUAL, LoadsHere(), MeasuringPlan(), Workspace(tmp_path), False, Failures())
-        with pytest.raises(UserError, match="in use"), start_crew(CollectorConfig(), "cpu", ()):
+            measure_all([], fitted, AS_USUAL, EvaluationLoads(), MeasuringPlan(), Workspace(tmp_path), False, Failures())
+        with pytest.raises(UserError, match="in use"), start_workers(CollectorConfig(), "cpu", ()):
             pass
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from measuring.bench import Bench, Canary, Steadiness
-from measuring.loads import Conditions, best_canary_ms, idle, measure_block, measure_loads
+from measuring.loads import RunningLoad, best_canary_ms, idle, measure_block, measure_loads
 from measuring.metrics.sources import open_source
 from measuring.pending import Planned, in_blocks, pending, plan_blocks
 from measuring.stress import Stress
@@ -79,7 +79,7 @@ def test_under_load_the_canary_is_a_mean_and_has_no_best() -> None:
         return [1.0, 1.0, 4.0]
 
     bench = Bench("cpu", "here", canary_ms, steadiness=Steadiness(attempts_under_load=1))
-    under = Conditions(Canary(canary_ms, loaded=True), Stress(0.0, None), 0.5, "compute")
+    under = RunningLoad(Canary(canary_ms, loaded=True), Stress(0.0, None), 0.5, "compute")
     block = measure_block(bench, "k", list, under)
     assert (block.canary_before_ms, block.canary_best_ms, block.load) == (2.0, 0.0, (0.5, "compute"))
     assert asked == [True, True]

@@ -51,19 +51,19 @@ def test_a_window_and_its_counter() -> None:
     found = six_seconds(counted_w=300.0)
     assert (found.energy_j, found.counter_j, found.mean_w) == pytest.approx((1200.0, 1200.0, 300.0))
     assert found.agreement == pytest.approx(1.0)
-    assert (found.seconds, found.samples, found.doubts) == (4.0, 41, ())
+    assert (found.seconds, found.samples, found.warnings) == (4.0, 41, ())
 
 
-def test_a_counter_that_disagrees_is_a_doubt() -> None:
+def test_a_counter_that_disagrees_is_warned_of() -> None:
     found = six_seconds(counted_w=200.0)
     assert found.agreement == pytest.approx(1.5)
-    assert found.doubts == ("the integral of power is 1.50 times what the device's energy counter says",)
+    assert found.warnings == ("the integral of power is 1.50 times what the device's energy counter says",)
 
 
-def test_short_windows_and_gaps_are_doubts() -> None:
+def test_short_windows_and_gaps_are_warned_of() -> None:
     found = energy_between([PowerSample(at_s, 300.0, None) for at_s in (0.0, 0.1, 0.2, 0.9, 1.0)], "a GPU", 0.1, 1.0)
     assert (found.counter_j, found.agreement) == (None, None)
-    assert found.doubts == ("a window of 0.90 s is too short for the sensor, it needs 3 s", "no sample for 0.70 s")
+    assert found.warnings == ("a window of 0.90 s is too short for the sensor, it needs 3 s", "no sample for 0.70 s")
 
 
 def test_too_few_samples() -> None:
@@ -226,7 +226,7 @@ def test_a_cpus_energy_is_the_counters_difference() -> None:
     samples = [PowerSample(0.1 * i, None, 4.0 * i) for i in range(61)]
     found = energy_between(samples, "RAPL's counters", 1.05, 5.05)
     assert (found.energy_j, found.mean_w) == pytest.approx((160.0, 40.0))
-    assert (found.counter_j, found.agreement, found.doubts) == (None, None, ())  # nothing to check it against
+    assert (found.counter_j, found.agreement, found.warnings) == (None, None, ())  # nothing to check it against
 
 
 def test_why_a_cpus_energy_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

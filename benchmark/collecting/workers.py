@@ -1,8 +1,8 @@
-"""The processes that measure: one worker, and those that trace the GPU. They start before there is anything to measure.
+"""The processes that measure: one worker, and those that trace the GPU.
 
-They are separate from the process that times whole runs: once CUPTI has traced a process, it launches kernels more slowly.
-
-A GPU's worker takes seconds to load CUDA, torch and CUPTI. Meanwhile its caller can look for work.
+The tracers are separate from the worker, which times whole runs: once CUPTI has traced a process, it launches kernels more
+slowly. All start before there is anything to measure: a GPU's process takes seconds to load CUDA, torch and CUPTI, and
+meanwhile the caller can look for work.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Tracers:
         return list(self._threads.map(with_worker, tasks))
 
 
-class Crew(NamedTuple):
-    """The worker takes every label but `gpu`, which is for the tracers."""
+class Workers(NamedTuple):
+    """The processes that measure: the worker takes every label but `gpu`, which is for the tracers."""
 
     worker: Worker
     tracers: Tracers
@@ -86,7 +86,8 @@ class Crew(NamedTuple):
 
 
 @contextmanager
-def start_crew(config: CollectorConfig, device: str, labels: Sequence[str], setting: Setting | None = None) -> Iterator[Crew]:
+def start_workers(config: CollectorConfig, device: str, labels: Sequence[str],
+                  setting: Setting | None = None) -> Iterator[Workers]:
     """Starts the processes for some labels on `cpu` or `cuda`; they end with the block. `setting` is that of the worker, for a
     runtime that has such.
 
@@ -99,4 +100,4 @@ def start_crew(config: CollectorConfig, device: str, labels: Sequence[str], sett
         worker.prepare(request)
         if GPU_LABEL in labels:
             tracers.prepare(request.model_copy(update={"labels": (GPU_LABEL,)}))
-        yield Crew(worker, tracers)
+        yield Workers(worker, tracers)
