@@ -1,4 +1,4 @@
-"""Keeps runs undisturbed: off the cores of worker threads, in quiet moments of the host, and in turns on the GPU.
+"""Keeps runs undisturbed: off the cores of worker threads, and in quiet moments of the host.
 
 Cores: ONNX Runtime pins each of its worker threads to a core and leaves the caller's thread free. Now and then the system puts
 the caller on a worker's core. The two then share it, and the whole session takes twice as long. So the caller is kept off
@@ -10,17 +10,11 @@ is timed in slots of some hundredths of a second. Before and after each slot a p
 dispatch. A slot counts if the probe was about as fast as in the fastest tenth of its readings: of all readings so far, or of
 those up to an earlier moment if they were faster, so that a long disturbance is not taken for the normal state. (The very
 fastest reading is no measure: on an undisturbed host, too, the probe sometimes takes a sixth less.)
-
-Turns: several processes may trace kernels on one GPU. Most of a carrier's time goes into its session and into cuDNN's choices,
-on the host, which the processes do at the same time; they measure one at a time. The locks are files in a common folder. A
-process that waits for exclusive access holds the turnstile, so that no other begins to prepare before it.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
-import fcntl
 import itertools
 import os
 import time
@@ -226,32 +220,3 @@ def _enough(slots: list[TimeSlot], probe: HostProbe, effort: Effort, late: bool)
     if late or len(samples) < effort.least_runs:
         return len(samples) >= effort.least_runs
     return len(samples) >= effort.most_runs or sum(samples) >= 1000 * effort.budget_s
-
-
-@contextlib.contextmanager
-def _locked(path: Path, how: int) -> Iterator[None]:
-    with path.open("a") as file:
-        fcntl.flock(file, how)
-        yield  # closing the file releases the lock
-
-
-@contextlib.contextmanager
-def preparing(folder: str) -> Iterator[None]:
-    """Work on the GPU that is not measured, while others may prepare too; folder "" is for a process that shares with none."""
-    if not folder:
-        yield
-        return
-    with contextlib.ExitStack() as held:
-        with _locked(Path(folder) / "turnstile", fcntl.LOCK_EX):
-            held.enter_context(_locked(Path(folder) / "room", fcntl.LOCK_SH))
-        yield
-
-
-@contextlib.contextmanager
-def alone(folder: str) -> Iterator[None]:
-    """Exclusive access to the GPU: no other process prepares or measures."""
-    if not folder:
-        yield
-        return
-    with _locked(Path(folder) / "turnstile", fcntl.LOCK_EX), _locked(Path(folder) / "room", fcntl.LOCK_EX):
-        yield

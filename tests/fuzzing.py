@@ -271,7 +271,7 @@ def commands(path: Path, root: Path, target: str) -> list[str]:
 NAMES = """
 from pathlib import Path
 from benchmark.collecting.config import CollectorConfig
-from records.dataset_files import read_journal, kernels_in_file as read_kernels_of
+from records.dataset_files import read_journal, read_kernels as read_kernels_of
 from inference.evaluation.evaluate import evaluate
 from inference import predict
 from inference.live.load import InferenceConfig

@@ -33,7 +33,7 @@ def commands_of(recipe: str, folder: Path) -> list[list[str]]:
     """
     noted, python = folder / "noted", folder / "bin" / "python"
     python.parent.mkdir(exist_ok=True)
-    python.write_text(f"#!/bin/bash\n{{ printf '%s\\x1f' \"$@\"; printf '\\x1e'; }} >> '{noted}'\n")
+    python.write_text(f"#!/bin/bash\nprintf -v words '%s\\x1f' \"$@\"\nprintf '%s\\x1e' \"$words\" >> '{noted}'\n")  # in one go
     python.chmod(0o755)
     noted.write_text("")
     environment = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pynvml
 
-from measuring import quiet_host
+from measuring import gpu_turns
 from measuring.bench import Effort
 from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
 from measuring.quiet_host import off_the_workers_cores, quiet_samples_ms
@@ -187,12 +187,12 @@ def time_carrier(request: Request) -> Reply:
     on_gpu = request.device == "cuda"
     model, feed = build_carrier(kernels, request.device, with_floats=not on_gpu)
     with temporary_folder() as folder, model_errors("carrier"):
-        with quiet_host.preparing(request.turns):
+        with gpu_turns.preparing(request.turns):
             session = open_session(model.SerializeToString(), request.device, optimize="none", name="carrier",
                                    profile_prefix=folder / "carrier", provider_options=request.provider_options)
             run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
             counted = profile_runs(run, request.effort)
-        with quiet_host.alone(request.turns):
+        with gpu_turns.alone(request.turns):
             recording = record([run] * TRACED_RUNS) if GPU_LABEL in request.labels else None
         traced = read(recording) if recording else []
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])

@@ -248,7 +248,7 @@ def test_labels_are_a_choice(tmp_path: Path) -> None:
     assert (table["node_span_ms"] > 0).all()
     assert not {"kernel_time_ms", "gpu_ms", "gpu_launches"} & set(table.columns)
     assert read_header(folder).labels == ("node_span",)
-    with pytest.raises(UserError, match="another labels"):
+    with pytest.raises(UserError, match=r"collected with labels \('node_span',\), not \('run',\)"):
         collect(workspace, CollectorConfig.model_validate(wanted | {"labels": ["run"]}))
 
 
@@ -464,7 +464,7 @@ def test_a_second_run_has_nothing_to_do(collected: Collected) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), [
-    ({"held_out": ["heldnet", "bnet"]}, "another held_out"), ({"metrics": METRICS[:1]}, "another metrics"),
+    ({"held_out": ["heldnet", "bnet"]}, "collected with held_out"), ({"metrics": METRICS[:1]}, "collected with metrics"),
     ({"metrics": ["DCGM_FI_DEV_SM_CLOCK"]}, "can't read it here; it has .*CPU_UTIL_TOTAL"),
     ({"window_s": 0.01}, r"window_s 0\.01: psutil needs at least 0\.2 s")])
 def test_another_config_is_refused(collected: Collected, change: dict[str, object], message: str) -> None:
@@ -763,7 +763,7 @@ def test_a_further_background_is_measured_where_the_others_are_there(under_load:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), [
-    ({"stress": {"backgrounds": [{"name": "products", "kind": "mixed"}, BACKGROUNDS[1]]}}, "background products was another"),
+    ({"stress": {"backgrounds": [{"name": "products", "kind": "mixed"}, BACKGROUNDS[1]]}}, "background products has changed"),
     ({"held_out_backgrounds": []}, "background net was held out when this dataset"),
     ({"held_out_backgrounds": ["net", "products"]}, "background products was not held out"),
     ({"stress": {"backgrounds": [*BACKGROUNDS[:2], {"name": "queued", "queue": "deep"}]}}, "queued: queue deep: only a GPU"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmark.collecting.workers import Tracers
-from measuring import quiet_host
+from measuring import gpu_turns
 from runtimes.protocol import Worker
 
 pytestmark = pytest.mark.measuring
@@ -20,11 +20,11 @@ ROUNDS, WORKERS = 4, 3
 
 def _take_turns(folder: str, out: Any) -> None:
     for _ in range(ROUNDS):
-        with quiet_host.preparing(folder):
+        with gpu_turns.preparing(folder):
             began = time.monotonic()
             time.sleep(0.03)
             out.put(("preparing", began, time.monotonic()))
-        with quiet_host.alone(folder):
+        with gpu_turns.alone(folder):
             began = time.monotonic()
             time.sleep(0.01)
             out.put(("alone", began, time.monotonic()))
@@ -48,7 +48,7 @@ def test_one_is_alone_and_nobody_starves(tmp_path: Path) -> None:
 
 
 def test_one_alone_needs_no_locks() -> None:
-    with quiet_host.preparing(""), quiet_host.alone(""):
+    with gpu_turns.preparing(""), gpu_turns.alone(""):
         pass
     with Tracers(1, 10.0) as tracers:
         assert tracers.turns == ""

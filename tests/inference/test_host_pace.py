@@ -286,7 +286,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     folder, now = tmp_path_factory.mktemp("paces"), time.time()
     exporters = {
         name: Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * READINGS), device_labels(f"GPU-{name}"),
-                       paces=None if probed is None else PaceSampler("cuda", every_s=600.0, latest=probed))
+                       paces=None if probed is None else PaceSampler("cuda", every_s=MAX_AGE_S, latest=probed))
         for name, probed in {
             "slow": HostProbed(1.2 * USUAL_US, now), "old": HostProbed(1.2 * USUAL_US, now - 2 * MAX_AGE_S),
             "none": HostProbed(float("nan"), now), "silent": None}.items()}
