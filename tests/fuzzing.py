@@ -214,7 +214,7 @@ def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
 def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, bytes]:
     """What was done to a file's content, and the bytes, by the file's kind."""
     kind = rng.random()
-    if kind < 0.2 or path.suffix in (".xz", ".gz", ".pkl"):
+    if kind < 0.2 or path.suffix in (".xz", ".gz", ".npz"):
         return "flipped", flipped(data, rng)
     if kind < 0.35:
         return "torn", torn(data, rng)
