@@ -36,7 +36,8 @@ TINY = {  # instead of what a config says; all else stays as it says
     "training/config.yaml": {"folds": 2, "xgboost": {"trees": 40}, "forest": {"trees": 3}},
 }
 SMALLER = (("224x224", "32x32"), ("--image-size 224", "--image-size 32"), ("--count 1000", "--count 20"),
-           ("--duration 10", "--duration 2"), ("--budget-s 5", "--budget-s 0.5"), ("--minutes 15", "--minutes 1"))
+           ("--duration 10", "--duration 2"), ("--budget-s 5", "--budget-s 0.5"), ("--minutes 15", "--minutes 1"),
+           ("evaluator.py ", "evaluator.py --rounds 1 --budget-s 0.2 --patience-s 0 "))
 NEEDS_GPU = ("python benchmark/run_anatomy.py", "python benchmark/host_pace.py")
 NEEDS = "  # needs "  # begins what an example's file or device has to be, where the steps before do not make it
 PLAN = {  # the scripts of the user's plan
