@@ -309,6 +309,19 @@ def test_one_kernel_in_a_thousand_nodes_is_one_entry() -> None:
     assert all(entry.models == ("one", "two") for entries in index.kernels.values() for entry in entries.values())
 
 
+def test_an_index_of_records_and_of_another_index() -> None:
+    """Each model is named once, those of the index first; what a record says of its model wins."""
+    record = analyze(small_model(), "cpu", name="one")
+    two = record.model_copy(update={"model": "two", "group": "older", "collection": "first"})
+    earlier = build_index(record.flavour, [two, record])
+    three = record.model_copy(update={"model": "three", "collection": "third"})
+    index = build_index(record.flavour, [two.model_copy(update={"group": "newer", "collection": ""}), three], [earlier])
+    assert [entry.models for entry in index.entries()] == [("two", "one", "three")] * len(record.kernels)
+    assert index.all_kernels() == earlier.all_kernels() == sorted(record.kernels.values(), key=lambda k: (k.type, k.id))
+    assert index.groups == {"two": "newer", "one": record.group, "three": record.group}
+    assert index.collections == {"two": "first", "three": "third"}
+
+
 @pytest.mark.slow
 def test_several_models_and_sizes_side_by_side(workspace: Workspace) -> None:
     """One record a combination of sizes, whatever process made it; a model that fails costs only its own."""
