@@ -14,8 +14,7 @@ from measuring.metrics.sources import SourceName, open_source
 from records.backgrounds import COMPUTE, Background
 from records.environment import Environment, environment_of
 from records.measurement import ENERGY, Label, Variant
-from runtimes import MODULES, runtime_named
-from runtimes.targets import local_target
+from runtimes import MODULES, local_target, runtime_named
 from utils.config import Config
 from utils.errors import UserError
 from utils.fingerprint import DEFAULT_RUNTIME, Target

@@ -51,10 +51,10 @@ from records.kernel_record import Kernel, KernelInput, Tensor
 from records.kernel_record_files import index_path, read_index, read_model_records, record_path
 from records.kernel_types import describe_kernel
 from records.measurement import Measurement
+from runtimes import local_target
 from runtimes.ort import worker as worker_process
 from runtimes.ort.building.kernel_models import KERNEL_KEY, build_model, kernel_build
 from runtimes.protocol import Request, Worker
-from runtimes.targets import local_target
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.config import read_config

@@ -21,7 +21,7 @@ from records.blocks import Block
 from records.dataset_files import DatasetHeader, journal_path, read_journal, read_kernels
 from records.kernel_record import Kernel
 from records.measurement import Measurement
-from runtimes.targets import local_target
+from runtimes import local_target
 from utils.fingerprint import machine
 from utils.paths import Workspace
 

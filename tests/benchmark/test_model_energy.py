@@ -25,10 +25,10 @@ from records.dataset_files import DatasetHeader, header_path, model_table_path, 
 from records.dataset_tables import energy_warnings
 from records.dataset_writer import DatasetWriter, joined_header
 from records.measurement import ENERGY, Measurement
+from runtimes import local_target
 from runtimes.ort import energy
 from runtimes.ort.worker import answer
 from runtimes.protocol import Request
-from runtimes.targets import local_target
 from utils.fingerprint import machine
 from utils.paths import Workspace
 

@@ -27,8 +27,8 @@ from records.dataset_files import read_journal
 from records.kernel_record import Kernel
 from records.kernel_record_files import index_path, read_index
 from records.measurement import Measurement, now
+from runtimes import local_target
 from runtimes.ort.building.kernel_models import kernel_build
-from runtimes.targets import local_target
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.errors import UserError

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from records.kernel_record import Kernel, ModelRecord
 from records.kernel_record_files import build_index, index_path, read_index, read_model_record, read_model_records, record_path
+from runtimes import flavour_of
 from runtimes.ort.graph.analysis import analyze
-from runtimes.targets import flavour_of
 from utils import files
 from utils.errors import UserError
 from utils.model_files import COLLECTION_KEY, GROUP_KEY

@@ -20,9 +20,9 @@ from records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path, re
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
 from records.kernel_record_files import record_path
 from records.kernel_types import describe_kernel
+from runtimes import local_target
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.profile import CONDITION_MS
-from runtimes.targets import local_target
 from training.composition.cuda_nodes import (
     HOST_RANGE,
     guessed_ms,

@@ -20,7 +20,7 @@ from records.backgrounds import Background
 from records.blocks import Block
 from records.dataset_files import DatasetHeader, header_path
 from records.probe_reading import ProbedRuns, ProbeReading, summarised
-from runtimes.targets import local_target
+from runtimes import local_target
 from training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of, errors_of, typical
 from training.sharing.learned import (
     DEFAULT_SWITCH_MS,
