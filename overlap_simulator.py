@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.dag.dag import build_dag, calculate_latency, longest_path, record_paths
+from graph_model.simulation.dag import build_dag, calculate_latency, longest_path, record_paths
 from measuring.bench import Effort
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord

@@ -23,7 +23,7 @@ LONG_FUNCTIONS: dict[str, str] = {}  # file:function: why it is longer
 NOT_FOR_A_PREDICTION = "most predictions do not need what it loads"
 IN_FUNCTIONS: dict[tuple[str, str], str] = {  # (file, module imported in a function): why it is not at the top
     ("inference/core/host_pace.py", "runtimes.ort.probes"): NOT_FOR_A_PREDICTION,
-    ("inference/core/model_run.py", "graph_model.dag.dag"): NOT_FOR_A_PREDICTION,
+    ("inference/core/model_run.py", "graph_model.simulation.dag"): NOT_FOR_A_PREDICTION,
     ("inference/core/predictor.py", "inference.core.missing_kernels"): NOT_FOR_A_PREDICTION,
     ("inference/core/predictor.py", "inference.live.watch"): NOT_FOR_A_PREDICTION,
     ("inference/live/load.py", "inference.live.prometheus_readings"): NOT_FOR_A_PREDICTION,

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from graph_model.simulation.pipeline import PipelineCosts
+from graph_model.simulation.pipeline import PipelineCosts, Tracks
 from graph_model.simulation.sharing import CoRunner, shared_runs_ms
-from graph_model.simulation.tracks import Tracks
 from inference.core.targets import Fitted, is_here, local_targets
 from measuring.metrics.source import checked
 from training.sharing.learned import (

@@ -20,12 +20,10 @@ import pytest
 import yaml
 from conftest import build_workspace, endless, small_model
 
-from benchmark.collecting.collect import collect
+from benchmark.collecting.collect import collect, plan
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.planning import plan
-from benchmark.collecting.units import KernelUnits, open_bench
+from benchmark.collecting.units import KernelUnits, open_bench, start_workers
 from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work
-from benchmark.collecting.workers import start_workers
 from kernel_model.sampling.seeds import SEED_FILE
 from measuring.bench import Effort
 from measuring.loads import idle, measure_block

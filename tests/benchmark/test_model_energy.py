@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 from conftest import build_workspace, small_model
 
+from benchmark.collecting.collect import plan
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.planning import plan
 from benchmark.collecting.work import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work
 from measuring import power
 from measuring.bench import Effort

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from conftest import build_workspace, small_model
 
-from benchmark.collecting.collect import collect
+from benchmark.collecting.collect import collect, plan_by_usefulness
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.planning import plan_by_usefulness
 from benchmark.collecting.work import Item, find_work
 from kernel_model.sampling.draws import draw_kernel
 from kernel_model.sampling.kernel_errors import KernelError

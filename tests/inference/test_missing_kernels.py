@@ -16,7 +16,7 @@ from trained_workspace import HELD_OUT, conv_net
 
 from benchmark.collecting.collect import collect_kernels
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.workers import start_workers
+from benchmark.collecting.units import start_workers
 from inference import measure_missing, predict
 from inference.core import missing_kernels, targets
 from inference.core.targets import Fitted, fitted_for

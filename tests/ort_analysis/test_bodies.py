@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from graph_model.dag.dag import build_dag, longest_path
+from graph_model.simulation.dag import build_dag, longest_path
 from inference import Predictor, predict
 from inference.core.model_run import trace_of
 from measuring.bench import Effort

@@ -31,13 +31,12 @@ from records.dataset_files import (
 )
 from records.dataset_writer import write_tables
 from records.kernel_record_files import read_model_record
-from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.composition.formulas import fit_line
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import TrainingSet
 from training.sharing.learned import read_sharing
-from training.sharing.shared_runs import alone_ms, shared_runs
+from training.sharing.shared_runs import alone_ms, measured_under_load, shared_runs, summed_ms
 from utils import files
 from utils.cli import EXIT_SLO_MISSED
 from utils.fingerprint import has_cuda
@@ -233,7 +232,7 @@ def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, un
         given.append(seen)
         return SimpleNamespace(predict_ms=lambda types, *_: np.ones(len(types)))
 
-    monkeypatch.setattr("training.baselines.kernels_under_load.fit_kernel_model", learn)
+    monkeypatch.setattr("training.sharing.shared_runs.fit_kernel_model", learn)
     found = summed_ms(rows, runs, records, families, TrainingConfig(threads=1))
     assert np.isfinite(found).all()
     left_out = {(background, name) for seen in given for background in set(rows.backgrounds) - set(seen.backgrounds)

@@ -10,8 +10,7 @@ import pytest
 from command import run_script
 from onnx import TensorProto, helper
 
-from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms, timeline
-from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
+from graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, dispatched_ms, pipeline_ms, timeline
 from inference import Predictor, predict
 from inference.core.answers import Prediction
 from inference.core.model_run import trace_of

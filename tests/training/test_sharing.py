@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
+from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks, pipeline_ms
 from graph_model.simulation.sharing import CoRunner, gpu_work_ms, shared_runs_ms
-from graph_model.simulation.tracks import NodeKind, Tracks
 from records.backgrounds import Background
 from records.blocks import Block
 from records.dataset_files import DatasetHeader, header_path

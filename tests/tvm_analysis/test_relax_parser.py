@@ -15,7 +15,7 @@ from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 
-from graph_model.dag.dag import build_dag, longest_path
+from graph_model.simulation.dag import build_dag, longest_path
 from records.kernel_record_files import read_index, read_model_record, read_model_records, record_path
 from records.operators import VIEWS
 from runtimes.tvm.functions import function_path, hash_of, read_function

@@ -17,7 +17,7 @@ from recipe_commands import configs_of
 
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
-from graph_model.dag.dag import build_dag, calculate_latency
+from graph_model.simulation.dag import build_dag, calculate_latency
 from inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
 from measuring.bench import Effort
 from model_zoo.exporting.zoo_config import ZooConfig
