@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from measuring.bench import Effort
 from measuring.metrics.power_sensors import NoPowerSensor, open_power_sensor
 from measuring.metrics.source import MetricSource
 from measuring.metrics.sources import SourceName, open_source
+from measuring.run_times import Effort
 from records.backgrounds import COMPUTE, Background
 from records.environment import Environment, environment_of
 from records.measurement import ENERGY, Label, Variant

@@ -18,9 +18,10 @@ from typing import NamedTuple, TypeVar
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers, energy_batches
-from measuring.bench import Bench, Effort, Steadiness
+from measuring.bench import Bench, Steadiness
 from measuring.metrics.source import MetricSource
 from measuring.pending import chunks
+from measuring.run_times import Effort
 from measuring.worker_process import WorkerFailed
 from records.measurement import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS, Measurement, Place, Status, now
 from records.probe_reading import ProbeReading

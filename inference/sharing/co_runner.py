@@ -125,7 +125,7 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
     if fitted.sharing is None:
         raise NotShared(fitted.target.name)
     if reading is None:
-        from runtimes.ort.probes import probe
+        from runtimes.ort.sharing_probe import probe
 
         if not is_here(fitted.target):
             raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "

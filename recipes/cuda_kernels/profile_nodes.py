@@ -14,7 +14,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_records
 from runtimes import flavour_of

@@ -25,9 +25,9 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.units import KernelUnits, open_bench, start_workers
 from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work
 from kernel_model.sampling.seeds import SEED_FILE
-from measuring.bench import Effort
 from measuring.loads import idle, measure_block
 from measuring.metrics.sources import open_source
+from measuring.run_times import Effort
 from measuring.worker_process import WorkerFailed
 from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
 from records.blocks import Block
@@ -654,7 +654,7 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     script = f"""
 from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
 from measuring.loads import idle, measure_block
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from runtimes.protocol import Request
 from runtimes.protocol import Worker
 with Worker(60) as worker:

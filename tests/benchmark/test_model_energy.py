@@ -17,9 +17,9 @@ from benchmark.collecting.collect import plan
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.work import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work
 from measuring import power
-from measuring.bench import Effort
 from measuring.metrics import power_sensors
 from measuring.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
+from measuring.run_times import Effort
 from records.blocks import Block
 from records.dataset_files import DatasetHeader, header_path, model_table_path, read_header, read_table
 from records.dataset_tables import energy_warnings

@@ -254,7 +254,7 @@ def _next_to_loop(model: Simulated, looped: Simulated, sharing: Sharing) -> Floa
     return model.next_to(in_a_loop(looped.run, model.run, sharing), sharing.slice_ms)
 
 
-LABEL = "run"
+BASELINE_LABEL = "run"
 
 
 def measured_under_load(workspace: Workspace, target: str) -> TrainingSet | None:
@@ -262,9 +262,9 @@ def measured_under_load(workspace: Workspace, target: str) -> TrainingSet | None
     if not kernel_table_path(workspace.dataset(target)).exists() or read_kernel_table(workspace, target).empty:
         return None
     rows = read_training_set(workspace, target)
-    if LABEL not in rows.times_ms or rows.idle.all():
+    if BASELINE_LABEL not in rows.times_ms or rows.idle.all():
         return None
-    return rows.rows(np.isfinite(rows.times_ms[LABEL]))
+    return rows.rows(np.isfinite(rows.times_ms[BASELINE_LABEL]))
 
 
 def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[str, ModelRecord],
@@ -293,7 +293,7 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
         seen &= np.array([family not in names for names in rows.groups])
         if not (seen & ~rows.idle).any():
             return [np.nan] * len(groups[key])
-        model = fit_kernel_model(rows.rows(seen), LABEL, (), config)
+        model = fit_kernel_model(rows.rows(seen), BASELINE_LABEL, (), config)
         return [_sum_ms(model, rows, records[runs[place].model], runs[place].metrics) for place in groups[key]]
 
     keys = sorted(groups)

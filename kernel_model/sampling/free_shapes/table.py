@@ -10,12 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kernel_model.sampling.free_shapes import (
-    elementwise,
-    movement,
-    products,
-    reductions,
-)
+from kernel_model.sampling.free_shapes import elementwise, movement, products, reductions
 from kernel_model.sampling.free_shapes.sizes import Generator
 from records.kernel_record import Kernel
 
