@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.dag.dag import build_dag, calculate_latency, longest_path, record_paths
-from measuring.bench import Effort
+from graph_model.simulation.dag import build_dag, calculate_latency, longest_path, record_paths
+from measuring.run_times import Effort
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord
 from records.kernel_record_files import read_model_record

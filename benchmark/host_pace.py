@@ -18,8 +18,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from runtimes import local_target
 from runtimes.ort.probes import PACE_SECONDS, check_gpu, measure_pace
-from runtimes.targets import local_target
 from utils import cli, files
 from utils.locks import measuring
 from utils.paths import COMPOSITION, SHIPPED, Workspace

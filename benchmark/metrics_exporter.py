@@ -39,7 +39,8 @@ from measuring.metrics.sources import SOURCES, open_source
 from records import host_pace
 from records.host_pace import HostProbed
 from records.probe_reading import summarised
-from runtimes.ort.probes import SharingProbe, check_gpu, measure_pace
+from runtimes.ort.probes import check_gpu, measure_pace
+from runtimes.ort.sharing_probe import SharingProbe
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device

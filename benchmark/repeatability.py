@@ -19,9 +19,8 @@ import numpy as np
 
 from benchmark.collecting.collect import start_loads
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.units import KernelUnits, open_bench
+from benchmark.collecting.units import KernelUnits, open_bench, start_workers
 from benchmark.collecting.work import Item, find_work
-from benchmark.collecting.workers import start_workers
 from measuring.loads import measure_loads
 from measuring.pending import Planned, chunks
 from records.blocks import Block, Journal

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from measuring.bench import Effort
 from measuring.gpu_trace import PARTS, Anatomy, GpuRun, anatomy_of, measured_trace, typical_run
 from measuring.quiet_host import PATIENCE
+from measuring.run_times import Effort
 from measuring.worker_process import WorkerFailed
 from records.kernel_record import record_name
 from runtimes.ort.graph.source import own_sizes, read_source

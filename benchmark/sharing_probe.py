@@ -20,7 +20,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from records.probe_reading import ProbeReading
-from runtimes.ort.probes import PROBE_SECONDS, probe
+from runtimes.ort.sharing_probe import PROBE_SECONDS, probe
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger

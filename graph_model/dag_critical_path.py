@@ -14,7 +14,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from graph_model.dag.dag import dag_file, dag_of, longest_path, record_paths
+from graph_model.simulation.dag import dag_file, dag_of, longest_path, record_paths
 from records.kernel_record import REMAKE
 from records.kernel_record_files import read_model_record
 from utils import cli, files

@@ -18,7 +18,7 @@ from pydantic import Field
 from utils.config import Config, read_config
 from utils.errors import UserError
 from utils.frozen import Frozen
-from utils.safe_names import as_file_name
+from utils.paths import as_file_name
 
 DEGREE_EXPONENT = 2.5  # of a power-law graph: P(degree = k) ~ k^-2.5; real networks have 2 to 3 (Barabási and Albert, 1999)
 Indices = np.ndarray[Any, np.dtype[np.int64]]

@@ -18,7 +18,7 @@ from utils.errors import UserError
 from utils.fingerprint import gpu_facts, machine, package_version
 from utils.frozen import Frozen
 from utils.lazy import onnxruntime, openvino
-from utils.safe_names import as_file_name
+from utils.paths import as_file_name
 
 OPENVINO, ORT, TORCH = "openvino", "ort", "torch"
 INSTALL = "pip install -r requirements-stages.txt"

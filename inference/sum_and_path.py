@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from graph_model.dag.dag import build_dag, longest_path
+from graph_model.simulation.dag import build_dag, longest_path
 from records.dataset_files import collected_targets, read_header, read_journal, read_model_table
 from records.host_pace import idle_models
 from records.kernel_record import ModelRecord

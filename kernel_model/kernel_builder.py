@@ -16,8 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from records.kernel_record_files import index_paths, kernels_in_file
-from runtimes import runtime_named
-from runtimes.targets import flavour_of
+from runtimes import flavour_of, runtime_named
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import resolve_device

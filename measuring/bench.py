@@ -1,4 +1,4 @@
-"""What blocks of measurements are taken with: the device with its canary and its metrics, and how often a unit runs.
+"""What blocks of measurements are taken with: the device with its canary and its metrics.
 
 The canary is a small, fixed piece of work, the choice of the runtime (runtimes/ort/probes.py). It is timed before and after
 each block of measurements. If the two times differ, the machine was disturbed, and the block is measured again.
@@ -6,7 +6,6 @@ each block of measurements. If the two times differ, the machine was disturbed, 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -67,34 +66,6 @@ class Bench:
                             f"{self.source.minimum_window_s:g} s")
 
 
-class Effort(Frozen):
-    """How long to measure one thing.
-
-    Attributes:
-        warmup: untimed runs at first.
-        warmup_s: how long these last at least, in seconds: threads that slept take a while to spread over the processors.
-        budget_s: seconds of timed runs.
-        least_runs, most_runs: limits of the number of timed runs.
-    """
-
-    warmup: int = 2
-    warmup_s: float = 0.0
-    budget_s: float = 0.05
-    least_runs: int = 5
-    most_runs: int = 50
-
-    def part(self, parts: int) -> Effort:
-        """An effort of which `parts` together are as this one, or a little more."""
-        return self.model_copy(update={"budget_s": self.budget_s / parts, "least_runs": math.ceil(self.least_runs / parts),
-                                       "most_runs": math.ceil(self.most_runs / parts)})
-
-    def runs(self, one_run_s: float) -> int:
-        """The number of runs that fits the budget when one takes `one_run_s` seconds."""
-        return max(self.least_runs, min(self.most_runs, int(self.budget_s / max(one_run_s, 1e-6))))
-
-
-IDLE_EFFORT = Effort(warmup=2, warmup_s=0.02, budget_s=0.03, least_runs=15, most_runs=15)
-LOADED_EFFORT = Effort(warmup=2, warmup_s=0.02, budget_s=0.3, least_runs=15, most_runs=300)
 PAUSE_S = 0.5
 
 
@@ -104,7 +75,7 @@ class Canary:
 
     Attributes:
         run_ms: runs the canary a few times and returns the times in ms. Its argument says whether the device is loaded, which
-            takes more runs (LOADED_EFFORT in place of IDLE_EFFORT).
+            takes more runs.
         loaded: whether other work is kept running on the device.
         best_ms: the shortest time so far; 0 while none is known, and under load, where it varies.
     """

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.measurement import DISTURBANCE_ADMITTED
 
 THREADS = Path("/proc/self/task")

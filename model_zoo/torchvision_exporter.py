@@ -23,7 +23,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from model_zoo.exporting.export_process import ExportProcess, report
 from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig
-from runtimes.targets import flavour_of
+from runtimes import flavour_of
 from utils import cli
 from utils.config import read_config, validate
 from utils.errors import UserError

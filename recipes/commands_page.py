@@ -16,8 +16,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from utils import cli, files
+from utils.cli.printing import markdown_table
 from utils.errors import UserError
-from utils.markdown import markdown_table
 from utils.paths import ROOT
 
 PAGE = ROOT / "docs" / "commands.md"

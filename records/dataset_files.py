@@ -22,8 +22,7 @@ from utils.errors import UserError
 from utils.fingerprint import Machine, Target
 from utils.frozen import Frozen
 from utils.lazy import pandas as pd
-from utils.paths import Workspace, targets_in
-from utils.safe_names import FileName
+from utils.paths import FileName, Workspace, targets_in
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -12,7 +12,7 @@ from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.frozen import Frozen
 from utils.lazy import onnx
-from utils.safe_names import FileName, FileNamePart, as_file_name
+from utils.paths import FileName, FileNamePart, as_file_name
 
 DTYPE_BYTES = {
     "float32": 4, "float16": 2, "float64": 8, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,19 +78,30 @@ def read_model_records(workspace: Workspace, flavour: Flavour) -> list[ModelReco
     return records
 
 
-def build_index(flavour: Flavour, records: Sequence[ModelRecord]) -> KernelIndex:
-    """All kernels of `records` by type, with the models that contain each."""
-    models: dict[str, list[str]] = defaultdict(list)
+def build_index(flavour: Flavour, records: Iterable[ModelRecord], indexes: Iterable[KernelIndex] = ()) -> KernelIndex:
+    """All kernels of records and of other indexes by type, with the models that contain each. What a record says of its model
+    wins."""
+    groups: dict[str, str] = {}
+    collections: dict[str, str] = {}
     kernels: dict[str, Kernel] = {}
+    models: dict[str, dict[str, None]] = defaultdict(dict)  # as an ordered set
+    for index in indexes:
+        groups |= index.groups
+        collections |= index.collections
+        for entry in index.entries():
+            kernels[entry.kernel.id] = entry.kernel
+            models[entry.kernel.id] |= dict.fromkeys(entry.models)
     for record in records:
+        groups[record.model] = record.group
+        if record.collection:
+            collections[record.model] = record.collection
         for kernel in record.kernels.values():
             kernels[kernel.id] = kernel
-            models[kernel.id].append(record.model)
-    index: dict[str, dict[str, IndexEntry]] = {}
-    for kernel in sorted(kernels.values(), key=lambda k: (k.type, k.id)):
-        index.setdefault(kernel.type, {})[kernel.id] = IndexEntry(kernel=kernel, models=tuple(models[kernel.id]))
-    return KernelIndex(flavour=flavour, groups={record.model: record.group for record in records}, kernels=index,
-                       collections={record.model: record.collection for record in records if record.collection})
+            models[kernel.id][record.model] = None
+    by_type: dict[str, dict[str, IndexEntry]] = {}
+    for kernel in sorted(kernels.values(), key=lambda kernel: (kernel.type, kernel.id)):
+        by_type.setdefault(kernel.type, {})[kernel.id] = IndexEntry(kernel=kernel, models=tuple(models[kernel.id]))
+    return KernelIndex(flavour=flavour, groups=groups, collections=collections, kernels=by_type)
 
 
 def update_index(workspace: Workspace, flavour: Flavour) -> KernelIndex:
@@ -166,33 +177,6 @@ def same_kernels(first: ModelRecord, second: ModelRecord) -> bool:
     return [node.kernel_id for node in first.nodes] == [node.kernel_id for node in second.nodes]
 
 
-def joined_index(flavour: Flavour, indexes: Iterable[KernelIndex], records: Iterable[ModelRecord]) -> KernelIndex:
-    """The kernels of indexes and of records. What a record says of its model wins."""
-    groups: dict[str, str] = {}
-    collections: dict[str, str] = {}
-    entries: dict[tuple[str, str], IndexEntry] = {}
-
-    def add(entry: IndexEntry) -> None:
-        key = entry.kernel.type, entry.kernel.id
-        models = entries[key].models if key in entries else ()
-        entries[key] = IndexEntry(kernel=entry.kernel, models=tuple(dict.fromkeys((*models, *entry.models))))
-
-    for index in indexes:
-        groups |= index.groups
-        collections |= index.collections
-        for entry in index.entries():
-            add(entry)
-    for record in records:
-        groups[record.model] = record.group
-        collections |= {record.model: record.collection} if record.collection else {}
-        for kernel in record.kernels.values():
-            add(IndexEntry(kernel=kernel, models=(record.model,)))
-    by_type: dict[str, dict[str, IndexEntry]] = {}
-    for (kind, name), entry in sorted(entries.items()):
-        by_type.setdefault(kind, {})[name] = entry
-    return KernelIndex(flavour=flavour, groups=groups, collections=collections, kernels=by_type)
-
-
 def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins: Mapping[str, ModelOrigin],
                   collection: str) -> tuple[dict[str, ModelOrigin], int]:
     """Adds the records of `source` to those of `into`, and writes their index.
@@ -224,7 +208,7 @@ def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins:
             joined_by_name({record.model: old.collection}, {record.model: record.collection}, "collection")
     indexes = [index for workspace in (source, into) if (index := index_in(workspace, flavour)) is not None]
     if of_source or indexes:
-        whole = joined_index(flavour, indexes, [*existing.values(), *of_source])
+        whole = build_index(flavour, [*existing.values(), *of_source], indexes)
         for record in new:
             files.write_json(record_path(into, flavour, record.model), record)
         files.write_json(index_path(into, flavour), whole)

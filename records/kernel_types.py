@@ -18,7 +18,7 @@ from records.kernel_costs import bytes_read, bytes_written, flops
 from records.kernel_record import SHORT_DTYPE, Kernel, KernelInput, Tensor
 from records.operators import operator_row
 from utils.lazy import onnx
-from utils.safe_names import as_file_name
+from utils.paths import as_file_name
 
 if TYPE_CHECKING:
     from onnx.defs import OpSchema

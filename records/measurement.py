@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from pydantic import Field
 
 from utils.frozen import Frozen
-from utils.safe_names import FileName
+from utils.paths import FileName
 
 Place = Literal["alone", "carrier", "in_model"]
 Status = Literal["ok", "failed", "crashed", "timeout"]

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from measuring.bench import IDLE_EFFORT, LOADED_EFFORT, Effort
 from measuring.gpu_trace import GpuRun
+from measuring.run_times import Effort
 from measuring.worker_process import WorkerFailed, WorkerProcess
 from records.kernel_record import record_name
 from records.measurement import Measurement, now
@@ -22,6 +22,9 @@ from utils.errors import UserError
 from utils.fingerprint import DEFAULT_RUNTIME, Target
 from utils.frozen import Frozen
 from utils.processes import serve_lines
+
+IDLE_CANARY = Effort(warmup=2, warmup_s=0.02, budget_s=0.03, least_runs=15, most_runs=15)
+LOADED_CANARY = Effort(warmup=2, warmup_s=0.02, budget_s=0.3, least_runs=15, most_runs=300)
 
 
 class Setting(Frozen):
@@ -155,7 +158,7 @@ class Worker(WorkerProcess[Request, Reply]):
         Raises:
             WorkerFailed: it does not run.
         """
-        reply = self.ask(Request(do="canary", device=device, effort=LOADED_EFFORT if loaded else IDLE_EFFORT))
+        reply = self.ask(Request(do="canary", device=device, effort=LOADED_CANARY if loaded else IDLE_CANARY))
         if reply.error:
             raise WorkerFailed("failed", reply.error)
         return reply.measurements[0].samples_ms

@@ -21,9 +21,9 @@ from kernel_model.sampling.free_shapes.table import DRAWS
 from model_zoo.exporting.torch_models import group_of
 from records.kernel_record import Kernel
 from records.kernel_record_files import record_path, update_index
+from runtimes import flavour_of
 from runtimes.ort.building.kernel_models import kernel_build
 from runtimes.ort.graph.analysis import analyze
-from runtimes.targets import flavour_of
 from utils import files
 from utils.fingerprint import Flavour
 from utils.locks import FOLDER_VARIABLE

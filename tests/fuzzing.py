@@ -282,7 +282,7 @@ from records.kernel_record_files import read_model_records
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import read_training_set
 from utils.config import read_config
-from runtimes.targets import flavour_of
+from runtimes import flavour_of
 """  # what `commands` calls
 
 
@@ -455,7 +455,7 @@ def main() -> int:
     from trained_workspace import train
 
     from records.kernel_record_files import update_index
-    from runtimes.targets import flavour_of, local_target
+    from runtimes import flavour_of, local_target
     from tests.conftest import small_model
     from utils.paths import Workspace
 

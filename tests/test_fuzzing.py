@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtimes.targets import local_target
+from runtimes import local_target
 from tests.fuzzing import Outcome, files_of, fuzz_files, fuzz_models
 from utils.paths import Workspace
 

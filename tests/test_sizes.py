@@ -23,12 +23,12 @@ LONG_FUNCTIONS: dict[str, str] = {}  # file:function: why it is longer
 NOT_FOR_A_PREDICTION = "most predictions do not need what it loads"
 IN_FUNCTIONS: dict[tuple[str, str], str] = {  # (file, module imported in a function): why it is not at the top
     ("inference/core/host_pace.py", "runtimes.ort.probes"): NOT_FOR_A_PREDICTION,
-    ("inference/core/model_run.py", "graph_model.dag.dag"): NOT_FOR_A_PREDICTION,
+    ("inference/core/model_run.py", "graph_model.simulation.dag"): NOT_FOR_A_PREDICTION,
     ("inference/core/predictor.py", "inference.core.missing_kernels"): NOT_FOR_A_PREDICTION,
     ("inference/core/predictor.py", "inference.live.watch"): NOT_FOR_A_PREDICTION,
     ("inference/live/load.py", "inference.live.prometheus_readings"): NOT_FOR_A_PREDICTION,
     ("inference/predict_model_latency.py", "inference.live.watch"): NOT_FOR_A_PREDICTION,
-    ("inference/sharing/co_runner.py", "runtimes.ort.probes"): NOT_FOR_A_PREDICTION,
+    ("inference/sharing/co_runner.py", "runtimes.ort.sharing_probe"): NOT_FOR_A_PREDICTION,
     ("recipes/kinds/recipe_list.py", "recipes.kinds"): "its networks are subclasses of torch's, so torch is loaded with them",
     ("training/kernels/predictors.py", "training.admission.admitted"): NOT_FOR_A_PREDICTION,
     ("training/kernels/uncertainty.py", "records.dataset_files"): NOT_FOR_A_PREDICTION,

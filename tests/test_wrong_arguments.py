@@ -10,7 +10,7 @@ from conftest import small_model
 
 from inference import predict
 from inference.core.sources import record_of
-from runtimes.targets import flavour_of
+from runtimes import flavour_of
 from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace

@@ -23,8 +23,8 @@ from records.dataset_files import (
 from records.dataset_tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
 from records.kernel_record import Kernel, ModelRecord
 from records.measurement import DEFAULT_LABELS, Measurement
+from runtimes import local_target
 from runtimes.ort.graph.analysis import analyze
-from runtimes.targets import local_target
 from utils import files
 from utils.fingerprint import machine
 from utils.model_files import GROUP_KEY

@@ -25,9 +25,9 @@ import numpy.typing as npt
 from records.dataset_files import read_kernel_table, read_kernels
 from records.measurement import GPU_LABEL
 from training.admission.interface import Estimator, Measured
-from training.baselines.cuda_classes import cuda_class, fit_two_stages
 from training.composition.held_out import kernel_errors, predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, TimesOfModels, left_out_groups, measured_models
+from training.kernels.cuda_classes import cuda_class, fit_two_stages
 from training.kernels.estimators import (
     FLAT,
     Matrix,

@@ -13,7 +13,7 @@ held out of every fit in turn, and all kernels are predicted. The predictions ar
 - the background's busy share alone (inference/load_curve.py asks for such a share; here it is the one that the probe measured);
 - the prediction of the background, where that is a model in a loop.
 
-For comparison, it prints the errors of the baseline of kernels measured under load (training/baselines/kernels_under_load.py),
+For comparison, it prints the errors of the baseline of kernels measured under load (training/sharing/shared_runs.py),
 of the idle latency, of the idle latency divided by the share of time that the co-runner leaves, and of another machine's
 measurement of the same model and background.
 """
@@ -36,7 +36,6 @@ import numpy.typing as npt
 from records.backgrounds import Background
 from records.dataset_files import collected_targets, read_header, read_journal
 from records.probe_reading import QUANTILES
-from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from training.sharing.learned import DEFAULT_SWITCH_MS, Sharing, SharingErrors, co_runner_guessed, sharing_path
@@ -49,9 +48,11 @@ from training.sharing.shared_runs import (
     alone_ms,
     looped_models,
     measured_elsewhere,
+    measured_under_load,
     shared_runs,
     simulated_models,
     statistics_of,
+    summed_ms,
 )
 from utils import cli, files
 from utils.config import read_config

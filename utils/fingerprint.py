@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from utils.errors import UserError
 from utils.lazy import pynvml
-from utils.safe_names import FileNamePart
+from utils.paths import FileNamePart
 
 CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
 WITHOUT_GPU = "HASE_WITHOUT_GPU"  # in the environment: act like a machine without a GPU

@@ -17,7 +17,7 @@ from threading import Event
 from typing import TypeVar
 
 from utils import cli
-from utils.stopping import CHILD_GRACE_S, SIGNALS, stop_at_signals
+from utils.cli.running import CHILD_GRACE_S, SIGNALS, stop_at_signals
 from utils.temporary import temporary_folder
 
 T = TypeVar("T")

@@ -7,15 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from measuring.bench import Effort
 from measuring.metrics.power_sensors import NoPowerSensor, open_power_sensor
 from measuring.metrics.source import MetricSource
 from measuring.metrics.sources import SourceName, open_source
+from measuring.run_times import Effort
 from records.backgrounds import COMPUTE, Background
 from records.environment import Environment, environment_of
 from records.measurement import ENERGY, Label, Variant
-from runtimes import MODULES, runtime_named
-from runtimes.targets import local_target
+from runtimes import MODULES, local_target, runtime_named
 from utils.config import Config
 from utils.errors import UserError
 from utils.fingerprint import DEFAULT_RUNTIME, Target

@@ -14,8 +14,7 @@ from runtimes import runtime_named
 from runtimes.ort.building.kernel_models import carrier_bytes
 from utils.errors import UserError
 from utils.fingerprint import Target
-from utils.paths import Workspace, model_files
-from utils.safe_names import as_file_name
+from utils.paths import Workspace, as_file_name, model_files
 
 CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # largest memory of one carrier's kernels
 LEAST_IN_BATCH, MOST_IN_BATCH = 4, 16  # kernels whose energy is measured together

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, gpu_work
-from graph_model.simulation.tracks import Floats, Tracks
+from graph_model.simulation.pipeline import Floats, PipelineCosts, Tracks, dispatched_ms, gpu_work
 
 MOST_STAGES = 48  # of a simulated run on a shared GPU: twice as many change its mean by less than 1 % and take twice as long
 SHARED_RUNS = (200, 10)  # callers, and runs of each: with fewer callers the 95th percentile is left to chance
@@ -103,9 +102,12 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_run
             wait = met.wait()
             start = np.maximum(free, begin + ready)
             gap = start - free
-            lost = (gap > 0) & met.busy(start)
-            start = start + np.where(lost, wait - np.mod(gap, np.maximum(wait, TINY_MS)), 0.0)
-            free, used = _worked(work, start, np.where(gap > 0, 0.0, used), slice_ms, met)
+            idle = gap > 0
+            if idle.any():  # seldom where the GPU is the slower track
+                lost = idle & met.busy(start)
+                start = start + np.where(lost, wait - np.mod(gap, np.maximum(wait, TINY_MS)), 0.0)
+                used = np.where(idle, 0.0, used)
+            free, used = _worked(work, start, used, slice_ms, met)
         end = np.maximum(begin + stages.dispatched_ms, free) + costs.end_ms
         latencies[run] = end - begin
         begin = end + BETWEEN_RUNS_MS

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from graph_model.simulation.tracks import NodeKind, node_kind
+from graph_model.simulation.pipeline import NodeKind, node_kind
 from inference.core.answers import Provenance
 from inference.core.memory import Layout, layout_of
 from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, kernel_uncertainties

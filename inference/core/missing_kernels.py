@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from benchmark.collecting.collect import collect_in_models, collect_kernels
 from benchmark.collecting.config import CollectorConfig, SettingConfig
+from benchmark.collecting.units import Workers, start_workers
 from benchmark.collecting.work import ModelItem
-from benchmark.collecting.workers import Workers, start_workers
 from inference.core.sources import Source, record_of
 from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, is_here, local_targets, predictor_folders
 from records.dataset_files import DatasetKernel, header_path

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from graph_model.simulation.pipeline import NodeSpan, chrome_trace, pipeline_ms, timeline
-from graph_model.simulation.tracks import OffGpu, Tracks
+from graph_model.simulation.pipeline import NodeSpan, OffGpu, Tracks, chrome_trace, pipeline_ms, timeline
 from inference.core.answers import PROVENANCES, KernelShare, Prediction, Provenance, UsedComposition
 from inference.core.host_pace import UNKNOWN
 from inference.core.kernels_in_model import KernelInModel, Placed, placed_kernels, runs_of_kernels
@@ -143,7 +142,7 @@ class ModelRun:
         return shortest_cut(self.record)
 
     def _longest_path_ms(self) -> float:
-        from graph_model.dag.dag import build_dag, calculate_latency
+        from graph_model.simulation.dag import build_dag, calculate_latency
 
         by_node = {node.name: node.runs * kernel.latency_ms for node, kernel in zip(self.record.nodes, self.nodes, strict=True)}
         return calculate_latency(build_dag(self.record), by_node, "critical_path")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from records.kernel_record import ModelRecord
-from runtimes import runtime_named
-from runtimes.targets import local_target
+from runtimes import local_target, runtime_named
 from training.composition.fitted import Composition, read_composition
 from training.composition.host_side import NOTHING_MEASURED, HostSide, read_host_side
 from training.kernels.predictors import Predictors, read_predictors

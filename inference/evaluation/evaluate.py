@@ -25,9 +25,10 @@ from inference.evaluation.evaluated_models import EvaluatedModel, Failures, mode
 from inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked, read_metrics
 from inference.live.prometheus import server_for
 from inference.sharing.co_runner import probe_of, probed
-from measuring.bench import Canary, Effort
+from measuring.bench import Canary
 from measuring.loads import describe_load
 from measuring.metrics.source import MetricSource, values
+from measuring.run_times import Effort
 from measuring.stress import Stress, stress
 from measuring.worker_process import WorkerFailed
 from records.backgrounds import COMPUTE, Background

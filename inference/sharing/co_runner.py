@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from graph_model.simulation.pipeline import PipelineCosts
+from graph_model.simulation.pipeline import PipelineCosts, Tracks
 from graph_model.simulation.sharing import CoRunner, shared_runs_ms
-from graph_model.simulation.tracks import Tracks
 from inference.core.targets import Fitted, is_here, local_targets
 from measuring.metrics.source import checked
 from training.sharing.learned import (
@@ -126,7 +125,7 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
     if fitted.sharing is None:
         raise NotShared(fitted.target.name)
     if reading is None:
-        from runtimes.ort.probes import probe
+        from runtimes.ort.sharing_probe import probe
 
         if not is_here(fitted.target):
             raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "

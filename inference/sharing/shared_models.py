@@ -11,9 +11,8 @@ from training.sharing.learned import Sharing, co_runner_guessed, in_a_loop
 from utils.frozen import Frozen
 
 if TYPE_CHECKING:
-    from graph_model.simulation.pipeline import PipelineCosts
+    from graph_model.simulation.pipeline import PipelineCosts, Tracks
     from graph_model.simulation.sharing import CoRunner
-    from graph_model.simulation.tracks import Tracks
     from inference.core.answers import Prediction
     from inference.core.model_run import PredictedRun
 

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from model_zoo.exporting.torch_models import SEED, build, check_names, group_of, is_sized, reference, weight_bytes
 from model_zoo.exporting.zoo_config import SMALLEST_IMAGE, Export
-from runtimes.targets import flavour_of, local_target
+from runtimes import flavour_of, local_target
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import ort_version, package_version

@@ -16,8 +16,8 @@ from convolutions.algorithms import ON_CPU, ON_GPU
 from convolutions.listing import MODELS
 from convolutions.tables import read_table, unpacked
 from utils import cli, files
+from utils.cli.printing import markdown_table
 from utils.lazy import pandas as pd
-from utils.markdown import markdown_table
 
 EXAMPLES = """
 python recipes/convolutions/table_page.py --workspace out/convolutions --markdown out/convolutions/measured.md

@@ -25,7 +25,7 @@ import numpy as np
 
 from measuring.quiet_host import off_the_workers_cores
 from records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path
-from runtimes.targets import local_target
+from runtimes import local_target
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda, machine

@@ -14,23 +14,22 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_records
+from runtimes import flavour_of
 from runtimes.ort.graph.nodes import name_nodes
 from runtimes.ort.graph.parsing import optimize
 from runtimes.ort.graph.source import read_source
 from runtimes.ort.profile import counted_runs, profile_runs
 from runtimes.ort.runner import bind, random_feed
-from runtimes.targets import flavour_of
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device
 from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.ort_sessions import model_errors, open_session
-from utils.paths import model_files
-from utils.safe_names import as_file_name
+from utils.paths import as_file_name, model_files
 from utils.temporary import temporary_folder
 
 log = get_logger("profiles")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from records.kernel_costs import is_control_flow
 from records.kernel_record import KernelIndex, ModelRecord
 from records.kernel_record_files import build_index, index_path, read_model_record
-from runtimes.targets import flavour_of
+from runtimes import flavour_of
 from training.composition.cuda_nodes import is_copy, reads_shape
 from utils import cli, files
 from utils.errors import UserError

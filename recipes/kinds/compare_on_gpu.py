@@ -27,8 +27,7 @@ from typing import Any, Literal
 
 from recipes.kinds.gpu_latency import GpuLatency, gpu_latency
 from recipes.kinds.manifest import MadeModel, read_manifest
-from recipes.kinds.node_comparison import Compared, compare
-from recipes.kinds.node_lists import NodeList, derived_nodes, real_nodes, versions, ways_of
+from recipes.kinds.node_lists import Compared, NodeList, compare, derived_nodes, real_nodes, versions, ways_of
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import WITHOUT_GPU, gpu_facts

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from measuring.bench import Effort
 from measuring.quiet_host import all_samples_ms
+from measuring.run_times import Effort
 from recipes.kinds.manifest import MadeModel
 from recipes.kinds.node_lists import feed_of
 from runtimes.ort.graph.source import read_source

@@ -61,7 +61,7 @@ def of(make: Callable[[Any], Any], opset: int = 17, **shapes: tuple[int, ...]) -
 
 
 def classifier(name: str, opset: int = 17, size: int = 224) -> Write:
-    return by(lambda n, path: n.torchvision_models.write_classifier(path, name, opset, size))
+    return by(lambda n, path: n.images.write_classifier(path, name, opset, size))
 
 
 def encoder(opset: int) -> Write:
@@ -81,15 +81,15 @@ def bert(opset: int, dynamic: bool = True) -> Write:
 
 
 def segmentation(name: str, size: int) -> Write:
-    return by(lambda n, path: n.torchvision_models.write_segmentation(path, name, size))
+    return by(lambda n, path: n.images.write_segmentation(path, name, size))
 
 
 def detector(name: str, size: int, **options: int) -> Write:
-    return by(lambda n, path: n.torchvision_models.write_detector(path, name, size, **options))
+    return by(lambda n, path: n.images.write_detector(path, name, size, **options))
 
 
 def video(name: str, frames: int, size: int) -> Write:
-    return by(lambda n, path: n.torchvision_models.write_video(path, name, frames, size))
+    return by(lambda n, path: n.images.write_video(path, name, frames, size))
 
 
 def recurrent(kind: str) -> Write:

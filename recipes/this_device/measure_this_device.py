@@ -29,7 +29,7 @@ from kernel_model.sampling.seeds import read_seeds
 from recipes.this_device.steps import TRAINING_SHARE, Budget, expected_errors, run_json
 from records.dataset_files import read_model_table
 from records.kernel_record_files import index_path, read_index
-from runtimes.targets import local_target
+from runtimes import local_target
 from training.kernels.sidecar import sidecar_path
 from utils import cli, files
 from utils.errors import UserError

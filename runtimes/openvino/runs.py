@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.kernel_record import Kernel
 from runtimes.openvino.layers import times_us
 from runtimes.openvino.package import compile_model, refused

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.kernel_record import zeros
 from records.kernel_record_files import read_model_record
 from records.measurement import Measurement, Place

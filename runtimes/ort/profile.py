@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from measuring.bench import Effort
 from measuring.quiet_host import off_the_workers_cores
+from measuring.run_times import Effort
 from records.kernel_record import BRANCHES, Kernel
 from records.operators import CONTROL_FLOW
 from runtimes.ort.graph.bodies import steering_inputs

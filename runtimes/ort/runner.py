@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from measuring.bench import Effort
 from measuring.quiet_host import off_the_workers_cores
+from measuring.run_times import Effort
 from records.kernel_record import numpy_dtype, session_dtype, zeros
 from records.measurement import now
 from runtimes.ort.building.dummy_data import dummy_inputs, random_floats

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from records.kernel_record import BRANCHES
+from runtimes import flavour_of
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.bodies import body_sizes, given_branch
 from runtimes.ort.graph.nodes import bodies_of, name_nodes
@@ -17,7 +18,6 @@ from runtimes.ort.graph.parsing import optimize
 from runtimes.ort.graph.source import read_source
 from runtimes.ort.profile import SUFFIX
 from runtimes.ort.runner import random_feed
-from runtimes.targets import flavour_of
 from utils import files
 from utils.errors import UserError
 from utils.lazy import onnx

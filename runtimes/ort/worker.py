@@ -21,9 +21,9 @@ import psutil
 import pynvml
 
 from measuring import gpu_turns
-from measuring.bench import Effort
 from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
 from measuring.quiet_host import off_the_workers_cores, quiet_samples_ms
+from measuring.run_times import Effort
 from records.kernel_costs import is_control_flow
 from records.kernel_record import numpy_dtype, session_dtype
 from records.kernel_record_files import read_model_record
@@ -34,7 +34,7 @@ from runtimes.ort.building.dummy_data import random_floats
 from runtimes.ort.building.kernel_models import WRITER, WRITER_OP, build_carrier, built_kernel, node_name
 from runtimes.ort.energy import energy_of_kernels, energy_of_model
 from runtimes.ort.graph.analysis import kernel_of
-from runtimes.ort.probes import NAME, canary, host_probe, probe
+from runtimes.ort.probes import NAME, canary, host_probe
 from runtimes.ort.profile import (
     ProfiledRun,
     counted_runs,
@@ -47,6 +47,7 @@ from runtimes.ort.profile import (
     unprofiled_ms,
 )
 from runtimes.ort.runner import Runner, bind, device_binding, dispatcher, open_runner, timer
+from runtimes.ort.sharing_probe import probe
 from runtimes.protocol import Reply, Request
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runtimes.targets import flavour_of
+from runtimes import flavour_of
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Flavour

@@ -1,24 +1,31 @@
-"""Takes models apart under TVM, and writes their records and the functions of their kernels."""
+"""Takes models apart under TVM: the calls of a lowered module as kernels, and as a model's record."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from records.kernel_record import ModelOrigin, ModelRecord
+from records.kernel_costs import bytes_read, bytes_written, flops
+from records.kernel_record import Kernel, KernelInput, ModelOrigin, ModelRecord, Node, Origin, Tensor, record_name
 from records.kernel_record_files import record_path
+from records.kernel_types import kernel_id, normalize
+from records.operators import VIEWS
 from runtimes.ort.graph.source import Source
-from runtimes.tvm.functions import write_functions
-from runtimes.tvm.kernels import Graph, graph_of, record_of
-from runtimes.tvm.loading import read_relax, source_of
-from runtimes.tvm.lowering import Lowered, lower
+from runtimes.tvm.functions import hash_of, write_functions
+from runtimes.tvm.lowering import Lowered, bindings, called, lower, read_relax, relax_name, source_of
+from runtimes.tvm.operators import Operator, anchor, onnx_name
 from runtimes.tvm.package import FUSED, TUNED, UNFUSED, tvm_flavour
 from utils import files
-from utils.paths import Workspace
+from utils.errors import UserError
+from utils.fingerprint import Flavour
+from utils.lazy import tvm
+from utils.paths import Workspace, as_file_name
 
 if TYPE_CHECKING:
     import onnx
+
 
 NOTHING_GIVEN = ModelOrigin()
 
@@ -75,3 +82,180 @@ def write_parsed(workspace: Workspace, parsed: Mapping[str, Parsed],
         write_functions(workspace, record.flavour, graph.kernels, graph.functions)
         records.append(record)
     return records
+
+
+DOMAIN = "tvm"
+NAMED = 6  # operators that are spelled out in a type; the others are counted
+Place = int | None  # of a tensor among those that a call gives; None for the only one
+
+
+@dataclass
+class Graph:
+    """The calls of a module's main function.
+
+    Attributes:
+        nodes: in the order in which they run.
+        kernels: by id.
+        functions: of kernels by id, the TVM function that computes each. A kernel that only renames a tensor, or that TVM
+            computes by a routine of its own, has none.
+        callees: by the name of a function in the module, its kernel's id.
+        tensors: by name.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    functions: dict[str, Any] = field(default_factory=dict)
+    callees: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+def tensor_of(ty: Any, where: str) -> Tensor:
+    """A Relax type as a tensor.
+
+    Raises:
+        UserError: its sizes are known only when the model runs.
+    """
+    shape = getattr(ty, "shape", None)
+    if isinstance(ty, tvm.relax.TensorType) and shape is not None:
+        sizes = [size.value for size in shape if hasattr(size, "value")]  # an expression of sizes has no value
+        if len(sizes) == len(shape):
+            return Tensor(dtype=str(ty.dtype), shape=tuple(sizes))
+    raise UserError(f"{where}: TVM gives {ty}, whose size is known only when the model runs; such models can't be taken apart")
+
+
+def described(operators: Sequence[Operator], function: str, inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> Kernel:
+    """The kernel of some operators that run as one function.
+
+    Its operator is the one that decides its time (`anchor`), its type that one's name and then the others', without those that
+    only rename a tensor.
+
+    Args:
+        operators: in the order in which they are computed.
+        function: the hash of the function; "" where there is none.
+        inputs, outputs: of the function.
+    """
+    first = anchor(operators)
+    main = operators[first]
+    others = [operator.name for place, operator in enumerate(operators) if place != first and operator.name not in VIEWS]
+    name = "_".join([main.name, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
+    attributes = dict(main.attributes)
+    if "perm" in attributes and len(inputs[0].shape) != len(attributes["perm"]):
+        # A reshape comes first in the kernel: it permutes no dimensions of the kernel's own input.
+        attributes["perm"] = list(range(len(inputs[0].shape)))
+    if main.name == "Conv" and len(inputs) > 1:
+        attributes["kernel_shape"] = list(inputs[1].shape[2:])
+    kept = normalize(attributes) | {"operators": [each.relax for each in operators]}
+    kept |= {"function": function} if function else {}
+    return Kernel(
+        id=kernel_id(name, main.name, DOMAIN, 1, kept, inputs, outputs), type=name, op_type=main.name, domain=DOMAIN, opset=1,
+        attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs), flops=flops(main.name, kept, inputs, outputs),
+        bytes_read=bytes_read(main.name, kept, inputs, outputs), bytes_written=bytes_written(main.name, outputs),
+        weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant))
+
+
+class _Reader:
+    """Reads the calls of a lowered module."""
+
+    def __init__(self, name: str, lowered: Lowered, device: str) -> None:
+        self.name, self.lowered, self.device, self.graph = name, lowered, device, Graph()
+        self.functions = {gv.name_hint: function for gv, function in lowered.module.functions.items()}
+        self.names: dict[Any, tuple[str, ...]] = {}  # of the tensors that a variable stands for
+
+    def read(self) -> Graph:
+        main = self.functions["main"]
+        for number, parameter in enumerate(main.params):
+            self._named(parameter, (str(parameter.name) or f"input{number}",), [parameter.ty])
+        self.graph.inputs = tuple(name for parameter in main.params for name in self.names[parameter])
+        for binding in bindings(main):
+            self._bind(binding.var, binding.value)
+        self.graph.outputs = self._tensors(main.body.body)
+        return self.graph
+
+    def _named(self, variable: Any, names: Sequence[str], types: Sequence[Any]) -> None:
+        self.names[variable] = tuple(names)
+        for name, ty in zip(names, types, strict=True):
+            self.graph.tensors[name] = tensor_of(ty, f"{self.name}, {name}")
+
+    def _tensors(self, value: Any) -> tuple[str, ...]:
+        """The names of the tensors in a value; a constant has "", anything that is no tensor none."""
+        if isinstance(value, tvm.relax.Tuple):
+            return tuple(name for part in value.fields for name in self._tensors(part))
+        if isinstance(value, tvm.relax.TupleGetItem):
+            return (self._tensors(value.tuple_value)[value.index],)
+        if isinstance(value, tvm.relax.Var):
+            return self.names[value]
+        return ("",) if isinstance(getattr(value, "ty", None), tvm.relax.TensorType) else ()
+
+    def _inputs(self, value: Any) -> list[tuple[str, KernelInput]]:
+        """The tensors that a call reads, with their names."""
+        if isinstance(value, tvm.relax.Tuple):
+            return [kernel_input for part in value.fields for kernel_input in self._inputs(part)]
+        names = self._tensors(value)
+        if names == ("",):
+            tensor = tensor_of(value.ty, self.name)
+            return [("", KernelInput(dtype=tensor.dtype, shape=tensor.shape, constant=True))]
+        return [(name, KernelInput(dtype=self.graph.tensors[name].dtype, shape=self.graph.tensors[name].shape))
+                for name in names]
+
+    def _bind(self, variable: Any, value: Any) -> None:
+        """Adds a call as a node; a value that computes nothing is another name of tensors that are there."""
+        if isinstance(value, (tvm.relax.Var, tvm.relax.Tuple, tvm.relax.TupleGetItem)):
+            self.names[variable] = self._tensors(value)
+            return
+        if not isinstance(value, tvm.relax.Call):
+            if isinstance(value, tvm.relax.If):
+                raise UserError(f"{self.name}: holds a branch that depends on data, which Hase can't take apart under TVM")
+            self.names[variable] = ()  # a shape or a number
+            return
+        callee = called(value)
+        arguments = value.args[1:] if callee or relax_name(value).startswith("relax.call_") else value.args
+        inputs = [kernel_input for argument in arguments for kernel_input in self._inputs(argument)]
+        node = f"{len(self.graph.nodes):04d}_{callee or relax_name(value).rpartition('.')[2]}"
+        types = list(variable.ty.fields) if isinstance(variable.ty, tvm.relax.TupleType) else [variable.ty]
+        outputs = [node] if len(types) == 1 else [f"{node}.{place}" for place in range(len(types))]
+        self._named(variable, outputs, types)
+        self._add(node, callee, value, inputs, outputs)
+
+    def _add(self, node: str, callee: str, value: Any, inputs: Sequence[tuple[str, KernelInput]],
+             outputs: Sequence[str]) -> None:
+        graph, function = self.graph, self.functions.get(callee)
+        operators = self.lowered.operators.get(callee) or (Operator(onnx_name(relax_name(value)), {}, relax_name(value)),)
+        kernel = described(operators, hash_of(function) if function is not None else "",
+                           [kernel_input for _, kernel_input in inputs], [graph.tensors[name] for name in outputs])
+        graph.kernels[kernel.id] = kernel
+        if function is not None:
+            graph.functions[kernel.id], graph.callees[callee] = function, kernel.id
+        graph.nodes.append(Node(
+            name=node, kernel_id=kernel.id, provider=self.device,
+            inputs=tuple(name for name, _ in inputs), outputs=tuple(outputs),
+            origins=tuple(Origin(name=f"{node}.{place}", op_type=operator.relax) for place, operator in enumerate(operators))))
+
+
+def graph_of(name: str, lowered: Lowered, device: str = "cpu") -> Graph:
+    """The calls of a lowered module.
+
+    Args:
+        name: of the model, for messages.
+        lowered: the module.
+        device: on which it runs, `cpu` or `cuda`.
+
+    Raises:
+        UserError: a size or a branch is known only when the model runs.
+    """
+    return _Reader(name, lowered, device).read()
+
+
+def record_of(source: Source, graph: Graph, flavour: Flavour) -> ModelRecord:
+    """A model's record under TVM."""
+    stem = as_file_name(source.name)
+    weights = {(kernel.id, place): tensor.bytes for kernel in graph.kernels.values()
+               for place, tensor in enumerate(kernel.inputs) if tensor.constant}
+    return ModelRecord(
+        model=record_name(source.name, source.dims), file_stem=stem, group=as_file_name(source.group or stem).replace("|", "_"),
+        collection=as_file_name(source.collection) if source.collection else "", sha256=source.sha256, dims=source.dims,
+        flavour=flavour, derived=False, inputs={name: graph.tensors[name] for name in graph.inputs},
+        outputs={name: graph.tensors[name] for name in graph.outputs if name},
+        weight_bytes=sum(size for node in graph.nodes for (kernel, _), size in weights.items() if kernel == node.kernel_id),
+        opsets={DOMAIN: 1}, kernels=graph.kernels, nodes=tuple(graph.nodes))

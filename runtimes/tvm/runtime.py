@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from records.kernel_record import ModelOrigin, ModelRecord
 from runtimes.runtime import DeviceLabels, Runtime
 from runtimes.tvm.functions import SUFFIX, read_kernel
-from runtimes.tvm.loading import TORCH_SUFFIX
+from runtimes.tvm.lowering import TORCH_SUFFIX
 from runtimes.tvm.package import FUSED, TUNED, UNFUSED, check_tvm
 from runtimes.tvm.recording import parse, parse_at, write_parsed
 from utils.fingerprint import Flavour, package_version

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.kernel_record import Kernel
 from runtimes.tvm.compiling import built_function, on_gpu, scheduled
 from runtimes.tvm.functions import MAIN

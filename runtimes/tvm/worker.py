@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.kernel_record import ModelRecord, Tensor, numpy_dtype
 from records.kernel_record_files import read_model_record
 from records.measurement import Measurement

@@ -13,8 +13,8 @@ from command import printed, run_script
 from conftest import small_model
 
 from benchmark.run_anatomy import TracedModel, as_json, ask, measure, row, runs_of
-from measuring.bench import Effort
 from measuring.gpu_trace import PARTS, GpuRun, GpuWork, Launch, anatomy_of, attribute, measured_trace, typical_run
+from measuring.run_times import Effort
 from measuring.worker_process import WorkerFailed
 from records.measurement import Measurement
 from runtimes.protocol import Reply, Request, Worker

@@ -20,16 +20,14 @@ import pytest
 import yaml
 from conftest import build_workspace, endless, small_model
 
-from benchmark.collecting.collect import collect
+from benchmark.collecting.collect import collect, plan
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.planning import plan
-from benchmark.collecting.units import KernelUnits, open_bench
+from benchmark.collecting.units import KernelUnits, open_bench, start_workers
 from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work
-from benchmark.collecting.workers import start_workers
 from kernel_model.sampling.seeds import SEED_FILE
-from measuring.bench import Effort
 from measuring.loads import idle, measure_block
 from measuring.metrics.sources import open_source
+from measuring.run_times import Effort
 from measuring.worker_process import WorkerFailed
 from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
 from records.blocks import Block
@@ -51,10 +49,10 @@ from records.kernel_record import Kernel, KernelInput, Tensor
 from records.kernel_record_files import index_path, read_index, read_model_records, record_path
 from records.kernel_types import describe_kernel
 from records.measurement import Measurement
+from runtimes import local_target
 from runtimes.ort import worker as worker_process
 from runtimes.ort.building.kernel_models import KERNEL_KEY, build_model, kernel_build
 from runtimes.protocol import Request, Worker
-from runtimes.targets import local_target
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.config import read_config
@@ -656,7 +654,7 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     script = f"""
 from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
 from measuring.loads import idle, measure_block
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from runtimes.protocol import Request
 from runtimes.protocol import Worker
 with Worker(60) as worker:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.collecting.workers import Tracers
+from benchmark.collecting.units import Tracers
 from measuring import gpu_turns
 from runtimes.protocol import Worker
 

@@ -18,7 +18,7 @@ from records.kernel_record import Kernel, Tensor
 from records.kernel_record_files import read_model_record, record_path
 from records.kernel_types import describe_kernel
 from records.measurement import Measurement
-from runtimes.targets import local_target
+from runtimes import local_target
 from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace

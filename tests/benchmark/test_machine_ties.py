@@ -11,9 +11,8 @@ from command import printed, run_script
 from conftest import build_workspace, small_model
 from made_up_dataset import MACHINE, TARGET, conv
 
-from benchmark.collecting.collect import collect
+from benchmark.collecting.collect import collect, takes_label
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.planning import takes_label
 from benchmark.collecting.work import KernelItem
 from benchmark.machine_ties import idle_times, machine_rows
 from measuring.pending import choose_ties, compare, tie_rows
@@ -21,7 +20,7 @@ from records.blocks import Block
 from records.dataset_files import DatasetHeader, journal_path, read_journal, read_kernels
 from records.kernel_record import Kernel
 from records.measurement import Measurement
-from runtimes.targets import local_target
+from runtimes import local_target
 from utils.fingerprint import machine
 from utils.paths import Workspace
 

@@ -24,7 +24,7 @@ from benchmark import metrics_exporter
 from benchmark.metrics_exporter import LAST_SAMPLE, ProbeSampler, Sampler, device_labels
 from measuring.metrics.probe_metrics import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Sample, probed_of
 from measuring.metrics.sources import ReplaySource
-from runtimes.ort.probes import SharingProbe
+from runtimes.ort.sharing_probe import SharingProbe
 from utils.errors import UserError
 from utils.paths import ROOT
 from utils.scrape_server import STALE
@@ -272,7 +272,7 @@ def test_a_probe_that_fails_costs_only_itself(probed_exporter: tuple[ProbeSample
     told = Told()
     monkeypatch.setattr(metrics_exporter.log, "handlers", [told])
     with monkeypatch.context() as patched:
-        patched.setattr("runtimes.ort.probes.SharingProbe.__init__", fails("no memory left"))
+        patched.setattr("runtimes.ort.sharing_probe.SharingProbe.__init__", fails("no memory left"))
         for _ in range(3):
             probes.read()
     assert (probes.latest, probes.error) == (None, "no memory left")
@@ -281,7 +281,7 @@ def test_a_probe_that_fails_costs_only_itself(probed_exporter: tuple[ProbeSample
     assert probes.error == ""
     latest = probes.latest
     with monkeypatch.context() as patched:
-        patched.setattr("runtimes.ort.probes.SharingProbe.read", fails("the device fails"))
+        patched.setattr("runtimes.ort.sharing_probe.SharingProbe.read", fails("the device fails"))
         for _ in range(3):
             probes.read()
     assert (probes.latest, probes.error) == (latest, "the device fails")

@@ -13,22 +13,22 @@ import pandas as pd
 import pytest
 from conftest import build_workspace, small_model
 
+from benchmark.collecting.collect import plan
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.planning import plan
 from benchmark.collecting.work import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work
 from measuring import power
-from measuring.bench import Effort
 from measuring.metrics import power_sensors
 from measuring.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
+from measuring.run_times import Effort
 from records.blocks import Block
 from records.dataset_files import DatasetHeader, header_path, model_table_path, read_header, read_table
 from records.dataset_tables import energy_warnings
 from records.dataset_writer import DatasetWriter, joined_header
 from records.measurement import ENERGY, Measurement
+from runtimes import local_target
 from runtimes.ort import energy
 from runtimes.ort.worker import answer
 from runtimes.protocol import Request
-from runtimes.targets import local_target
 from utils.fingerprint import machine
 from utils.paths import Workspace
 

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 from measuring import quiet_host
-from measuring.bench import Effort
 from measuring.quiet_host import HostProbe, quiet_samples_ms
+from measuring.run_times import Effort
 from records.measurement import DISTURBANCE_ADMITTED
 from runtimes.ort.probes import host_probe
 

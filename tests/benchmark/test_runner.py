@@ -17,7 +17,7 @@ from onnx import numpy_helper
 
 from benchmark import ort_kernel_runner
 from benchmark.ort_kernel_runner import measure
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.kernel_record_files import read_model_record, record_path
 from runtimes.ort.building.kernel_models import built_kernel
 from runtimes.ort.profile import kernel_times_ms, node_spans_ms, read_profile

@@ -17,7 +17,7 @@ from measuring.stress import stress
 from records.backgrounds import COMPUTE
 from records.probe_reading import ProbedRuns, ProbeReading, read_reading
 from runtimes.ort.building.dummy_data import random_floats
-from runtimes.ort.probes import LEAST_RUNS, LONG_PRODUCTS, LONG_SIDE, SharingProbe, _kept, probe
+from runtimes.ort.sharing_probe import LEAST_RUNS, LONG_PRODUCTS, LONG_SIDE, SharingProbe, _kept, probe
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import SharingMode, machine

@@ -12,7 +12,7 @@ from trained_workspace import conv_net
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from inference import measure_missing
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.dataset_files import read_header, read_journal
 from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
 from runtimes.ort.profile import LEAST_SHARE, NodeEvent, ProfiledRun, profile_model, profiler_ms, unprofiled_ms

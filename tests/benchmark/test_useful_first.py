@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from conftest import build_workspace, small_model
 
-from benchmark.collecting.collect import collect
+from benchmark.collecting.collect import collect, plan_by_usefulness
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.planning import plan_by_usefulness
 from benchmark.collecting.work import Item, find_work
 from kernel_model.sampling.draws import draw_kernel
 from kernel_model.sampling.kernel_errors import KernelError
@@ -27,8 +26,8 @@ from records.dataset_files import read_journal
 from records.kernel_record import Kernel
 from records.kernel_record_files import index_path, read_index
 from records.measurement import Measurement, now
+from runtimes import local_target
 from runtimes.ort.building.kernel_models import kernel_build
-from runtimes.targets import local_target
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.errors import UserError

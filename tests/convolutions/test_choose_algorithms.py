@@ -16,8 +16,7 @@ from command import printed, run_script
 from convolutions.algorithms import ConvShape
 from convolutions.choice import gain_rows, layer_shapes, left_out_times, mean_regret, predicted_rows, regret_rows
 from convolutions.engines import ForcedModel, TorchEngine
-from convolutions.features import CONVOLUTION_FEATURES
-from convolutions.learned import fit, predict_ms
+from convolutions.learned import CONVOLUTION_FEATURES, fit, predict_ms
 from convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
 from convolutions.tables import read_cases
 from model_zoo.exporting.torch_models import build

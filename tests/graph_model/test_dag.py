@@ -11,7 +11,7 @@ import pytest
 from command import printed, run_script
 from conftest import small_model
 
-from graph_model.dag.dag import build_dag, calculate_latency, dag_file, longest_path, read_dag
+from graph_model.simulation.dag import build_dag, calculate_latency, dag_file, longest_path, read_dag
 from records.kernel_record_files import record_path
 from runtimes.ort.graph.analysis import analyze
 from utils import files

@@ -11,7 +11,7 @@ from command import printed, run_script
 from conftest import small_model
 from onnx import TensorProto, helper
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from overlap_simulator import critical_path, matching_record, node_times_ms, overlap_of
 from records.kernel_record_files import record_path
 from runtimes.ort.graph.analysis import analyze, record_of

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 
 from graph_model.simulation.pipeline import (
+    NodeKind,
     NodeSpan,
+    OffGpu,
     PipelineCosts,
+    Tracks,
     chrome_trace,
     dispatched_ms,
+    node_kind,
     pipeline_ms,
     timeline,
 )
-from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks, node_kind
 from records.kernel_record import KernelInput, Tensor
 from records.kernel_types import describe_kernel
 from training.composition.formulas import FOLLOWING, HOST_BOUND, can_fit, fit_pipeline, hosts_ms, latencies_ms, left_out_ms

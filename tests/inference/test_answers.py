@@ -21,9 +21,8 @@ from command import run_script
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import STEP_S, Exporter, device_labels, free_port, prometheus, recorded, value, wait_for
 
-from graph_model.simulation.pipeline import PipelineCosts
+from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
 from graph_model.simulation.sharing import CoRunner, turns_ms
-from graph_model.simulation.tracks import NodeKind, Tracks
 from inference import Predictor, Watch, check_slo, highest_busy_share, predict
 from inference.core.run_modes import RunMode
 from inference.core.targets import fitted_for

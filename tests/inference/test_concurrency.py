@@ -13,7 +13,7 @@ import pytest
 from inference import predict
 from inference.core import sources
 from records.kernel_record_files import read_model_records
-from runtimes.targets import flavour_of, local_target
+from runtimes import flavour_of, local_target
 from training.kernels import predictors
 from utils.paths import ROOT, Workspace
 

@@ -16,7 +16,7 @@ from records.dataset_writer import write_tables
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_records
 from records.measurement import Measurement
-from runtimes.targets import flavour_of, local_target
+from runtimes import flavour_of, local_target
 from training.energy.learned import energy_path, read_energy
 from utils import files
 from utils.errors import UserError

@@ -32,9 +32,9 @@ from records.backgrounds import Background
 from records.dataset_files import header_path, journal_path, read_header, read_journal
 from records.kernel_record_files import read_model_records
 from records.measurement import Measurement
+from runtimes import flavour_of, local_target
 from runtimes.ort.graph.analysis import analyze
 from runtimes.protocol import Worker
-from runtimes.targets import flavour_of, local_target
 from utils import cli, files
 from utils.config import read_config
 from utils.errors import UserError

@@ -114,7 +114,7 @@ def test_a_reading_is_the_slower_of_two_neighbours() -> None:
 
 def test_all_windows_count_beside_a_model() -> None:
     """FAKE: a host that is never as fast as it was."""
-    from measuring.bench import Effort
+    from measuring.run_times import Effort
 
     probe = HostProbe(lambda: 3e-4, [2e-4] * 100)
     samples, disturbance, probe_us = all_samples_ms(probe, lambda: 0.001, Effort(budget_s=0.0, least_runs=30, most_runs=1000))

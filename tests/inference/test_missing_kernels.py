@@ -16,7 +16,7 @@ from trained_workspace import HELD_OUT, conv_net
 
 from benchmark.collecting.collect import collect_kernels
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.workers import start_workers
+from benchmark.collecting.units import start_workers
 from inference import measure_missing, predict
 from inference.core import missing_kernels, targets
 from inference.core.targets import Fitted, fitted_for
@@ -24,8 +24,8 @@ from records.blocks import Block
 from records.dataset_files import DatasetKernel, header_path, journal_path, read_header, read_journal, read_kernels
 from records.kernel_record import Tensor
 from records.kernel_types import describe_kernel
+from runtimes import local_target
 from runtimes.ort.graph.analysis import analyze
-from runtimes.targets import local_target
 from training.composition.fitting import kept_composition
 from training.kernels.predictors import read_predictors
 from training.kernels.settings import TrainingConfig

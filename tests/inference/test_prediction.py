@@ -23,9 +23,9 @@ from inference.live.load import InferenceConfig, LoadReading, current_load
 from inference.prediction_speed import copies
 from measuring.gpu_trace import GpuRun, GpuWork, Launch, measured_trace
 from records.kernel_record import ModelRecord
+from runtimes import flavour_of, local_target
 from runtimes.ort.graph import analysis
 from runtimes.ort.graph.analysis import analyze
-from runtimes.targets import flavour_of, local_target
 from training.composition.fitted import composition_path, read_composition
 from utils import files
 from utils.config import read_config

@@ -18,7 +18,7 @@ from trained_workspace import METRIC, conv_net
 from inference import predict
 from inference.core.answers import Prediction, make_monotonic
 from inference.core.uncertainty import CERTAIN, FAR, Span, is_rough, joined, shortness
-from runtimes.targets import local_target
+from runtimes import local_target
 from training.composition.fitted import read_composition
 from training.kernels.sidecar import copy_predictors
 from training.kernels.uncertainty import DEFAULT_RANGES, Range, read_uncertainty, uncertainty_path

@@ -23,7 +23,7 @@ from model_zoo.exporting.onnx_export import Exporter, check_outputs, trace
 from model_zoo.exporting.torch_models import build, check_names, reference
 from model_zoo.exporting.zoo_config import CONFIG_FILE, Export, ZooConfig
 from model_zoo.torchvision_exporter import export_all
-from runtimes.targets import flavour_of
+from runtimes import flavour_of
 from utils import fingerprint
 from utils.config import read_config
 from utils.errors import UserError

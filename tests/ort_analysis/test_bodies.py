@@ -10,10 +10,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from graph_model.dag.dag import build_dag, longest_path
+from graph_model.simulation.dag import build_dag, longest_path
 from inference import Predictor, predict
 from inference.core.model_run import trace_of
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record
 from records.run_order import MOST_RUNS, run_order, runs_in_order, shortest_cut

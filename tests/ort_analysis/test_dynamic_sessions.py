@@ -11,7 +11,7 @@ import pytest
 from conftest import small_model
 from onnx import TensorProto, helper, numpy_helper
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from runtimes.ort.building.dummy_data import dummy_inputs
 from runtimes.ort.building.kernel_models import build_model
 from runtimes.ort.graph import parsing

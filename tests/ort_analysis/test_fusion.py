@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from records.kernel_record import Kernel, ModelRecord
 from records.kernel_record_files import build_index, index_path, read_index, read_model_record, read_model_records, record_path
+from runtimes import flavour_of
 from runtimes.ort.graph.analysis import analyze
-from runtimes.targets import flavour_of
 from utils import files
 from utils.errors import UserError
 from utils.model_files import COLLECTION_KEY, GROUP_KEY
@@ -307,6 +307,19 @@ def test_one_kernel_in_a_thousand_nodes_is_one_entry() -> None:
     record = analyze(small_model(), "cpu", name="one")
     index = build_index(record.flavour, [record, record.model_copy(update={"model": "two"})])
     assert all(entry.models == ("one", "two") for entries in index.kernels.values() for entry in entries.values())
+
+
+def test_an_index_of_records_and_of_another_index() -> None:
+    """Each model is named once, those of the index first; what a record says of its model wins."""
+    record = analyze(small_model(), "cpu", name="one")
+    two = record.model_copy(update={"model": "two", "group": "older", "collection": "first"})
+    earlier = build_index(record.flavour, [two, record])
+    three = record.model_copy(update={"model": "three", "collection": "third"})
+    index = build_index(record.flavour, [two.model_copy(update={"group": "newer", "collection": ""}), three], [earlier])
+    assert [entry.models for entry in index.entries()] == [("two", "one", "three")] * len(record.kernels)
+    assert index.all_kernels() == earlier.all_kernels() == sorted(record.kernels.values(), key=lambda k: (k.type, k.id))
+    assert index.groups == {"two": "newer", "one": record.group, "three": record.group}
+    assert index.collections == {"two": "first", "three": "third"}
 
 
 @pytest.mark.slow

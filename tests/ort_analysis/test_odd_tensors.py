@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from inference.core.memory import peak_memory
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record, record_path
 from runtimes.analysis import analyze_all

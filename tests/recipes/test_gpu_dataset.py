@@ -23,7 +23,6 @@ from inference import predict
 from records.dataset_files import (
     header_path,
     journal_path,
-    kernel_lines,
     kernels_path,
     model_table_path,
     read_header,
@@ -31,13 +30,12 @@ from records.dataset_files import (
 )
 from records.dataset_writer import write_tables
 from records.kernel_record_files import read_model_record
-from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.composition.formulas import fit_line
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import TrainingSet
 from training.sharing.learned import read_sharing
-from training.sharing.shared_runs import alone_ms, shared_runs
+from training.sharing.shared_runs import alone_ms, measured_under_load, shared_runs, summed_ms
 from utils import files
 from utils.cli import EXIT_SLO_MISSED
 from utils.fingerprint import has_cuda
@@ -59,32 +57,31 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     folder = workspace.dataset(TARGET)
     for path in (header_path(folder), model_table_path(folder)):
         files.write_bytes(workspace.root / "whole" / path.name, path.read_bytes())  # before it is cut down
-    records = workspace.kernel_records / read_header(folder).target.flavour.name
+    header = read_header(folder)
     wanted, kept_models = set[str](), set[str]()
-    for path in records.glob("*.json"):
-        record = files.read_json(path)
-        if record.get("group") in FAMILIES:  # the index has none
-            wanted |= set(record["kernels"])
-            kept_models.add(record["model"])
+    for path in (workspace.kernel_records / header.target.flavour.name).glob("*.json"):
+        if header.groups.get(path.stem) in FAMILIES:  # the index has no group
+            wanted |= set(files.read_json(path)["kernels"])
+            kept_models.add(path.stem)
         else:
             path.unlink()
-    described = kernel_lines(folder)
-    kernels = {name: json.loads(line) for name, line in described.items()}
-    types = {kernels[name]["kernel"]["type"] for name in wanted & kernels.keys()}
-    drawn_freely = (name for name, one in kernels.items() if not one["groups"] and one["kernel"]["type"] in types)
+    kernels = {entry["kernel"]["id"]: (entry, line) for line in files.read_lines(kernels_path(folder))
+               for entry in [json.loads(line)]}
+    types = {kernels[name][0]["kernel"]["type"] for name in wanted & kernels.keys()}
+    drawn_freely = (name for name, (entry, _) in kernels.items() if not entry["groups"] and entry["kernel"]["type"] in types)
     wanted |= set(islice(drawn_freely, FURTHER))
-    kernels_path(folder).write_text("".join(f"{line}\n" for name, line in described.items() if name in wanted))
+    kernels_path(folder).write_text("".join(f"{line}\n" for name, (_, line) in kernels.items() if name in wanted))
     kept, timed = [], set[str]()
     for block in read_journal(folder):
         timed |= {m.id for m in block.measurements if (m.subject, m.label, m.status) == ("kernel", "gpu", "ok")}
-        found = tuple(m for m in block.measurements if (
-            m.id in wanted if m.subject == "kernel" else m.id in kept_models))
-        if found:
-            kept.append(block.model_copy(update={"measurements": found}))
+        of_part = tuple(m for m in block.measurements if m.id in (wanted if m.subject == "kernel" else kept_models))
+        if of_part:
+            kept.append(block.model_copy(update={"measurements": of_part}))
     journal_path(folder).write_text("".join(block.model_dump_json() + "\n" for block in kept))
-    owned = Counter("models" if kernels[name]["models"] else "groups" if kernels[name]["groups"] else "none" for name in timed)
+    entries = [kernels[name][0] for name in timed]
+    owned = Counter("models" if entry["models"] else "groups" if entry["groups"] else "none" for entry in entries)
     (workspace.root / "whole" / COUNTS).write_text(json.dumps(owned))
-    write_tables(folder, read_header(folder), read_journal(folder))
+    write_tables(folder, header, kept)
     (workspace.root / "few.yaml").write_text(
         "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"
         "xgboost: {trees: 60}\nforest: {trees: 3}\n")
@@ -233,7 +230,7 @@ def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, un
         given.append(seen)
         return SimpleNamespace(predict_ms=lambda types, *_: np.ones(len(types)))
 
-    monkeypatch.setattr("training.baselines.kernels_under_load.fit_kernel_model", learn)
+    monkeypatch.setattr("training.sharing.shared_runs.fit_kernel_model", learn)
     found = summed_ms(rows, runs, records, families, TrainingConfig(threads=1))
     assert np.isfinite(found).all()
     left_out = {(background, name) for seen in given for background in set(rows.backgrounds) - set(seen.backgrounds)

@@ -16,8 +16,7 @@ from recipes.kinds.gpu_latency import gpu_latency
 from recipes.kinds.judge import Ended
 from recipes.kinds.judgement import JUDGEMENT, StepResult, page, read_judgement, rows_of, summary
 from recipes.kinds.manifest import MadeModel, read_manifest
-from recipes.kinds.node_comparison import compare
-from recipes.kinds.node_lists import NodeList, NodeRow, derived_nodes, every_node, feed_of, named
+from recipes.kinds.node_lists import NodeList, NodeRow, compare, derived_nodes, every_node, feed_of, named
 from training.composition.fitted import read_composition
 from utils.errors import UserError
 from utils.ort_sessions import open_session

@@ -22,8 +22,8 @@ from model_zoo.exporting.network_export import (
 from model_zoo.networks.other import NormedConv
 from recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
 from records.kernel_record_files import read_model_records, record_path
+from runtimes import flavour_of, local_target
 from runtimes.ort.graph.analysis import analyze
-from runtimes.targets import flavour_of, local_target
 from utils import files
 from utils.paths import ROOT, Workspace
 

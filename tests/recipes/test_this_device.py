@@ -17,7 +17,7 @@ from conftest import small_model
 from recipes.this_device.measure_this_device import prediction_command, put_models, shipped_for
 from recipes.this_device.steps import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget, run_json
 from records.dataset_files import journal_path, read_journal
-from runtimes.targets import local_target
+from runtimes import local_target
 from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace

@@ -13,8 +13,7 @@ from test_layers import FILES
 
 import runtimes
 from benchmark.collecting.config import CollectorConfig
-from runtimes import MODULES, runtime_named
-from runtimes.targets import flavour_of, local_target
+from runtimes import MODULES, flavour_of, local_target, runtime_named
 from utils.errors import UserError
 from utils.paths import ROOT
 
@@ -38,7 +37,7 @@ def test_a_runtime_says_what_it_is(name: str) -> None:
 
 def test_a_flavour_names_its_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     tvm = dataclasses.replace(runtime_named("tvm"), version=lambda: "0.20.1")
-    monkeypatch.setattr(runtimes.targets, "runtime_named", lambda name: tvm)
+    monkeypatch.setattr(runtimes, "runtime_named", lambda name: tvm)
     assert flavour_of("cuda", "tvm").name == "cuda-tvm0.20-fused"
     assert flavour_of("cuda", "tvm", "tuned").name == "cuda-tvm0.20-tuned"
     assert local_target("cpu", "tvm").flavour.runtime == "tvm"

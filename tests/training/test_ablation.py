@@ -15,9 +15,9 @@ from command import run_script
 from made_up_dataset import METRIC, TARGET, chain, conv, relu, write_workspace
 
 from training.ablation import VARIANTS, Dataset, Variant, chosen_rows, learn, load, sum_mape
-from training.baselines import cuda_classes
-from training.baselines.cuda_classes import cuda_class
 from training.composition.measured_models import MeasuredModel
+from training.kernels import cuda_classes
+from training.kernels.cuda_classes import cuda_class
 from training.kernels.estimators import KernelModel, fit_kernel_model
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings

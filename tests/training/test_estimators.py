@@ -20,8 +20,8 @@ from conftest import Once
 from inference.core.predictor import Predictor
 from records.kernel_record import Kernel
 from records.kernel_record_files import record_path
+from runtimes import local_target
 from runtimes.ort.graph.analysis import analyze
-from runtimes.targets import local_target
 from training.admission import admitted
 from training.admission.admitted import VARIABLE, find_estimator, find_estimators
 from training.admission.checking import task_for

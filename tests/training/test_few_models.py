@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from made_up_dataset import chain, draw_kernels
 
-from graph_model.simulation.tracks import Tracks
+from graph_model.simulation.pipeline import Tracks
 from records.measurement import GPU_LABEL
 from training.composition.default_composition import shipped_costs
 from training.composition.fitting import fit_pace, try_few_models

@@ -11,7 +11,7 @@ import pytest
 from conftest import small_model
 from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
 
-from graph_model.simulation.tracks import OffGpu
+from graph_model.simulation.pipeline import OffGpu
 from inference import predict
 from inference.core.targets import fitted_for
 from records.measurement import GPU_LABEL

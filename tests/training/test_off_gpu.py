@@ -10,8 +10,7 @@ import pytest
 from command import run_script
 from onnx import TensorProto, helper
 
-from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms, timeline
-from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
+from graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, dispatched_ms, pipeline_ms, timeline
 from inference import Predictor, predict
 from inference.core.answers import Prediction
 from inference.core.model_run import trace_of
@@ -20,9 +19,9 @@ from records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path, re
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
 from records.kernel_record_files import record_path
 from records.kernel_types import describe_kernel
+from runtimes import local_target
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.profile import CONDITION_MS
-from runtimes.targets import local_target
 from training.composition.cuda_nodes import (
     HOST_RANGE,
     guessed_ms,

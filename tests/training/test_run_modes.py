@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
-from graph_model.simulation.tracks import NodeKind, Tracks
+from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks, pipeline_ms
 from records.kernel_record import ModelRecord, Tensor
 from training.composition.formulas import fit_graph_replay, fit_host_io
 from training.composition.measured_models import MeasuredModel, MeasuredTracks

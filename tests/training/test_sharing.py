@@ -13,14 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
+from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks, pipeline_ms
 from graph_model.simulation.sharing import CoRunner, gpu_work_ms, shared_runs_ms
-from graph_model.simulation.tracks import NodeKind, Tracks
 from records.backgrounds import Background
 from records.blocks import Block
 from records.dataset_files import DatasetHeader, header_path
 from records.probe_reading import ProbedRuns, ProbeReading, summarised
-from runtimes.targets import local_target
+from runtimes import local_target
 from training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of, errors_of, typical
 from training.sharing.learned import (
     DEFAULT_SWITCH_MS,

@@ -16,7 +16,7 @@ from benchmark.collecting.config import CollectorConfig
 from kernel_model.sampling.seeds import read_seeds
 from records.dataset_files import read_header, read_kernels
 from records.environment import cache_kib, container_limit_mib, environment_of
-from runtimes.targets import flavour_of
+from runtimes import flavour_of
 from runtimes.tvm.drawn import DRAWS, OperatorSizes
 from runtimes.tvm.package import tvm_flavour
 from training.kernels.settings import TrainingConfig

@@ -15,16 +15,14 @@ from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 
-from graph_model.dag.dag import build_dag, longest_path
+from graph_model.simulation.dag import build_dag, longest_path
 from records.kernel_record_files import read_index, read_model_record, read_model_records, record_path
 from records.operators import VIEWS
 from runtimes.tvm.functions import function_path, hash_of, read_function
-from runtimes.tvm.kernels import graph_of
-from runtimes.tvm.loading import relax_of_torch
-from runtimes.tvm.lowering import lower
+from runtimes.tvm.lowering import lower, relax_of_torch
 from runtimes.tvm.operators import kind_of_all, network_kind, onnx_name, operator_kind, operator_of_function
 from runtimes.tvm.package import FUSED, UNFUSED, check_tvm, llvm_target, tvm_flavour
-from runtimes.tvm.recording import Parsed, parse, write_parsed
+from runtimes.tvm.recording import Parsed, graph_of, parse, write_parsed
 from utils.errors import UserError
 from utils.lazy import tvm
 from utils.paths import Workspace

@@ -17,9 +17,9 @@ from recipe_commands import configs_of
 
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
-from graph_model.dag.dag import build_dag, calculate_latency
+from graph_model.simulation.dag import build_dag, calculate_latency
 from inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from model_zoo.exporting.zoo_config import ZooConfig
 from records.dataset_files import kernel_table_path, model_table_path, read_header, read_journal
 from records.kernel_record_files import read_model_records, record_path, update_index

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.workers import start_workers
+from benchmark.collecting.units import start_workers
 from inference.core.run_modes import AS_USUAL
 from inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, measure_all
 from inference.evaluation.evaluated_models import Failures
-from runtimes.targets import local_target
+from runtimes import local_target
 from tests.conftest import build_workspace, small_model
 from utils import cli, locks
 from utils.errors import UserError

@@ -13,9 +13,8 @@ import pytest
 from inference.evaluation import evaluated_models as evaluation_cases
 from inference.evaluation.evaluated_models import Failures, models_of
 from records.kernel_record import ModelOrigin, ModelRecord
-from runtimes import analysis, runtime_named
+from runtimes import analysis, flavour_of, runtime_named
 from runtimes.analysis import analyze_all
-from runtimes.targets import flavour_of
 from tests.conftest import small_model
 from utils.errors import UserError
 from utils.fingerprint import Flavour

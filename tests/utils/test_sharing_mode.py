@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from runtimes.targets import flavour_of
+from runtimes import flavour_of
 from utils import sharing_mode
 from utils.errors import UserError
 from utils.fingerprint import Target

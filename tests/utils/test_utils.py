@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from runtimes.targets import flavour_of, local_target
+from runtimes import flavour_of, local_target
 from utils import cli, files, fingerprint, logger, timing
 from utils.config import Config
 from utils.errors import UserError
 from utils.fingerprint import Flavour, Target, has_cuda, resolve_device, slug
-from utils.paths import ROOT, Workspace, model_files
-from utils.safe_names import as_file_name
+from utils.paths import ROOT, Workspace, as_file_name, model_files
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
 

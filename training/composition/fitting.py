@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.dag.dag import build_dag, calculate_latency
+from graph_model.simulation.dag import build_dag, calculate_latency
 from graph_model.simulation.pipeline import PipelineCosts
 from records.dataset_files import read_model_table
 from records.host_pace import usual_probe_us

@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
-from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
-from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
+from graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, pipeline_ms
 from records.copies import CopyTimes, MeasuredCopies, WaitTimes
 from records.kernel_record import Kernel, ModelRecord
 from records.measurement import UNPROFILED

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from graph_model.simulation.tracks import OffGpu, Tracks, node_kind
+from graph_model.simulation.pipeline import OffGpu, Tracks, node_kind
 from records.dataset_files import model_table_path, read_model_table
 from records.host_pace import idle_models
 from records.kernel_costs import is_control_flow

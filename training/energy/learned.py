@@ -18,9 +18,9 @@ from records.kernel_record import Kernel
 from records.operators import operator_row
 from training.composition.intervals import ErrorRange
 from utils import files
+from utils.cli.printing import markdown_table
 from utils.errors import UserError
 from utils.frozen import Frozen
-from utils.markdown import markdown_table
 from utils.timing import ErrorStatistics, error_statistics
 
 EnergyClass = Literal["convolution", "product", "other"]

@@ -20,8 +20,8 @@ from training.kernels.settings import LAUNCHES, TrainingConfig
 from training.kernels.targets import Show
 from training.kernels.training_set import TrainingSet, read_training_set
 from utils import files
+from utils.cli.printing import markdown_table
 from utils.logger import get_logger
-from utils.markdown import markdown_table
 from utils.paths import Workspace
 
 log = get_logger("training")

@@ -27,7 +27,7 @@ from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.lazy import xgboost
-from utils.safe_names import FileName
+from utils.paths import FileName
 
 E = TypeVar("E", bound=Estimator)
 CLASS, FIELDS, ARRAY, BOOSTERS = "!class", "fields", "!array", "!boosters"

@@ -30,8 +30,7 @@ from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, package_version
 from utils.frozen import Frozen
-from utils.paths import SIDECAR
-from utils.safe_names import FileName
+from utils.paths import SIDECAR, FileName
 
 SIDECAR_VERSION = 4
 TRAIN = "python training/train_kernel_model.py"

@@ -15,9 +15,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import PipelineCosts
+from graph_model.simulation.pipeline import PipelineCosts, Tracks
 from graph_model.simulation.sharing import CoRunner, gpu_work_ms, turns_ms
-from graph_model.simulation.tracks import Tracks
 from records.probe_reading import ALWAYS, ProbeReading, ProbeSummary, phases_ms, waiting_from_ms
 from utils import files
 from utils.frozen import Frozen

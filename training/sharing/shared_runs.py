@@ -1,6 +1,10 @@
-"""What a target's sharing is learned from: models next to a background, measured and simulated.
+"""What a target's sharing is learned from: models next to a background, measured and simulated; and a baseline to compare with.
 
 The cost of a switch between two processes is fitted to the models whose background was itself a model in a loop.
+
+The baseline learns from kernels measured under load: their times with the metrics as features, summed, and put into α·Σ+β. Each
+run is predicted by a training without the run's background and without its model's family. Its α and β are fitted to latencies
+of other families next to other backgrounds, and the sums behind those are predicted in the same way.
 """
 
 from __future__ import annotations
@@ -13,17 +17,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
+from graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
 from graph_model.simulation.sharing import CoRunner, shared_runs_ms
-from graph_model.simulation.tracks import Tracks
+from records.dataset_files import kernel_table_path, read_kernel_table
 from records.kernel_record import record_name
 from records.probe_reading import ALWAYS
-from training.composition.fitted import read_composition
-from training.composition.formulas import left_out_costs
+from training.composition.fitted import latency_ms, read_composition
+from training.composition.formulas import fit_line, left_out_costs
 from training.composition.held_out import predict_as_learned
 from training.composition.measured_models import MeasuredTracks, known_times, left_out_groups, measured_models, tracks_of
+from training.kernels.estimators import KernelModel, fit_kernel_model, parallel_map, predict_kernels
 from training.kernels.predictors import ON_GPU, read_predictors
-from training.kernels.training_set import measured_times, read_training_set
+from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from training.sharing.learned import Sharing, TracksAndCosts, busy_share, co_runner_probed, in_a_loop
 from utils import cli
 from utils.errors import UserError
@@ -34,7 +39,9 @@ if TYPE_CHECKING:
     from records.kernel_record import ModelRecord
     from records.measurement import Measurement
     from training.kernels.settings import TrainingConfig
+    from training.sharing.shared_runs import SharedRuns
     from utils.paths import Workspace
+
 
 Floats = npt.NDArray[np.float64]
 SEED = 7
@@ -245,3 +252,64 @@ class Pairs:
 def _next_to_loop(model: Simulated, looped: Simulated, sharing: Sharing) -> Floats:
     """Statistics of a model's latency (ms) while the other one runs in a loop."""
     return model.next_to(in_a_loop(looped.run, model.run, sharing), sharing.slice_ms)
+
+
+BASELINE_LABEL = "run"
+
+
+def measured_under_load(workspace: Workspace, target: str) -> TrainingSet | None:
+    """The kernels of the dataset that have label `run`; None where no kernel was measured next to a background."""
+    if not kernel_table_path(workspace.dataset(target)).exists() or read_kernel_table(workspace, target).empty:
+        return None
+    rows = read_training_set(workspace, target)
+    if BASELINE_LABEL not in rows.times_ms or rows.idle.all():
+        return None
+    return rows.rows(np.isfinite(rows.times_ms[BASELINE_LABEL]))
+
+
+def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[str, ModelRecord],
+              families: Mapping[str, str], config: TrainingConfig) -> Floats:
+    """The mean latency (ms) that the baseline predicts for each run. NaN where it can't: a kernel of the model was not
+    measured, no kernel was measured next to the background, metrics are missing, or nothing is left to learn from.
+
+    Args:
+        rows: see `measured_under_load`.
+        runs: to predict; α and β of each are fitted to the others.
+        records, families: of the models, by the record's name.
+        config: of the training.
+    """
+    measured, backgrounds = set(rows.ids.tolist()), set(rows.backgrounds.tolist())
+    groups = defaultdict[tuple[str, str], list[int]](list)
+    for place, run in enumerate(runs):
+        if (run.background in backgrounds and set(rows.metrics) <= set(run.metrics)
+                and run.model in records and set(records[run.model].kernels) <= measured):
+            groups[run.background, families[run.model]].append(place)
+    sums = np.full(len(runs), np.nan)
+
+    def sums_of(key: tuple[str, str]) -> list[float]:
+        background, family = key
+        kernels_of_family = {name for record in records.values() if families[record.model] == family for name in record.kernels}
+        seen = (rows.backgrounds != background) & ~np.isin(rows.ids, list(kernels_of_family))
+        seen &= np.array([family not in names for names in rows.groups])
+        if not (seen & ~rows.idle).any():
+            return [np.nan] * len(groups[key])
+        model = fit_kernel_model(rows.rows(seen), BASELINE_LABEL, (), config)
+        return [_sum_ms(model, rows, records[runs[place].model], runs[place].metrics) for place in groups[key]]
+
+    keys = sorted(groups)
+    for key, predicted in zip(keys, parallel_map(sums_of, keys, config.workers), strict=True):
+        sums[groups[key]] = predicted
+    means = np.array([run.samples_ms.mean() for run in runs])
+    predicted_ms = np.full(len(runs), np.nan)
+    for (background, family), places in groups.items():
+        others = [place for key in keys if key[0] != background and key[1] != family for place in groups[key]
+                  if np.isfinite(sums[place])]
+        if others:
+            predicted_ms[places] = latency_ms(fit_line(sums[others], means[others]), sums[places], 0.0)
+    return predicted_ms
+
+
+def _sum_ms(model: KernelModel, rows: TrainingSet, record: ModelRecord, metrics: Mapping[str, float]) -> float:
+    """Σ over a model's nodes of their kernels' times (ms) under a load with these metrics."""
+    kernels = [record.kernel_of(node) for node in record.nodes]
+    return float(predict_kernels(model, kernels, rows.schema.matrix(kernels), [metrics[name] for name in rows.metrics]).sum())

@@ -1,4 +1,4 @@
-"""Prints results: tables, JSON and progress."""
+"""Prints results: tables, JSON and progress; and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -144,3 +144,14 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
             eta = f", {(now - began) / done * (total - done):.0f} s left" if total else ""
             log.info("%s: %d%s%s", description, done, f" of {total}" if total else "", eta)
         yield item
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table in Markdown, with the columns of the first row. Floats have one decimal; what is not known is a dash."""
+    columns = list(rows[0]) if rows else []
+    lines = [columns, ["---"] * len(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Matrix products and recurrent layers of free shapes."""
+"""Convolutions and pools, matrix products, and recurrent layers of free shapes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,173 @@ from kernel_model.sampling.free_shapes.sizes import (
     ABSENT,
     CONTRIB,
     HEADS,
+    SIDES,
     TOKENS,
     Generator,
     Sizes,
     as_float32,
     channels,
+    channels_at,
     kernel,
     log_uniform,
     pick,
+    side,
     tensor,
     tokens,
 )
 from records.kernel_record import Kernel
+
+WINDOWS, WINDOW_WEIGHTS = ((1, 1), (3, 3), (5, 5), (7, 7), (1, 7), (7, 1), (1, 3), (3, 1), (2, 2), (11, 11)), (
+    0.38, 0.42, 0.06, 0.04, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01)
+GROUP_WIDTHS = (2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 168, 232, 264)
+FRAMES = (1, 2, 4, 8, 16, 32)
+VIDEO_WINDOWS = ((1, 1, 1), (3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 7, 7), (7, 7, 7), (3, 7, 7), (2, 2, 2), (5, 1, 1))
+
+
+def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Dense, depthwise, grouped, the first of a network, or one that cuts an image into patches; mostly with a bias."""
+    kind = generator.choice(["dense", "depthwise", "grouped", "first", "patches"], p=[0.51, 0.17, 0.2, 0.05, 0.07])
+    height = width = side(generator)
+    if generator.random() < 0.1:
+        width = side(generator)
+    window = [int(size) for size in WINDOWS[int(generator.choice(len(WINDOWS), p=WINDOW_WEIGHTS))]]
+    stride = int(generator.choice([1, 2], p=[0.8, 0.2]))
+    cin, cout, group = channels_at(height, generator), channels_at(height // stride, generator), 1
+    if kind == "depthwise":
+        cin = cout = group = channels_at(height, generator)
+        window = [int(generator.choice([3, 5, 7], p=[0.5, 0.25, 0.25]))] * 2
+    elif kind == "grouped":
+        wide = pick(GROUP_WIDTHS, generator)
+        group = max(2, round(channels_at(height // stride, generator) / wide))
+        cin = cout = wide * group
+        window = [int(generator.choice([1, 3, 5], p=[0.05, 0.9, 0.05]))] * 2
+    elif kind == "first":
+        cin, cout = 3, channels(generator, 8, 128)
+        height = width = pick([size for size in SIDES if size >= 96], generator)
+        window = [int(generator.choice([3, 4, 7, 11], p=[0.4, 0.15, 0.35, 0.1]))] * 2
+        stride = int(generator.choice([1, 2, 4], p=[0.2, 0.55, 0.25]))
+    elif kind == "patches":
+        patch = pick([2, 4, 8, 14, 16, 32], generator)
+        cells = int(generator.integers(2, 25)) if patch > 2 else side(generator) // 2 + 1
+        height = width = patch * cells
+        if patch == 2 or (patch < 14 and generator.random() < 0.5):  # within a network: attention to fewer pixels
+            cin, cout = channels_at(height, generator), channels_at(cells, generator)
+        else:
+            cin, cout = 3, channels(generator, 32, 1280)
+        window, stride = [patch, patch], patch
+    pads = [0, 0] if kind == "patches" or generator.random() < 0.06 else [size // 2 for size in window]
+    out = [max((size + 2 * pad - k) // stride + 1, 0) for size, pad, k in zip((height, width), pads, window, strict=True)]
+    inputs = [tensor(dtype, batch, cin, height, width), tensor(dtype, cout, cin // group, *window, constant=True)]
+    if generator.random() < 0.85:
+        inputs.append(tensor(dtype, cout, constant=True))
+    return kernel("Conv", inputs, [(batch, cout, *out)], kernel_shape=window, strides=[stride] * 2, pads=[*pads, *pads],
+                  dilations=[1, 1], group=group, auto_pad="NOTSET")
+
+
+def signal_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Of a signal: dense, dilated, depthwise, the first of a network, or over tokens; grouped ones also instead of products, or
+    as wide as a position embedding."""
+    length = round(log_uniform(16, 16384, generator))
+    kind = generator.choice(["dense", "dilated", "depthwise", "grouped", "first"], p=[0.3, 0.1, 0.28, 0.22, 0.1])
+    wide = channels_at(max(int(length ** 0.5), 2), generator)
+    k, stride, dilation, cin, cout, group = pick([1, 3, 5, 7, 9], generator), pick([1, 1, 1, 2], generator), 1, wide, wide, 1
+    if kind == "dense":
+        cout = channels(generator, 16, 2048)
+    elif kind == "dilated":
+        k, stride, dilation = 3, 1, pick([2, 4, 8, 16, 32, 64, 128], generator)
+    elif kind == "depthwise":
+        k, group = pick([3, 4, 7, 9, 15, 31, 31, 51], generator), wide
+    elif kind == "grouped":
+        group, k, stride = pick([2, 4, 8, 16, 32], generator), pick([1, 1, 1, 3, 5, 9, 31, 128], generator), 1
+        cin = group * max(channels(generator, 64, 3072) // group, 1)
+        cout = pick([cin, cin, 4 * cin, group * max(cin // (4 * group), 1)], generator) if k == 1 else cin
+        length = min(length, 4096)
+    else:
+        cin, cout, k, stride = pick([1, 80], generator), channels(generator, 16, 512), pick([3, 10, 11, 25], generator), pick(
+            [1, 2, 5], generator)
+        length *= stride
+    pad = dilation * (k - 1) // 2
+    out = (length + 2 * pad - dilation * (k - 1) - 1) // stride + 1
+    inputs = [tensor(dtype, batch, cin, length), tensor(dtype, cout, cin // group, k, constant=True)]
+    if generator.random() < 0.85:
+        inputs.append(tensor(dtype, cout, constant=True))
+    return kernel("Conv", inputs, [(batch, cout, max(out, 0))], kernel_shape=[k], strides=[stride], pads=[pad, pad],
+                  dilations=[dilation], group=group, auto_pad="NOTSET")
+
+
+def video_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Of a video or a volume: dense, depthwise, or the first of a network."""
+    near, frames = min(side(generator), 128), pick(FRAMES, generator)
+    if generator.random() < 0.25:
+        frames = near  # a volume
+    window, strides = list(VIDEO_WINDOWS[int(generator.choice(len(VIDEO_WINDOWS), p=(
+        0.28, 0.25, 0.16, 0.1, 0.05, 0.03, 0.05, 0.05, 0.03)))]), [1, 1, 1]
+    cin, cout, group = min(channels_at(near, generator), 1024), min(channels_at(near, generator), 1024), 1
+    if generator.random() < 0.12:
+        cin = pick([1, 3], generator)
+    elif generator.random() < 0.12:
+        cin = cout = group = cout
+        window = [3, 3, 3]
+    if generator.random() < 0.25 or window == [2, 2, 2]:
+        strides = [pick([1, 2], generator), 2, 2]
+    pads = [0, 0, 0] if window == [2, 2, 2] else [size // 2 for size in window]
+    out = [max((size + 2 * pad - k) // stride + 1, 0)
+           for size, pad, k, stride in zip((frames, near, near), pads, window, strides, strict=True)]
+    inputs = [tensor(dtype, batch, cin, frames, near, near), tensor(dtype, cout, cin // group, *window, constant=True)]
+    if generator.random() < 0.85:
+        inputs.append(tensor(dtype, cout, constant=True))
+    return kernel("Conv", inputs, [(batch, cout, *out)], kernel_shape=window, strides=strides, pads=[*pads, *pads],
+                  dilations=[1, 1, 1], group=group, auto_pad="NOTSET")
+
+
+def transposed_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """One that makes an image or a signal larger."""
+    rank = int(generator.choice([1, 2, 3], p=[0.12, 0.76, 0.12]))
+    near = min(side(generator), 160) if rank > 1 else round(log_uniform(16, 4096, generator))
+    k, stride, pad = [(2, 2, 0), (4, 4, 0), (4, 2, 1), (3, 2, 1), (3, 1, 1), (16, 8, 4)][int(generator.choice(
+        6, p=[0.36, 0.14, 0.2, 0.12, 0.08, 0.1]))]
+    if rank == 3:
+        near, k, stride, pad = min(near, 48), 2, 2, 0
+    more = stride - 1 if k == 3 else 0  # to exactly `stride` times as large
+    cin = channels_at(near, generator)
+    cout = max(8, cin // pick([1, 2, 2, 4, 8], generator))
+    out = (near - 1) * stride + k - 2 * pad + more
+    inputs = [tensor(dtype, batch, cin, *[near] * rank), tensor(dtype, cin, cout, *[k] * rank, constant=True)]
+    if generator.random() < 0.85:
+        inputs.append(tensor(dtype, cout, constant=True))
+    return kernel("ConvTranspose", inputs, [(batch, cout, *[out] * rank)], kernel_shape=[k] * rank, strides=[stride] * rank,
+                  pads=[pad] * 2 * rank, output_padding=[more] * rank, dilations=[1] * rank, group=1, auto_pad="NOTSET")
+
+
+def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The largest or the mean of a window of an image, a signal or a video."""
+    rank = int(generator.choice([1, 2, 3], p=[0.12, 0.7, 0.18]))
+    near, k = side(generator), pick([2, 3], generator)
+    wide, sizes = channels_at(near, generator), [near] * rank
+    if rank == 3:
+        near = min(near, 112)
+        sizes = [pick(FRAMES, generator), near, near]
+    elif rank == 1:
+        sizes = [near * near]
+    window = [k] * rank if rank < 3 or generator.random() < 0.6 else [1, k, k]
+    pad, stride = (1 if k == 3 and generator.random() < 0.5 else 0), pick([1, 2], generator)
+    strides = [stride if size > 1 else 1 for size in window]
+    pads = [pad if size > 1 else 0 for size in window]
+    out = [max((size + 2 * p - w) // s + 1, 0) for size, p, w, s in zip(sizes, pads, window, strides, strict=True)]
+    op = str(generator.choice(["MaxPool", "AveragePool"]))
+    more = {"count_include_pad": 1} if op == "AveragePool" else {"storage_order": 0, "dilations": [1] * rank}
+    return kernel(op, [tensor(dtype, batch, wide, *sizes)], [(batch, wide, *out)], kernel_shape=window,
+                  strides=strides, pads=[*pads, *pads], ceil_mode=0, auto_pad="NOTSET", **more)
+
+
+def global_pool(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The mean or the largest of a whole image."""
+    near = side(generator)
+    wide = channels_at(near, generator)
+    sizes = (near, near) if generator.random() < 0.8 else (pick(FRAMES, generator), near, near)
+    return kernel(str(generator.choice(["GlobalAveragePool", "GlobalMaxPool"])), [tensor(dtype, batch, wide, *sizes)],
+                  [(batch, wide, *[1] * len(sizes))])
+
 
 ROWS = (16, 49, 50, 64, 144, 196, 197, 256, 784, 3136)  # tokens of an image, or pixels
 LONG = (1125, 1569, 2048, 3136, 4096, 6272)  # tokens of a video, a large image, a long text

@@ -10,14 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kernel_model.sampling.free_shapes import (
-    convolutions,
-    elementwise,
-    gathers,
-    movement,
-    products,
-    reductions,
-)
+from kernel_model.sampling.free_shapes import elementwise, movement, products, reductions
 from kernel_model.sampling.free_shapes.sizes import Generator
 from records.kernel_record import Kernel
 
@@ -26,16 +19,16 @@ SEEDED = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "C
 Draw = Callable[[str, int, Generator], Kernel]
 # Convolutions are drawn most often: their times follow their shapes least simply.
 DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
-    (convolutions.convolution, 100), (convolutions.signal_convolution, 50), (convolutions.video_convolution, 40),
-    (convolutions.transposed_convolution, 22), (convolutions.pool, 20), (convolutions.global_pool, 14),
+    (products.convolution, 100), (products.signal_convolution, 50), (products.video_convolution, 40),
+    (products.transposed_convolution, 22), (products.pool, 20), (products.global_pool, 14),
     (products.gemm, 30), (products.layer_product, 44), (products.batched_product, 44), (products.attention_sum, 4),
     (products.sum_of_products, 22),
     (reductions.layer_norm, 62), (reductions.instance_norm, 22), (reductions.batch_norm, 14),
     (reductions.softmax, 40), (reductions.biased_softmax, 18),
     (reductions.mean, 6), (reductions.norm, 4), (reductions.reduction, 80), (reductions.largest_place, 22),
     (reductions.running_sum, 20), (reductions.largest, 30),
-    (gathers.embedding, 16), (gathers.taken, 20), (gathers.taken_elements, 18), (gathers.taken_slices, 18),
-    (gathers.put_slices, 22), (gathers.put_elements, 22), (gathers.resize, 24), (gathers.sampled_image, 8),
+    (movement.embedding, 16), (movement.taken, 20), (movement.taken_elements, 18), (movement.taken_slices, 18),
+    (movement.put_slices, 22), (movement.put_elements, 22), (movement.resize, 24), (movement.sampled_image, 8),
     (movement.transpose, 14), (movement.any_order, 36), (movement.join, 6), (movement.join_any, 20), (movement.cut, 5),
     (movement.cut_any, 22), (movement.part, 22), (movement.pad, 5), (movement.pad_any, 20), (movement.repeat, 26),
     (movement.blocks, 20), (movement.triangle, 12),

@@ -21,7 +21,7 @@ from records.kernel_types import describe_kernel
 from records.operators import operator_row
 from runtimes.ort.graph.nodes import ParsedNode
 from runtimes.ort.graph.parsing import ParsedGraph, parse_graph
-from utils.safe_names import as_file_name
+from utils.paths import as_file_name
 
 if TYPE_CHECKING:
     import onnx

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from records.kernel_record import GuessedRuns, KernelInput, Tensor
+from runtimes import flavour_of
 from runtimes.ort.cuda.placement import assign_providers
 from runtimes.ort.cuda.reduced_precision import as_single, holds_reduced, restore_types
 from runtimes.ort.cuda.rewrites import cover_pools, cuda_optimizers, rewrite_for_cuda, runs_on_whole_numbers, uncover_pools
@@ -19,7 +20,6 @@ from runtimes.ort.graph.nodes import ParsedNode, name_nodes
 from runtimes.ort.graph.open_shapes import Body, InferredTensors, Shape, Values
 from runtimes.ort.graph.source import Source, open_dims, read_source, tensor_of_size
 from runtimes.ort.graph.tensor_shapes import infer_tensors, shapes_of_any_size
-from runtimes.targets import flavour_of
 from utils.errors import UserError
 from utils.fingerprint import Flavour, graph_device, has_cuda
 from utils.lazy import onnx

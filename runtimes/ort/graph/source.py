@@ -19,7 +19,7 @@ from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, check_plain_file, external_files, read_whole_model
 from utils.ort_sessions import model_errors
-from utils.safe_names import as_file_name
+from utils.paths import as_file_name
 
 log = get_logger("parser")
 OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names

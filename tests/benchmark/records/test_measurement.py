@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import small_model
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.blocks import Block
 from records.measurement import Measurement
 from runtimes.ort.building.kernel_models import kernel_build

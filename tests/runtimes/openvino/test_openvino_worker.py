@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 
-from measuring.bench import Effort
+from measuring.run_times import Effort
 from records.measurement import Measurement
 from runtimes.openvino.kernels import build_kernel
 from runtimes.openvino.package import compile_model

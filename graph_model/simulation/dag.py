@@ -12,8 +12,7 @@ from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.lazy import networkx as nx
-from utils.paths import Workspace
-from utils.safe_names import FileName
+from utils.paths import FileName, Workspace
 
 DAG_VERSION = 1
 

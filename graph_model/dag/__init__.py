@@ -1,1 +1,0 @@
-"""A model's graph of kernels and its longest path."""

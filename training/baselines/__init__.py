@@ -1,1 +1,0 @@
-"""What the predictors are compared with."""
