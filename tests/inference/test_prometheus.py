@@ -291,17 +291,18 @@ def test_an_exporter_that_was_replaced(port: int, exporters: dict[str, Exporter]
 def test_servers_that_are_no_prometheus(port: int) -> None:
     recorder = Recorder(port, TOKEN)
     settings = config(port, "GPU-live", url=recorder.url)
-    for answer, message in (((200, "<html>{seen}</html>"), "no JSON came back"), ((200, "[1]"), "no Prometheus answer"),
-                            ((200, '{"status": "success", "data": {"resultType": "streams", "result": []}}'), "with a streams"),
-                            ((404, "not found"), "HTTP 404: no JSON"), ((302, ""), "HTTP 302: it sends elsewhere"),
-                            ((503, "Service Unavailable"), "HTTP 503: it is not ready"),
-                            ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {}, "values": [[1, "x"]]}]}}'),
-                             "the answer holds a series that no Prometheus sends"),
-                         ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {"__name__": "a"}, "values": []}]}}'),
-                          "the answer holds a series that no Prometheus sends"),
-                            ((200, '{"data": {"resultType": "matrix", "result": ["a"]}}'), "a series that no Prometheus sends"),
-                            ((422, '{"status": "error", "errorType": "execution", "error": "too many samples"}'),
-                             "too many samples")):
+    for answer, message in (
+            ((200, "<html>{seen}</html>"), "no JSON came back"), ((200, "[1]"), "no Prometheus answer"),
+            ((200, '{"status": "success", "data": {"resultType": "streams", "result": []}}'), "with a streams"),
+            ((404, "not found"), "HTTP 404: no JSON"), ((302, ""), "HTTP 302: it sends elsewhere"),
+            ((503, "Service Unavailable"), "HTTP 503: it is not ready"),
+            ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {}, "values": [[1, "x"]]}]}}'),
+             "the answer holds a series that no Prometheus sends"),
+            ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {"__name__": "a"}, "values": []}]}}'),
+             "the answer holds a series that no Prometheus sends"),
+            ((200, '{"data": {"resultType": "matrix", "result": ["a"]}}'), "a series that no Prometheus sends"),
+            ((422, '{"status": "error", "errorType": "execution", "error": "too many samples"}'),
+             "too many samples")):
         recorder.answer = answer
         assert message in refusal(settings)
     recorder.close()
