@@ -45,7 +45,7 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
     measured, no kernel was measured next to the background, metrics are missing, or nothing is left to learn from.
 
     Args:
-        rows: see `measured_under_load`.
+        rows: kernels with label `run`, idle and next to backgrounds.
         runs: to predict; α and β of each are fitted to the others.
         records, families: of the models, by the record's name.
         config: of the training.

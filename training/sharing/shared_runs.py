@@ -209,7 +209,7 @@ class Pairs:
             runs: all runs.
             measured: their statistics, shape (runs, 3).
             models, families: by the record's name.
-            looped: see `looped_models`.
+            looped: the record's name of each background that is a model in a loop, by the background's name.
             learned: for each run, what was learned of sharing without its background and its family.
         """
         self.cases = [place for place, run in enumerate(runs) if run.background in looped and run.level > ALWAYS]
