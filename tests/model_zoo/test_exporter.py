@@ -253,7 +253,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of its parent to a process")
 def test_the_exporting_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     """Also in the middle of an export, and when the parent is killed."""
     script = ("import sys; from model_zoo.exporting.export_process import ExportProcess; from utils.paths import Workspace; "

@@ -93,16 +93,16 @@ def test_cards_differ_little(shipped_energy: Workspace) -> None:
 def test_predictions_from_before_the_measurements(shipped_energy: Workspace) -> None:
     """The blind test of docs/energy.md: the first measurement of each model counts."""
     measured = pd.read_csv(model_table_path(shipped_energy.dataset(TARGET))).drop_duplicates("Model").set_index("Model")
-    both = pd.read_csv(PREDICTED_FIRST).set_index("model").join(
+    table = pd.read_csv(PREDICTED_FIRST).set_index("model").join(
         measured[["energy_j", "power_w"]].rename(columns={"energy_j": "measured_j"}))
-    assert len(both) == 28
-    both = both.dropna(subset="measured_j")
-    assert len(both) == 22
-    errors = (both["energy_j"] / both["measured_j"] - 1.0).abs()
-    by_gpu = both["power_w"] > 242.0
+    assert len(table) == 28
+    table = table.dropna(subset="measured_j")
+    assert len(table) == 22
+    errors = (table["energy_j"] / table["measured_j"] - 1.0).abs()
+    by_gpu = table["power_w"] > 242.0
     assert (errors.mean(), errors.median()) == pytest.approx((0.058, 0.030), abs=0.001)
     assert (errors[by_gpu].mean(), errors[~by_gpu].mean()) == pytest.approx((0.038, 0.093), abs=0.001)
-    assert both["measured_j"].between(both["low_j"], both["high_j"]).sum() == 20
+    assert table["measured_j"].between(table["low_j"], table["high_j"]).sum() == 20
 
 
 def test_families_left_out_are_within_the_bar(learned: EnergyModel) -> None:

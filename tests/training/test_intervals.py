@@ -130,9 +130,9 @@ def test_cases_of_held_out_models(workspace: Workspace) -> None:
     models[-1] = replace(models[-1], off_gpu=NodesOffGpu(ones > 0, ones, ones, OffGpu(ones, ones > 1)))
     times = {record.model: dict.fromkeys(record.kernels, 0.04) for record in records}
     groups = [model.group for model in models]
-    known = {name: {GPU_LABEL: 0.04, LAUNCHES: 1.0} for name in rows.ids}
+    times_of_rows = {name: {GPU_LABEL: 0.04, LAUNCHES: 1.0} for name in rows.ids}
     held_out = HeldOut("family", models, groups, replace(rows, times_ms={GPU_LABEL: rows.times_ms["run"]}),
-                       folds_of(rows, models, groups, "family", 3), known,
+                       folds_of(rows, models, groups, "family", 3), times_of_rows,
                        {GPU_LABEL: times, LAUNCHES: {model: dict.fromkeys(names, 1.0) for model, names in times.items()}})
     predicted, measured = held_out.cases("predicted"), held_out.cases("measured")
     assert [case.family for case in predicted] == groups[:-1]

@@ -75,9 +75,9 @@ def test_the_curve_falls(workspace: Workspace) -> None:
     table = curve(workspace, "--sizes", "10,55,100000", "--order", "random", "--order", "useful", "--repeats", "2")
     assert [(row["kernels"], row["order"], row["start_from"]) for row in table] == [
         (10, "random", "nothing"), (10, "useful", "nothing"), (55, "random", "nothing"), (55, "useful", "nothing")]
-    for few, many in zip(table[:2], table[2:], strict=True):
-        assert many["MAPE_%"] < few["MAPE_%"]
-        assert many["tested"] == few["tested"] > 10
+    for smaller, larger in zip(table[:2], table[2:], strict=True):
+        assert larger["MAPE_%"] < smaller["MAPE_%"]
+        assert larger["tested"] == smaller["tested"] > 10
 
 
 def test_training_may_start_from_another_target(workspace: Workspace) -> None:

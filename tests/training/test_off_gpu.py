@@ -255,11 +255,11 @@ def test_a_model_is_judged_with_kernels_learned_without_its_family(with_host: Wo
 
 def test_boxes_are_selected_one_after_another() -> None:
     """Times of an H200 in a detector: 20,000 boxes, of which 5,295 or 10,610 are kept."""
-    def selection(kept: int) -> Kernel:
+    def selection(boxes: int) -> Kernel:
         inputs = [KernelInput(dtype="float32", shape=(1, 20000, 4)), KernelInput(dtype="float32", shape=(1, 1, 20000))]
-        return describe_kernel("NonMaxSuppression", "", 11, {}, inputs, [Tensor(dtype="int64", shape=(kept, 3))])
+        return describe_kernel("NonMaxSuppression", "", 11, {}, inputs, [Tensor(dtype="int64", shape=(boxes, 3))])
 
-    assert [selection_ms(selection(kept)) for kept in (5295, 10610)] == pytest.approx([4.7, 7.39], rel=0.06)
+    assert [selection_ms(selection(boxes)) for boxes in (5295, 10610)] == pytest.approx([4.7, 7.39], rel=0.06)
     assert selects_boxes(selection(5))
     assert not selects_boxes(describe_kernel("Relu", "", 11, {}, [KernelInput(dtype="float32", shape=(4,))],
                                              [Tensor(dtype="float32", shape=(4,))]))

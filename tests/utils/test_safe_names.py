@@ -119,7 +119,7 @@ def test_names_in_models_become_file_names(tmp_path: Path) -> None:
 # weights in other files --------------------------------------------------------------------------------------------------
 
 def with_weights_in(folder: Path, location: str, inside: str = "initializer") -> Path:
-    """y = x + w, where w lies in `location`: as an initializer, or in a Constant within a branch of an If."""
+    """y = x + w, where w is in `location`: as an initializer, or in a Constant within a branch of an If."""
     weight = numpy_helper.from_array(np.ones(256, dtype=np.float32), "w")
     weight.ClearField("raw_data")
     weight.data_location = TensorProto.EXTERNAL
