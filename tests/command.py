@@ -1,7 +1,7 @@
 """Runs a script as its command line does, but in this process.
 
-A process of its own takes half a second to a second longer, most of it for imports. Every script still runs in a process in the
-README's test; so do tests of signals, of crashes, and of what a process imports.
+A separate process takes half a second to a second longer, mostly for imports. The README's test still runs every script in its
+own process, and so do tests of signals, of crashes, and of what a process imports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from utils.paths import ROOT
 
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
-    """Gives the process its log and its garbage collection back after a script has set up its own."""
+    """Restores the log and the garbage collection of this process after a script has set up its own."""
     log, threshold = logging.getLogger("hase"), gc.get_threshold()
     level, propagate, handlers = log.level, log.propagate, list(log.handlers)
     log.handlers.clear()
@@ -59,7 +59,7 @@ def run_script(script: str, *options: str | Path) -> subprocess.CompletedProcess
 
 
 def printed(script: str, *options: str | Path) -> str:
-    """What a script that ends well prints on stdout."""
+    """What a script prints on stdout; fails unless it ends well."""
     done = run_script(script, *options)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,7 +1,7 @@
-"""Damages what Hase reads, seeded, and looks at what Hase makes of it: an error in the user's words or an answer, never a
-traceback, a crash, a hang, or gigabytes.
+"""Damages what Hase reads, by a seed. Hase must answer or report an error to the user, without a traceback, a crash, a hang, or
+gigabytes of memory.
 
-The tests run a short form. By hand, in a workspace of small models that is made first:
+The tests run a short form. The command makes a workspace of small models first:
 
     python -m tests.fuzzing --models 200 --files 30 --seed 1
 """
@@ -37,7 +37,7 @@ ODD_VALUES: tuple[Any, ...] = (None, "", "x", "../../x", "\ud800", "a\0b", [], {
 # models ------------------------------------------------------------------------------------------------------------------
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
-    """A few bits turned."""
+    """The bytes with a few bits flipped."""
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 8, 64])):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
@@ -93,17 +93,18 @@ def missing_weight(model: onnx.ModelProto, rng: random.Random) -> None:
 def odd_attribute(model: onnx.ModelProto, rng: random.Random) -> None:
     node = rng.choice(model.graph.node)
     odd = rng.choice([[0, 0], [-1, -1], [2**62] * 2, [2**31 - 1] * 2, 1.5, "x", 2**62, -1])
-    name = rng.choice([one.name for one in node.attribute] + ["pads", "strides", "kernel_shape", "group", "dilations", "axis"])
-    for one in [one for one in node.attribute if one.name == name]:
-        node.attribute.remove(one)
+    name = rng.choice([attribute.name for attribute in node.attribute] + [
+        "pads", "strides", "kernel_shape", "group", "dilations", "axis"])
+    for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
+        node.attribute.remove(attribute)
     node.attribute.append(helper.make_attribute(name, odd))
 
 
 def same_names(model: onnx.ModelProto, rng: random.Random) -> None:
-    one, other = rng.sample(range(len(model.graph.node)), 2)
-    model.graph.node[one].name = model.graph.node[other].name
+    node, namesake = rng.sample(list(model.graph.node), 2)
+    node.name = namesake.name
     if rng.random() < 0.5:
-        model.graph.node[one].output[0] = model.graph.node[other].output[0]
+        node.output[0] = namesake.output[0]
 
 
 def odd_opset(model: onnx.ModelProto, rng: random.Random) -> None:
@@ -153,7 +154,7 @@ EDITS: tuple[Edit, ...] = (odd_dimension, odd_weight_shape, another_type, cycle,
 
 
 def damaged_model(data: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """What was done, and the bytes: of the file, or through protobuf one to three fields."""
+    """The damage by name, and the damaged bytes: bytes of the file changed, or one to three fields by way of protobuf."""
     kind = rng.random()
     if kind < 0.25:
         return "flipped", flipped(data, rng)
@@ -164,7 +165,7 @@ def damaged_model(data: bytes, rng: random.Random) -> tuple[str, bytes]:
     for edit in rng.sample(EDITS, rng.choice([1, 1, 2, 3])):
         try:
             edit(model, rng)
-        except (ValueError, IndexError, TypeError):  # nothing left to damage so, or no such value in protobuf
+        except (ValueError, IndexError, TypeError):  # nothing left to damage in this way, or no such value in protobuf
             continue
         done.append(edit.__name__)
     return "+".join(done), model.SerializeToString()
@@ -189,30 +190,30 @@ def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
     parent = document
     for step in path[:-1]:
         parent = parent[step]
-    what = rng.choice(["odd number", "odd number", "near", "odd value", "missing", "more", "deep", "whole"])
-    if what == "whole" or not path:
+    damage = rng.choice(["odd number", "odd number", "near", "odd value", "missing", "more", "deep", "whole"])
+    if damage == "whole" or not path:
         return "whole", rng.choice([[], {}, None, 1, "x", [document]])
-    if what == "missing":
+    if damage == "missing":
         del parent[path[-1]]
-    elif what == "more":
+    elif damage == "more":
         if isinstance(parent, dict):
             parent["unknown"] = 1
         else:
             parent.append(parent[-1])
-    elif what == "near" and isinstance(parent[path[-1]], (int, float)) and not isinstance(parent[path[-1]], bool):
+    elif damage == "near" and isinstance(parent[path[-1]], (int, float)) and not isinstance(parent[path[-1]], bool):
         parent[path[-1]] = parent[path[-1]] * 2 + 1
-    elif what == "deep":
+    elif damage == "deep":
         nested: Any = 1
         for _ in range(rng.choice([10, 400])):
             nested = [nested]
         parent[path[-1]] = nested
     else:
-        parent[path[-1]] = rng.choice(ODD_NUMBERS if "number" in what or what == "near" else ODD_VALUES)
-    return f"{what} at {'.'.join(map(str, path))[:60]}", document
+        parent[path[-1]] = rng.choice(ODD_NUMBERS if "number" in damage or damage == "near" else ODD_VALUES)
+    return f"{damage} at {'.'.join(map(str, path))[:60]}", document
 
 
 def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """What was done to a file's content, and the bytes, by the file's kind."""
+    """The damage by name, and the damaged bytes, by the kind of the file."""
     kind = rng.random()
     if kind < 0.2 or path.suffix in (".xz", ".gz", ".npz"):
         return "flipped", flipped(data, rng)
@@ -231,20 +232,20 @@ def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, byte
     if path.suffix == ".jsonl":
         lines = data.decode().splitlines()
         number = rng.randrange(len(lines))
-        what, document = damaged_document(json.loads(lines[number]), rng)
+        damage, document = damaged_document(json.loads(lines[number]), rng)
         lines[number] = json.dumps(document)
-        return f"line {number + 1}: {what}", "\n".join([*lines, ""]).encode()
+        return f"line {number + 1}: {damage}", "\n".join([*lines, ""]).encode()
     if path.suffix == ".yaml":
         import yaml
 
-        what, document = damaged_document(yaml.safe_load(data), rng)
-        return what, json.dumps(document).encode()  # which is YAML too
-    what, document = damaged_document(json.loads(data), rng)
-    return what, json.dumps(document).encode()
+        damage, document = damaged_document(yaml.safe_load(data), rng)
+        return damage, json.dumps(document).encode()  # JSON is YAML too
+    damage, document = damaged_document(json.loads(data), rng)
+    return damage, json.dumps(document).encode()
 
 
 def commands(path: Path, root: Path, target: str) -> list[str]:
-    """What reads a file of the workspace at `root`, as lines of Python in which `answers` gathers what must not change."""
+    """Lines of Python that read a file of the workspace at `root`; `answers` gathers what must not change."""
     place = path.relative_to(root).as_posix()
     quoted = repr(str(path))
     predicting = f"answers.append(predict('anet_c16.onnx', target={target!r}, workspace=workspace).latency_ms)"
@@ -287,28 +288,28 @@ from runtimes import flavour_of
 
 
 def serve(root: Path) -> None:
-    """Runs a line of Python after another and tells what came of each, as the command line would."""
+    """Runs lines of Python from stdin, one after another, and prints the outcome of each as JSON."""
     from utils import cli
     from utils.errors import UserError
     from utils.paths import Workspace
 
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    known: dict[str, Any] = {"workspace": Workspace(root)}
-    exec(NAMES, known)
+    names: dict[str, Any] = {"workspace": Workspace(root)}
+    exec(NAMES, names)
     for line in sys.stdin:
         Path("/proc/self/clear_refs").write_text("5")  # the peak so far does not count
         answers: list[float] = []
-        known["answers"] = answers
+        names["answers"] = answers
         reply: dict[str, Any] = {"what": "answer"}
         try:
-            exec(json.loads(line), known)
+            exec(json.loads(line), names)
         except UserError as error:
-            reply = {"what": "error", "said": str(error)}
+            reply = {"what": "error", "message": str(error)}
         except OSError as error:
-            reply = {"what": "error" if error.errno in cli.OS_ERROR_ADVICE else "traceback", "said": traceback.format_exc()}
-        except BaseException:  # noqa: BLE001 - whatever escapes is what is looked for
-            reply = {"what": "traceback", "said": traceback.format_exc()}
+            reply = {"what": "error" if error.errno in cli.OS_ERROR_ADVICE else "traceback", "message": traceback.format_exc()}
+        except BaseException:  # noqa: BLE001 - this looks for whatever escapes
+            reply = {"what": "traceback", "message": traceback.format_exc()}
         status = Path("/proc/self/status").read_text()
         peak = float(status.partition("VmHWM:")[2].split()[0]) / 1024
         print(json.dumps(reply | {"answers": answers, "peak_mib": peak}), file=sys.__stdout__, flush=True)
@@ -316,11 +317,11 @@ def serve(root: Path) -> None:
 
 @dataclass
 class Outcome:
-    """What came of a damaged file: `answer`, `error`, or a fault: `traceback`, `crash`, `hang`, `memory`, `another answer`."""
+    """The outcome of a damage: `answer`, `error`, or a fault: `traceback`, `crash`, `hang`, `memory`, `another answer`."""
 
     what: str
     damage: str
-    said: str = ""
+    message: str = ""
     answers: tuple[float, ...] = ()
     seconds: float = 0.0
     peak_mib: float = 0.0
@@ -331,7 +332,7 @@ class Outcome:
 
 
 class Reader:
-    """A process that reads; another one follows where it ends."""
+    """A process that reads; a new one is started where it ends."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -365,16 +366,16 @@ class Reader:
             what = "memory"
             self.close()
         if what == "answer" and wanted is not None and not all(
-                math.isclose(one, other, rel_tol=1e-9) for one, other in zip(reply["answers"], wanted, strict=True)):
+                math.isclose(value, right, rel_tol=1e-9) for value, right in zip(reply["answers"], wanted, strict=True)):
             what = "another answer"
-        return Outcome(what, damage, reply.get("said", ""), tuple(reply["answers"]), seconds, reply["peak_mib"])
+        return Outcome(what, damage, reply.get("message", ""), tuple(reply["answers"]), seconds, reply["peak_mib"])
 
     def answers(self, line: str) -> list[float]:
-        """What an undamaged file gives."""
-        found = self.read(line, "none")
-        if found.what != "answer":
-            raise RuntimeError(f"{line}: {found.said}")
-        return list(found.answers)
+        """The answers for an undamaged file."""
+        outcome = self.read(line, "none")
+        if outcome.what != "answer":
+            raise RuntimeError(f"{line}: {outcome.message}")
+        return list(outcome.answers)
 
     def close(self) -> None:
         if self.process is not None:
@@ -395,12 +396,12 @@ def fuzz_models(root: Path, target: str, models: list[Path], count: int, seed: i
         path = place / f"m{number}.onnx"
         path.write_bytes(data)
         line = f"answers.append(predict({str(path)!r}, target={target!r}, workspace=workspace, force=True).latency_ms)"
-        found = reader.read(line, f"{number}: {model.name}: {damage}")
-        if found.what == "answer" and not all(0.0 <= one < math.inf for one in found.answers):
-            found.what = "another answer"
-        if not found.fault:
+        outcome = reader.read(line, f"{number}: {model.name}: {damage}")
+        if outcome.what == "answer" and not all(0.0 <= latency_ms < math.inf for latency_ms in outcome.answers):
+            outcome.what = "another answer"
+        if not outcome.fault:
             path.unlink()
-        yield found
+        yield outcome
     reader.close()
 
 
@@ -418,8 +419,7 @@ def fuzz_files(root: Path, target: str, paths: list[Path], count: int, seed: int
                     continue
                 path.write_bytes(changed)
                 for line in lines:
-                    found = reader.read(line, f"{path.relative_to(root)}: {damage}: {line[:40]}", wanted.get(line))
-                    yield found
+                    yield reader.read(line, f"{path.relative_to(root)}: {damage}: {line[:40]}", wanted.get(line))
         finally:
             path.write_bytes(data)
     reader.close()
@@ -470,11 +470,11 @@ def main() -> int:
                             ("files", fuzz_files(args.out, target, files_of(args.out, target), args.files, args.seed))):
         counts: Counter[str] = Counter()
         slowest = largest = 0.0
-        for found in outcomes:
-            counts[found.what] += 1
-            slowest, largest = max(slowest, found.seconds), max(largest, found.peak_mib)
-            if found.fault:
-                print(f"{found.what}: {found.damage}: {found.said.strip()[-700:]}\n", flush=True)
+        for outcome in outcomes:
+            counts[outcome.what] += 1
+            slowest, largest = max(slowest, outcome.seconds), max(largest, outcome.peak_mib)
+            if outcome.fault:
+                print(f"{outcome.what}: {outcome.damage}: {outcome.message.strip()[-700:]}\n", flush=True)
         print(f"{title}: {dict(counts)}, slowest {slowest:.1f} s, most memory {largest:.0f} MiB", flush=True)
     return 0
 

@@ -1,4 +1,4 @@
-"""Kernels described by hand and a dataset whose times follow a known formula: stands in for a device with known errors."""
+"""Kernels described by hand and a dataset whose times follow a known formula: it stands in for a device with known errors."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def conv(batch: int = 1, channels: int = 16, side: int = 32, out: int = 32, wind
                   **attributes}
     inputs = [tensor(batch, channels, side, side), tensor(out, channels // group, window, window, constant=True),
               tensor(out, constant=True)]
-    made = Tensor(dtype="float32", shape=(batch, out, -(-side // stride), -(-side // stride)))
-    return describe_kernel("Conv", domain, 11, attributes, inputs, [made])
+    output = Tensor(dtype="float32", shape=(batch, out, -(-side // stride), -(-side // stride)))
+    return describe_kernel("Conv", domain, 11, attributes, inputs, [output])
 
 
 def relu(batch: int = 1, channels: int = 16, side: int = 32) -> Kernel:
-    one = tensor(batch, channels, side, side)
-    return describe_kernel("Relu", "", 14, {}, [one], [Tensor(dtype="float32", shape=one.shape)])
+    x = tensor(batch, channels, side, side)
+    return describe_kernel("Relu", "", 14, {}, [x], [Tensor(dtype="float32", shape=x.shape)])
 
 
 def gemm(rows: int = 1, depth: int = 128, columns: int = 64) -> Kernel:
@@ -63,25 +63,25 @@ def true_ms(kernel: Kernel, metric: float = 0.0) -> float:
 def draw_kernels(count: int, seed: int = 0) -> list[Kernel]:
     """Different kernels of three types: convolutions, activations and products."""
     draw = np.random.default_rng(seed)
-    found: dict[str, Kernel] = {}
+    kernels: dict[str, Kernel] = {}
 
-    def one(*choices: int) -> int:
+    def choose(*choices: int) -> int:
         return int(draw.choice(choices))
 
     makers: list[Callable[[], Kernel]] = [
-        lambda: conv(one(1, 2, 4), one(8, 16, 24, 32, 48, 64), one(8, 14, 16, 28, 32, 56), one(8, 16, 32, 64, 96), one(1, 3, 5),
-                     one(1, 2)),
-        lambda: relu(one(1, 2, 4), one(8, 16, 24, 32, 48, 64), one(8, 14, 16, 28, 32, 56)),
-        lambda: gemm(one(1, 2, 4, 8), one(64, 128, 256, 512), one(10, 100, 500, 1000)),
+        lambda: conv(choose(1, 2, 4), choose(8, 16, 24, 32, 48, 64), choose(8, 14, 16, 28, 32, 56), choose(8, 16, 32, 64, 96),
+                     choose(1, 3, 5), choose(1, 2)),
+        lambda: relu(choose(1, 2, 4), choose(8, 16, 24, 32, 48, 64), choose(8, 14, 16, 28, 32, 56)),
+        lambda: gemm(choose(1, 2, 4, 8), choose(64, 128, 256, 512), choose(10, 100, 500, 1000)),
     ]
-    while len(found) < count:
+    while len(kernels) < count:
         kernel = makers[int(draw.choice(3, p=[0.7, 0.2, 0.1]))]()
-        found[kernel.id] = kernel
-    return list(found.values())
+        kernels[kernel.id] = kernel
+    return list(kernels.values())
 
 
 def chain(name: str, kernels: Sequence[Kernel]) -> ModelRecord:
-    """A model that runs `kernels` one after another; its group is what `group_of` makes of its name."""
+    """A model that runs `kernels` one after another; its group follows from its name by `group_of`."""
     nodes = tuple(Node(name=f"n{place}", kernel_id=kernel.id, provider="cpu", inputs=(f"t{place}",), outputs=(f"t{place + 1}",))
                   for place, kernel in enumerate(kernels))
     return ModelRecord(
@@ -133,7 +133,7 @@ def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: M
             rows.append(row)
     header = DatasetHeader(target=TARGET, metrics=(METRIC,), machines={"0": MACHINE}, held_out=held_out)
     files.write_json(header_path(folder), header)
-    files.write_text(kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described.values()))
+    files.write_text(kernels_path(folder), "".join(entry.model_dump_json() + "\n" for entry in described.values()))
     files.write_csv(kernel_table_path(folder), kernel_columns([METRIC]), rows)
     files.write_csv(model_table_path(folder), model_columns([METRIC]), (
         {"Model": name, "Level": 0.0, METRIC: 0.0, "Latency_ms": 1.1 * time_ms, "median_ms": time_ms, "Status": "ok",
@@ -163,7 +163,7 @@ def write_workspace(workspace: Workspace, families: Sequence[str] = ("anet", "bn
 
 def collect(root: Path, *records: ModelRecord, uuid: str = "0", labels: tuple[str, ...] = ("run",),
             target: Target = TARGET) -> Workspace:
-    """A workspace with a dataset of these models, whose kernels a machine measured, and with their records."""
+    """A workspace with the records of these models and a dataset of their kernels, measured by one machine."""
     workspace = Workspace(root)
     machine = MACHINE.model_copy(update={"uuid": uuid})
     header = DatasetHeader(target=target, metrics=(METRIC,), machines={uuid: machine}, labels=labels,

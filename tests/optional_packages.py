@@ -11,7 +11,7 @@ NEEDED = "HASE_NEEDS_PACKAGES"
 
 
 def needs(package: str, requirements: str) -> None:
-    """To be called by a test or fixture that can't do without a package."""
+    """Skips or fails a test or fixture that needs a package which is missing."""
     if find_spec(package) is None:
-        told = f"needs the package {package}: pip install -r {requirements}"
-        pytest.fail(told) if os.environ.get(NEEDED) else pytest.skip(told)
+        message = f"needs the package {package}: pip install -r {requirements}"
+        pytest.fail(message) if os.environ.get(NEEDED) else pytest.skip(message)

@@ -1,7 +1,7 @@
-"""What the tests of the exporter and of the live load stand on: a real Prometheus, exporters that it scrapes, certificates.
+"""A base for tests of the exporter and of the live load: a real Prometheus, exporters that it scrapes, certificates.
 
-Exporters are benchmark/metrics_exporter.py, playing readings from a file. Only where one is to be wrong, or to serve what that
-never does, is it made up: a small HTTP server with a page for each GPU, in dcgm-exporter's text, that answers as a test wants.
+Exporters are benchmark/metrics_exporter.py, playing readings from a file. Wrong ones, and those that serve what it never does,
+are made up: a small HTTP server with a page for each GPU, in dcgm-exporter's text, that answers as a test wants.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def prometheus_or_skip() -> str:
     """The path of `prometheus`; without it and openssl the test is skipped, or fails where HASE_NEEDS_PROMETHEUS is set."""
     absent = [name for name in ("prometheus", "openssl") if shutil.which(name) is None]
     if absent:
-        said = f"needs {' and '.join(absent)} on the PATH: apt-get install {' '.join(absent)}"
-        pytest.fail(said) if os.environ.get(NEEDED) else pytest.skip(said)
+        message = f"needs {' and '.join(absent)} on the PATH: apt-get install {' '.join(absent)}"
+        pytest.fail(message) if os.environ.get(NEEDED) else pytest.skip(message)
     return shutil.which("prometheus") or ""
 
 
@@ -66,12 +66,12 @@ def start_exporter(replay: Path, *options: str) -> tuple[subprocess.Popen[str], 
          "--workspace", str(replay.parent), *options],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    told = ""
+    report = ""
     for line in process.stdout:
-        told += line
+        report += line
         if line == "}\n":
             break
-    return process, json.loads(told)["url"]
+    return process, json.loads(report)["url"]
 
 
 class Exporter:
@@ -94,19 +94,19 @@ class Exporter:
 
 @dataclass
 class Page:
-    """What a made-up exporter reports of one GPU: values by metric, under dcgm-exporter's labels; and how it answers.
+    """A made-up exporter's report of one GPU: values by metric, under dcgm-exporter's labels, and how it answers.
 
     Attributes:
         more: further labels and values.
-        age_s: None: samples are of the scrape, as dcgm-exporter's are; else they carry a timestamp that long ago.
+        age_s: age of the samples' timestamps; None: no timestamps, as dcgm-exporter serves them.
         value_of: overrides the value of a metric by the number of the scrape.
-        scrapes: how many were answered in full.
+        scrapes: number of complete answers.
     """
 
     labels: dict[str, str]
     values: dict[str, float | str]
     more: Sequence[tuple[dict[str, str], dict[str, float]]] = ()
-    mode: Literal["well", "stalled", "garbled", "locked"] = "well"
+    mode: Literal["working", "stalled", "garbled", "locked"] = "working"
     age_s: float | None = None
     value_of: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     scrapes: int = 0
@@ -117,8 +117,8 @@ class Page:
         series: list[tuple[dict[str, str], Mapping[str, float | str]]] = [(self.labels, values), *self.more]
         lines = []
         for labels, of_labels in series:
-            told = ",".join(f'{key}="{label}"' for key, label in labels.items())
-            lines += [f"{name}{{{told}}} {value}{stamp}\n" for name, value in of_labels.items()]
+            label_text = ",".join(f'{key}="{label}"' for key, label in labels.items())
+            lines += [f"{name}{{{label_text}}} {value}{stamp}\n" for name, value in of_labels.items()]
         return "".join(lines)
 
 
@@ -142,7 +142,7 @@ class MadeUpExporter:
                 elif page.mode == "locked":
                     status, text = 401, "Unauthorized\n"
                 reply(self, status, text, "text/plain; version=0.0.4")
-                page.scrapes += page.mode == "well"
+                page.scrapes += page.mode == "working"
 
         self._server = serve(Handler)
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
@@ -211,7 +211,7 @@ def prometheus(folder: Path, targets: Mapping[str, tuple[str, str]], web: Mappin
 
 
 def wait_for(holds: Callable[[], bool], log: Path | None = None, seconds: float = 30.0) -> None:
-    """Waits until it holds; fails, with the log's end, where it takes too long."""
+    """Waits until `holds` returns true; fails with the end of the log after `seconds`."""
     until = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > until:
@@ -220,9 +220,10 @@ def wait_for(holds: Callable[[], bool], log: Path | None = None, seconds: float 
 
 
 def value(port: int, promql: str) -> float | None:
-    """What Prometheus itself says; None where nothing."""
-    found = requests.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": promql}, timeout=10).json()["data"]["result"]
-    return float(found[0]["value"][1]) if found else None
+    """Prometheus's own answer; None if it is empty."""
+    answer = requests.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": promql}, timeout=10).json()
+    series = answer["data"]["result"]
+    return float(series[0]["value"][1]) if series else None
 
 
 def certificates(folder: Path) -> None:
@@ -236,10 +237,10 @@ def certificates(folder: Path) -> None:
 
 
 class Recorder:
-    """A proxy before a Prometheus that lets in who shows `token`, and counts connections and requests; or answers as told.
+    """A proxy for a Prometheus that wants `token` and counts connections and requests; or gives an answer of the test's.
 
     Attributes:
-        answer: (status, text) for everyone; `{seen}` becomes the header that was shown. None: Prometheus's own.
+        answer: (status, text) for every request; `{seen}` becomes the request's header. None: Prometheus's answer.
     """
 
     def __init__(self, port: int, token: str) -> None:
@@ -256,12 +257,12 @@ class Recorder:
 
             def do_GET(self) -> None:
                 recorder.requests += 1
-                seen = self.headers.get("Authorization", "")
+                header = self.headers.get("Authorization", "")
                 if recorder.answer is not None:
                     status, text = recorder.answer
-                    return reply(self, status, text.replace("{seen}", seen), "text/html")
-                if seen != f"Bearer {token}":
-                    return reply(self, 403, f"Forbidden: {seen}\n", "text/plain")
+                    return reply(self, status, text.replace("{seen}", header), "text/html")
+                if header != f"Bearer {token}":
+                    return reply(self, 403, f"Forbidden: {header}\n", "text/plain")
                 passed = requests.get(f"http://127.0.0.1:{port}{self.path}", timeout=10)
                 return reply(self, passed.status_code, json.dumps(passed.json()), "application/json")
 

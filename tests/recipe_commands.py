@@ -1,4 +1,4 @@
-"""The commands that a recipe's script runs, and their configs. The script runs with a `python` that only notes its words."""
+"""The commands of a recipe's script, and their configs. The script runs with a `python` that only notes its arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def commands_of(recipe: str, folder: Path) -> list[list[str]]:
 
 
 def configs_of(recipe: str, folder: Path) -> list[Config]:
-    """The configs that the commands of a recipe read, as they change them; see `commands_of`."""
+    """The configs that the commands of a recipe read, with their changes. Arguments as for `commands_of`."""
     options = argparse.ArgumentParser(allow_abbrev=False)
     options.add_argument("--config", type=Path)
     options.add_argument("--set", action="append", default=[])

@@ -1,4 +1,4 @@
-"""The short form of `python -m tests.fuzzing`: damaged files give an error in the user's words or the right answer."""
+"""The short form of `python -m tests.fuzzing`: damaged files give an error for the user or the right answer."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def workspace(trained_workspace: Workspace) -> Workspace:
 
 
 def faults(outcomes: list[Outcome]) -> list[str]:
-    return [f"{one.what}: {one.damage}: {one.said[-300:]}" for one in outcomes if one.fault]
+    return [f"{outcome.what}: {outcome.damage}: {outcome.message[-300:]}" for outcome in outcomes if outcome.fault]
 
 
 def test_damaged_models(workspace: Workspace) -> None:
     models = [workspace.models / "anet_c16.onnx", workspace.models / "bnet_c24.onnx"]
     outcomes = list(fuzz_models(workspace.root, TARGET, models, MODELS, seed=2))
     assert faults(outcomes) == []
-    assert {one.what for one in outcomes} == {"answer", "error"}
+    assert {outcome.what for outcome in outcomes} == {"answer", "error"}
 
 
 def test_damaged_files(workspace: Workspace) -> None:
     outcomes = list(fuzz_files(workspace.root, TARGET, files_of(workspace.root, TARGET), DAMAGES, seed=2))
     assert faults(outcomes) == []
-    assert {one.what for one in outcomes} == {"answer", "error"}
+    assert {outcome.what for outcome in outcomes} == {"answer", "error"}

@@ -1,4 +1,4 @@
-"""The order of packages: no module imports from a package that comes later, from a script, or in a circle."""
+"""The order of packages: no module imports from a package that comes later, from a script, or in a cycle."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_order_names_packages_and_scripts() -> None:
     assert not missing
 
 
-def test_no_python_file_stands_outside_the_order() -> None:
+def test_every_python_file_is_in_the_order() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
     assert packages - {".venv", "tests"} <= set(ORDER)
 
@@ -52,7 +52,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def import_graph(files: Mapping[str, str]) -> nx.DiGraph[str]:
-    """Which of some modules imports which others, in functions and for annotations (TYPE_CHECKING) too; text by name."""
+    """The imports between modules, given as text by name, including those in functions and for annotations (TYPE_CHECKING)."""
     graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_nodes_from(files)
     for name, text in files.items():
@@ -68,7 +68,7 @@ def import_graph(files: Mapping[str, str]) -> nx.DiGraph[str]:
     return graph
 
 
-def circles(graph: nx.DiGraph[str]) -> list[list[str]]:
+def cycles(graph: nx.DiGraph[str]) -> list[list[str]]:
     return sorted(sorted(modules) for modules in nx.strongly_connected_components(graph) if len(modules) > 1)
 
 
@@ -85,7 +85,7 @@ def hase_modules() -> tuple[dict[str, str], nx.DiGraph[str]]:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert not circles(hase_modules()[1])
+    assert not cycles(hase_modules()[1])
 
 
 def test_no_module_imports_from_a_script() -> None:
@@ -95,8 +95,8 @@ def test_no_module_imports_from_a_script() -> None:
     assert not [f"{module} imports {script}" for module, script in graph.edges if script in runnable]
 
 
-def test_circles_and_imports_from_scripts_are_seen() -> None:
-    """In a function, and for an annotation; a package's own modules by either way of writing it."""
+def test_cycles_and_imports_from_scripts_are_detected() -> None:
+    """In a function and for an annotation; modules of the same package in both notations."""
     files = {
         "a.one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a.two import Two\n",
         "a.two": "def late():\n    from a import three\n",
@@ -106,6 +106,6 @@ def test_circles_and_imports_from_scripts_are_seen() -> None:
         "a.script": "from a.one import one\nif __name__ == '__main__':\n    cli.run(main, 'all rows')\n",
     }
     graph = import_graph(files)
-    assert circles(graph) == [["a.one", "a.three", "a.two"]]
+    assert cycles(graph) == [["a.one", "a.three", "a.two"]]
     assert scripts(files) == {"a.script"}
     assert ("a.four", "a.script") in graph.edges

@@ -1,4 +1,4 @@
-"""The README's light install: requirements-predict.txt in an environment of its own predicts what the full one predicts.
+"""The README's light install: requirements-predict.txt in a separate environment predicts the same as the full one.
 
 Needs a package index. Without one the test of the install is skipped, or fails where HASE_NEEDS_PACKAGES is set.
 """
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.slow
 
 NEEDED = "HASE_NEEDS_PACKAGES"  # set where an index that can't be reached is a failure
 NO_NETWORK = ("Retrying (Retry", "Temporary failure in name resolution", "Failed to establish a new connection")
-FOLDER = ".venv-predict"  # as the README names it
+FOLDER = ".venv-predict"  # its name in the README
 FENCE = re.compile(r"^```shell\n(.*?)^```", re.MULTILINE | re.DOTALL)
 POSIX_ONLY = ("fcntl", "resource", "termios", "pwd", "grp")  # Windows has none of these
 RUN_WITHOUT = """
 import json, runpy, sys
-import psutil, subprocess, multiprocessing, tempfile, shutil  # theirs depend on the system, Hase's may not
+import psutil, subprocess, multiprocessing, tempfile, shutil  # their imports depend on the system, Hase's must not
 from pathlib import Path
 for name in {absent}:
     sys.modules[name] = None
@@ -45,21 +45,21 @@ sys.exit(code)
 
 
 def pins(name: str) -> dict[str, str]:
-    """Versions by package of a requirements file, without what says for which system."""
+    """Versions by package of a requirements file, without the systems that they are for."""
     text = (ROOT / name).read_text(encoding="utf-8")
     lines = (line.partition("#")[0].partition(";")[0].strip() for line in text.splitlines())
     return dict(line.split("==") for line in lines if line)
 
 
 def test_both_files_pin_the_same_versions() -> None:
-    whole, light = pins("requirements.txt"), pins("requirements-predict.txt")
+    full, light = pins("requirements.txt"), pins("requirements-predict.txt")
     same_library = {"onnxruntime": "onnxruntime-gpu", "xgboost": "xgboost-cpu"}
-    assert light == {name: whole[same_library.get(name, name)] for name in light}
+    assert light == {name: full[same_library.get(name, name)] for name in light}
     assert not {"torch", "torchvision", "onnxscript"} & set(light)
 
 
 @pytest.mark.parametrize("name", LEFT_OUT[:2])
-def test_a_script_that_needs_more_says_what_to_install(name: str) -> None:
+def test_a_script_that_needs_more_names_what_to_install(name: str) -> None:
     program = (f"import sys\nfrom utils import cli\nsys.path[:] = [at for at in sys.path if 'site-packages' not in at]\n"
                f"cli.run(lambda: __import__({name!r}))")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -69,15 +69,15 @@ def test_a_script_that_needs_more_says_what_to_install(name: str) -> None:
 
 
 def test_a_prediction_imports_nothing_that_the_light_install_lacks(tmp_path: Path) -> None:
-    """The same without an environment of its own: here all packages are installed, and these are hidden."""
+    """The same without a separate environment: all packages are installed here, and these are hidden."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8, 8, 8])
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x],
                               [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
     onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "relu.onnx")
     driver = RUN_WITHOUT.format(absent=(*POSIX_ONLY, *LEFT_OUT), modules=str(tmp_path / "modules.json"))
-    found = predicted([sys.executable, "-c", driver, "inference/predict_model_latency.py", "--strict",
-                       "--target", "nvidia-h200", "--model", str(tmp_path / "relu.onnx")], tmp_path)
-    assert float(str(found["latency_ms"])) > 0
+    prediction = predicted([sys.executable, "-c", driver, "inference/predict_model_latency.py", "--strict",
+                            "--target", "nvidia-h200", "--model", str(tmp_path / "relu.onnx")], tmp_path)
+    assert float(str(prediction["latency_ms"])) > 0
 
 
 def light_commands() -> list[str]:
@@ -86,15 +86,15 @@ def light_commands() -> list[str]:
 
 
 def predicted(command: list[str], temporary: Path) -> dict[str, object]:
-    """What a prediction says. Its temporary folders lie apart: without fcntl it can't lock them against others' tidying."""
+    """The prediction of a command. It has its own temporary folder: without fcntl it can't lock one against other processes."""
     done = subprocess.run([*command, "--json"], cwd=ROOT, env=os.environ | {"TMPDIR": str(temporary)}, capture_output=True,
                           text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, object]] = json.loads(done.stdout)
-    return found[0]
+    predictions: list[dict[str, object]] = json.loads(done.stdout)
+    return predictions[0]
 
 
-def test_the_light_install_predicts_what_the_full_one_does(tmp_path: Path) -> None:
+def test_the_light_install_predicts_the_same_as_the_full_one(tmp_path: Path) -> None:
     environment = os.environ | {"PIP_NO_COMPILE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_RETRIES": "1"}
     *install, predict = [line.replace(FOLDER, str(tmp_path / "light")) for line in light_commands()]
     assert len(install) == 2
@@ -102,11 +102,11 @@ def test_the_light_install_predicts_what_the_full_one_does(tmp_path: Path) -> No
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
                               timeout=300)
         if done.returncode:
-            told = f"$ {command}\n{done.stderr[-3000:]}"
+            message = f"$ {command}\n{done.stderr[-3000:]}"
             if any(sign in done.stderr + done.stdout for sign in NO_NETWORK):
-                told = f"needs a package index, which can't be reached from here:\n{told}"
-                pytest.fail(told) if os.environ.get(NEEDED) else pytest.skip(told)
-            pytest.fail(told)
+                message = f"needs a package index, which can't be reached from here:\n{message}"
+                pytest.fail(message) if os.environ.get(NEEDED) else pytest.skip(message)
+            pytest.fail(message)
     expanded = subprocess.run(["bash", "-c", f"printf '%s\\n' {predict}"], capture_output=True, text=True, check=True).stdout
     python, *arguments = expanded.splitlines()
     assert shlex.split(predict)[0] == python

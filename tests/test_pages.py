@@ -1,4 +1,4 @@
-"""The pages of docs/ and the README: tables agree with themselves, names and links exist, what is generated is up to date."""
+"""The pages of docs/ and the README: consistent tables, existing names and links, and up-to-date generated pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes.commands_page import PAGE, all_commands, anchor, page
 from runtimes import MODULES as RUNTIMES
 from utils.paths import ROOT
 
-DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("[!.]*/README.md")])  # those that the README leads to
+DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("[!.]*/README.md")])  # the README links to them
 PAGES = [ROOT / "README.md", *DOCUMENTS, *sorted(ROOT.glob("recipes/*/*.md"))]
 PYTHON = re.compile(r"^```python\n.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)\)")
@@ -42,7 +42,7 @@ def tables(text: str) -> Iterator[list[dict[str, str]]]:
 
 
 def is_met(bar: str, reached: str) -> bool:
-    """Whether a row says that its bar is met. A bar is "at most 8%", "at least 90%", or a number, which is at most that."""
+    """Whether the reached figure meets the bar: "at most 8%", "at least 90%", or a number, which counts as at most."""
     limit, value = (float(match[0].replace(",", "")) for match in (NUMBER.search(bar), NUMBER.search(reached)) if match)
     assert ("%" in bar) == ("%" in reached.split(",")[0].split(" of ")[0].split(":")[0]), (bar, reached)
     return value >= limit if bar.startswith("at least") else value <= limit
@@ -57,13 +57,13 @@ def test_met_agrees_with_its_row(path: Path) -> None:
                 assert row["met"] == (("yes" if is_met(row["bar"], row["reached"]) else "no") if row["bar"] else "-"), row
 
 
-def test_a_row_that_contradicts_itself_is_found() -> None:
+def test_a_row_that_contradicts_itself_is_detected() -> None:
     assert not is_met("at most 33.3%", "52.0%, 13: qdq_resnet18 (nvidia-h200, +7.6%)")
     assert is_met("at least 90%", "90.5% of 87")
     assert not is_met("0", "2: bf16_whole, other")
     assert is_met("0", "0")
     with pytest.raises(AssertionError):
-        is_met("at most 30%", "13: qdq_resnet18 (+7.6%)")  # a number is no share
+        is_met("at most 30%", "13: qdq_resnet18 (+7.6%)")  # a number is not a share
     (table,) = tables("| what | met |\n|---|---|\n| a \\| b | yes |\n")
     assert table == [{"what": "a \\| b", "met": "yes"}]
 
@@ -73,9 +73,9 @@ def test_the_page_of_commands_is_up_to_date() -> None:
 
 
 def test_each_command_says_what_it_writes_or_prints() -> None:
-    said = re.compile(r"\b(writes?|prints?|serves|reports|converts)\b", re.IGNORECASE)
+    verb = re.compile(r"\b(writes?|prints?|serves|reports|converts)\b", re.IGNORECASE)
     commands = [command for chosen in all_commands().values() for command in chosen]
-    assert not [command.path for command in commands if not said.search(f"{command.summary} {command.details}")]
+    assert not [command.path for command in commands if not verb.search(f"{command.summary} {command.details}")]
 
 
 def test_links_within_the_page_of_commands_lead_somewhere() -> None:
@@ -98,16 +98,16 @@ def test_how_it_works_names_every_runtime() -> None:
 
 
 def test_no_other_page_has_python() -> None:
-    """Those that have are run: by tests/test_readme.py, test_adding_a_unit.py and test_estimators.py."""
+    """The Python of these pages is run by tests/test_readme.py, test_adding_a_unit.py and test_estimators.py."""
     assert {path.name for path in PAGES if PYTHON.search(path.read_text(encoding="utf-8"))} == {
         "README.md", "predicting.md", "adding_a_unit.md", "estimators.md"}
 
 
-def test_make_knows_what_the_readme_asks_of_it() -> None:
-    asked = re.findall(r"^make (\w+)", readme(), re.MULTILINE)
-    assert len(asked) >= 3
+def test_the_makefile_has_the_targets_of_the_readme() -> None:
+    targets = re.findall(r"^make (\w+)", readme(), re.MULTILINE)
+    assert len(targets) >= 3
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert not [target for target in asked if not re.search(rf"^{target}: ", makefile, re.MULTILINE)]
+    assert not [target for target in targets if not re.search(rf"^{target}: ", makefile, re.MULTILINE)]
 
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
@@ -124,9 +124,9 @@ def test_the_readmes_tree_is_the_repository() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
-def test_what_a_page_names_exists(path: Path) -> None:
-    """In its prose and its commands: an example in Python may name a file that the reader would make, and moved.md says what
-    was."""
+def test_files_named_on_a_page_exist(path: Path) -> None:
+    """In its prose and its commands: an example in Python may name a file that the reader makes, and moved.md names old
+    files."""
     text = PYTHON.sub("", path.read_text(encoding="utf-8"))
     if path.name == "moved.md":
         text = "\n".join(row["is"] for table in tables(text) for row in table)
@@ -135,7 +135,7 @@ def test_what_a_page_names_exists(path: Path) -> None:
 
 
 def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:
-    """They take a quarter of an hour and more, or a GPU: not run here, but bash parses them, and what they call exists."""
+    """They take at least a quarter of an hour, or a GPU, so they don't run here. Bash parses them, and their scripts exist."""
     named = {name for path in PAGES for name in re.findall(r"`(\w+(?:/\w+)+\.sh)`", path.read_text(encoding="utf-8"))}
     assert named
     for name in sorted(named):
@@ -144,12 +144,12 @@ def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:
         assert all((ROOT / script).is_file() for script in re.findall(r"(?:python|hase) (\w+(?:/\w+)*\.py)", text)), name
 
 
-def test_examples_name_files_that_are_there() -> None:
+def test_examples_name_existing_files() -> None:
     """In the repository, written by the phases or by an example; else a comment says what the example needs."""
     examples = [line for chosen in all_commands().values() for command in chosen for line in command.examples.splitlines()]
     words = [line.partition("  # needs ")[0].split() for line in examples]
-    written = {after for line in words for word, after in itertools.pairwise(line) if word in WRITTEN}
-    asked = {(word, line) for line in examples if "  # needs " not in line for word in line.split()
+    written = {path for line in words for word, path in itertools.pairwise(line) if word in WRITTEN}
+    named = {(word, line) for line in examples if "  # needs " not in line for word in line.split()
              if re.search(r"\w\.(onnx|json|jsonl|yaml|txt|npz|pt2|csv|pkl|xz)$", word)}
-    assert not sorted(line for word, line in asked if not word.startswith("out/") and word not in written
+    assert not sorted(line for word, line in named if not word.startswith("out/") and word not in written
                       and Path(word).name not in MADE and not any(ROOT.glob(word)))

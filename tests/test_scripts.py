@@ -1,4 +1,4 @@
-"""Every script: runs as typed from the repository's root, shows its help with an example, and does so at once."""
+"""Every script: runs from the repository's root and shows its help with an example, without delay."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_examples_use_options_that_exist(script: str, helped: dict[str, subproce
     assert not {option for option in options if option not in described}
 
 
-def test_scripts_end_as_scripts_do() -> None:
+def test_scripts_end_alike() -> None:
     for script in SCRIPTS:
         text = (ROOT / script).read_text(encoding="utf-8")
         assert re.search(r'\nif __name__ == "__main__":\n    cli\.run\(main(, kept="[^"]+")?\)\n$', text), script

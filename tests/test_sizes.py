@@ -1,8 +1,8 @@
-"""No file or function without end, and imports at the top. Exceptions are listed with a reason.
+"""No endless file or function, and imports at the top. Exceptions are listed with a reason.
 
 The limits are loose on purpose: good modules of the field have 250 lines on average (asv 230, pyperf 258) and some have twice
-that. They stop a file that grows without end. They are no reason to split what is read together, or to extract a function that
-has no name worth reading.
+that. They stop a file that grows without end. They are no reason to split what belongs together, or to extract a function
+without a good name.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def test_no_function_is_long() -> None:
     assert long.keys() == LONG_FUNCTIONS.keys(), long
 
 
-def test_imports_stand_at_the_top() -> None:
+def test_imports_are_at_the_top() -> None:
     """Slow packages too: utils.lazy binds them there and loads them at their first use."""
     imports = Counter((name, module) for name, tree in trees().items() for module in imports_in_functions(tree))
     assert imports == Counter(IN_FUNCTIONS.keys()), "import at the top, slow packages by utils.lazy; or list it with its reason"
 
 
-def test_imports_in_functions_are_seen() -> None:
+def test_imports_in_functions_are_detected() -> None:
     text = ("import a\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import b\n"
             "def one():\n    import c.d\n    from e import f, g\n    def inner():\n        import h\n"
             "class K:\n    def two(self):\n        try:\n            import i\n        except ImportError:\n            pass\n")

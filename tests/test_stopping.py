@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, sent to real scripts at work: they end within a second, say so in a line, and leave no temporary file."""
+"""Ctrl-C and SIGTERM, sent to real scripts at work: they end within a second, print one line, and leave no temporary file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from utils.paths import ROOT, Workspace
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
 SIDE = 1536
-PRODUCTS = 60  # of constants, which ORT works out while it optimises: seconds in C++
+PRODUCTS = 60  # of constants, which ORT computes while it optimises: seconds in C++
 COLLECTOR = """
 levels: [0.0, 0.5]
 stress: {settle_s: 5}
@@ -34,7 +34,7 @@ block_kernels: 2
 kernel: {warmup: 1, budget_s: 0.01, least_runs: 3, most_runs: 10}
 model: {warmup: 1, budget_s: 0.05, least_runs: 4, most_runs: 50}
 """
-MADE_BY_RUNTIME = {".ses"}  # ONNX Runtime's own, some bytes
+MADE_BY_RUNTIME = {".ses"}  # ONNX Runtime's files, some bytes
 WITHIN_S = 15.0  # a second where nothing else runs
 KEPT = "stopped; what was measured is kept: run again to go on"
 
@@ -54,7 +54,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stop(command: list[str | Path], temporary: Path, when: Callable[[subprocess.Popen[str]], bool], number: signal.Signals,
          group: bool = False) -> str:
-    """What a command said that was stopped by the signal `number` once `when` was true; it ended in time and left nothing.
+    """Stops a command by signal `number` once `when` is true and returns its stderr. It must end in time and leave no files.
 
     Args:
         temporary: the folder of its temporary files.
@@ -75,26 +75,26 @@ def stop(command: list[str | Path], temporary: Path, when: Callable[[subprocess.
         else:
             process.send_signal(number)
         process.wait(WITHIN_S)
-        _, left = psutil.wait_procs(family, 2)
-        said = process.communicate(timeout=5)[1]
+        _, alive = psutil.wait_procs(family, 2)
+        stderr = process.communicate(timeout=5)[1]
     finally:
         process.kill()
-    assert process.returncode == 128 + number, said
-    assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]  # which only their new parent can remove
+    assert process.returncode == 128 + number, stderr
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]  # only their new parent can remove zombies
     assert {path.name for path in temporary.rglob("*")} <= MADE_BY_RUNTIME
-    return said
+    return stderr
 
 
 def works(temporary: Path, for_s: float = 0.3) -> Callable[[subprocess.Popen[str]], bool]:
     """Whether a file has been in a temporary folder of the process for some time."""
-    seen: list[float] = []
+    since_s: list[float] = []
 
-    def there(process: subprocess.Popen[str]) -> bool:
-        if not seen and any(temporary.glob("hase-temp-*")):
-            seen.append(time.monotonic())
-        return bool(seen) and time.monotonic() - seen[0] > for_s
+    def has_file(process: subprocess.Popen[str]) -> bool:
+        if not since_s and any(temporary.glob("hase-temp-*")):
+            since_s.append(time.monotonic())
+        return bool(since_s) and time.monotonic() - since_s[0] > for_s
 
-    return there
+    return has_file
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -104,20 +104,20 @@ def test_while_a_large_model_is_optimised(slow: Path, tmp_path: Path, number: si
                 number) == "stopped\n"
 
 
-def test_processes_side_by_side(slow: Path, tmp_path: Path) -> None:
+def test_parallel_processes(slow: Path, tmp_path: Path) -> None:
     folder = tmp_path / "t"
 
     def both_work(process: subprocess.Popen[str]) -> bool:
         return len(list(folder.glob("hase-temp-*/hase-temp-*"))) == 2
 
-    said = stop(["ort_analysis/fusion_detector.py", "--workspace", tmp_path, "--jobs", "2", "--model", slow, "--model", slow],
-                folder, both_work, signal.SIGINT, group=True)
-    assert said.splitlines()[0] == "stopped"
-    assert "Traceback" not in said
+    stderr = stop(["ort_analysis/fusion_detector.py", "--workspace", tmp_path, "--jobs", "2", "--model", slow, "--model", slow],
+                  folder, both_work, signal.SIGINT, group=True)
+    assert stderr.splitlines()[0] == "stopped"
+    assert "Traceback" not in stderr
 
 
 def test_a_collection_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    """Stopped while it measures idle, and then while its stressor runs."""
+    """Stopped while it measures the idle device, and then while its stressor runs."""
     workspace = Workspace(tmp_path)
     build_workspace(workspace, {"small": small_model()})
     (tmp_path / "collector.yaml").write_text(COLLECTOR)
@@ -133,12 +133,12 @@ def test_a_collection_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
     command: list[str | Path] = ["benchmark/collector.py", "--workspace", tmp_path, "--config", tmp_path / "collector.yaml",
                                  "--quiet"]
-    said = stop(command, folder, lambda _: len(lines()) >= 1, signal.SIGTERM)
-    assert said.splitlines()[-1] == KEPT
+    stderr = stop(command, folder, lambda _: len(lines()) >= 1, signal.SIGTERM)
+    assert stderr.splitlines()[-1] == KEPT
     before = lines()
-    said = stop(command, folder, stressed, signal.SIGINT, group=True)
-    assert said.splitlines()[-1] == KEPT
-    assert "Traceback" not in said
+    stderr = stop(command, folder, stressed, signal.SIGINT, group=True)
+    assert stderr.splitlines()[-1] == KEPT
+    assert "Traceback" not in stderr
     assert lines()[:len(before)] == before
 
 
@@ -148,7 +148,7 @@ def test_an_export(tmp_path: Path) -> None:
     def exports(process: subprocess.Popen[str]) -> bool:
         return any(child.memory_info().rss > 3e8 for child in psutil.Process(process.pid).children())  # torch is loaded
 
-    said = stop(["model_zoo/torchvision_exporter.py", "--workspace", tmp_path / "new", "--model", "resnet18", "--image-size",
-                 "64", "--device", "cpu"], folder, exports, signal.SIGTERM)
-    assert said.splitlines()[-1] == "stopped; what was exported is kept: run again to go on"
+    stderr = stop(["model_zoo/torchvision_exporter.py", "--workspace", tmp_path / "new", "--model", "resnet18", "--image-size",
+                   "64", "--device", "cpu"], folder, exports, signal.SIGTERM)
+    assert stderr.splitlines()[-1] == "stopped; what was exported is kept: run again to go on"
     assert not list((tmp_path / "new").rglob("*.tmp*"))

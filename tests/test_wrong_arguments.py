@@ -1,4 +1,4 @@
-"""What a new user may mistype: each script says in one line what is wrong, and exits with code 2 or 1, before it works."""
+"""Typing errors of new users: each script reports one in a single line and exits with code 2 or 1 before it works."""
 
 from __future__ import annotations
 
@@ -108,16 +108,16 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("command", "code", "line"), CASES)
-def test_one_line_says_what_is_wrong(command: str, code: int, line: str, here: Path) -> None:
+def test_the_error_is_a_single_line(command: str, code: int, line: str, here: Path) -> None:
     done = run_script(*command.format(here=here).split(), "--workspace", here, "--quiet")
-    said = done.stderr.splitlines()
-    assert (done.returncode, done.stdout, len(said)) == (code, "", 1), done.stderr
-    assert said[0].startswith("error: ")
-    assert line.format(here=here) in said[0]
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(lines)) == (code, "", 1), done.stderr
+    assert lines[0].startswith("error: ")
+    assert line.format(here=here) in lines[0]
 
 
 @pytest.mark.parametrize("nothing", [None, 5, [1]])
-def test_what_is_no_model(nothing: object) -> None:
+def test_objects_that_are_no_model(nothing: object) -> None:
     with pytest.raises(UserError, match=f"{type(nothing).__name__} is not a model: give the path of an ONNX file"):
         predict(nothing, target="h200")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="is not a model"):

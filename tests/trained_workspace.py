@@ -30,7 +30,7 @@ from utils.fingerprint import machine
 from utils.model_files import GROUP_KEY
 from utils.paths import Workspace
 
-METRIC = "DCGM_FI_DEV_CPU_UTIL_TOTAL"  # one that a CPU has, so that a collector can go on
+METRIC = "DCGM_FI_DEV_CPU_UTIL_TOTAL"  # a CPU has it, so a collector can continue the dataset
 LEVELS = {0.0: 0.0, 0.5: 0.5}  # stress level: the metric in the background
 HELD_OUT = "heldnet"
 TRAINING = """
@@ -78,7 +78,7 @@ def model_ms(record: ModelRecord, metric: float = 0.0) -> float:
 
 
 def copies_ms(record: ModelRecord) -> float:
-    """What the made-up dataset adds for numpy arrays in and out: 0.03 ms, and 2 ms for each MiB in."""
+    """The time that the made-up dataset adds for numpy arrays in and out: 0.03 ms, and 2 ms for each MiB in."""
     return 0.03 + 2.0 * sum(tensor.bytes for tensor in record.inputs.values()) / 2**20
 
 
@@ -90,27 +90,27 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
     described = {
         name: DatasetKernel.held_by(kernel, records)
         for name, kernel in kernels.items()}
-    here = machine("cpu").model_copy(update={"uuid": "made-up"})  # its canary is made up too: nothing to wait for
+    this_machine = machine("cpu").model_copy(update={"uuid": "made-up"})  # its canary is made up too, so nothing waits for it
     stamps = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00"}
     blocks = []
     for level, metric in LEVELS.items():
-        found = [Measurement(subject="kernel", id=name, label=label, context="alone", place="alone",
-                                     samples_ms=(made_up_ms(kernel, metric),) * 3, **stamps)
-                 for name, kernel in kernels.items() for label in DEFAULT_LABELS]
-        found += [Measurement(subject="model", id=record.model, label="latency", context="alone", place="alone",
+        measurements = [Measurement(subject="kernel", id=name, label=label, context="alone", place="alone",
+                                    samples_ms=(made_up_ms(kernel, metric),) * 3, **stamps)
+                        for name, kernel in kernels.items() for label in DEFAULT_LABELS]
+        measurements += [Measurement(subject="model", id=record.model, label="latency", context="alone", place="alone",
                                       samples_ms=(0.9 * time_ms, time_ms, 1.1 * time_ms), **stamps)
-                  for record in records for time_ms in [model_ms(record, metric)]]
-        found += [Measurement(subject="model", id=record.model, label="host_io", context="alone", place="alone",
+                         for record in records for time_ms in [model_ms(record, metric)]]
+        measurements += [Measurement(subject="model", id=record.model, label="host_io", context="alone", place="alone",
                                       samples_ms=(model_ms(record) + copies_ms(record),) * 3, **stamps)
-                  for record in records if level == 0]
+                         for record in records if level == 0]
         blocks.append(Block(level=level, key="all", background={METRIC: metric}, during={METRIC: metric},
-                                    canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine=here.uuid,
-                                    measurements=tuple(found)))
+                                    canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine=this_machine.uuid,
+                                    measurements=tuple(measurements)))
     groups = {record.model: record.group for record in records}
     files.write_json(header_path(folder), DatasetHeader(
-        target=target, metrics=(METRIC,), machines={here.uuid: here}, held_out=(HELD_OUT,), groups=groups))
+        target=target, metrics=(METRIC,), machines={this_machine.uuid: this_machine}, held_out=(HELD_OUT,), groups=groups))
     files.write_text(journal_path(folder), "".join(block.model_dump_json() + "\n" for block in blocks))
-    files.write_text(kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described.values()))
+    files.write_text(kernels_path(folder), "".join(entry.model_dump_json() + "\n" for entry in described.values()))
     files.write_csv(kernel_table_path(folder), kernel_columns([METRIC]),
                     kernel_rows(blocks, described))
     files.write_csv(model_table_path(folder), model_columns([METRIC]),
@@ -132,7 +132,7 @@ def make_models(workspace: Workspace) -> list[ModelRecord]:
 
 
 def train(root: Path) -> Workspace:
-    """Makes the workspace at `root`; the phases' own commands train on its dataset."""
+    """Makes the workspace at `root`; the real commands train on its dataset."""
     workspace = Workspace(root)
     make_dataset(workspace, make_models(workspace))
     files.write_text(root / "training.yaml", TRAINING)

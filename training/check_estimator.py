@@ -173,7 +173,7 @@ def report(name: str, reasons: Mapping[str, str], force: bool, dry_run: bool) ->
         log.info("%s: %s for %s", name, "would be admitted" if dry_run else "admitted", ", ".join(better))
     refusal = "would not be admitted" if dry_run else "admitted by force" if force else "not admitted"
     for reason in dict.fromkeys(filter(None, reasons.values())):
-        types = [kernel_type for kernel_type, said in reasons.items() if said == reason]
+        types = [kernel_type for kernel_type, type_reason in reasons.items() if type_reason == reason]
         log.warning("%s: %s for %s: %s", name, refusal, ", ".join(types), reason)
     return 0 if better or force else 1
 

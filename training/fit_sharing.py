@@ -115,9 +115,9 @@ class Evaluation:
         """Simulates every run with every length of a slice in SLICES_MS.
 
         Args:
-            runs: see `shared_runs`.
+            runs: of models next to backgrounds.
             models: of the fit.
-            alone: see `alone_ms`.
+            alone: the time (ms) of each piece of the probe's work on an idle GPU, by name.
         """
         self.runs = [run for run in runs if run.model in models.strict]
         if not self.runs:

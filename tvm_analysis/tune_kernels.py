@@ -67,14 +67,17 @@ def by_work(records: Sequence[ModelRecord]) -> list[Kernel]:
 
 def tune_kernels(workspace: Workspace, trials: int, threads: int, seconds: float = math.inf,
                  device: str = "cpu", models: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Searches the schedule of each kernel that has none yet, of all models or of `models` (see `records_named`); returns a row
-    for each that it searched.
+    """Searches the schedule of each kernel that has none yet; returns a row for each that it searched.
 
-    When the time is over, the others are left without a function of the flavour `tuned`: a later call searches them, and until
+    When the time is over, the remaining kernels have no function of the flavour `tuned`: a later call searches them, and until
     then whole networks run them without a schedule.
 
+    Args:
+        models: beginnings of the names of models; by default all models.
+
     Raises:
-        UserError: TVM is not installed, there are no records, a function can't be read, or there is no GPU; as `records_named`.
+        UserError: TVM is not installed, there are no records, or none that begins with one of `models`; a function can't be
+            read, or there is no GPU.
     """
     flavour, tuned = tvm_flavour(device, FUSED), tvm_flavour(device, TUNED)
     if device == "cuda":

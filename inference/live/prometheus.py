@@ -38,8 +38,8 @@ class Device(Config):
     @property
     def labels(self) -> dict[str, str]:
         """The same as labels of dcgm-exporter."""
-        said = {UUID_LABEL: self.uuid, INDEX_LABEL: None if self.index is None else str(self.index), HOST_LABEL: self.host}
-        return {label: value for label, value in said.items() if value is not None}
+        values = {UUID_LABEL: self.uuid, INDEX_LABEL: None if self.index is None else str(self.index), HOST_LABEL: self.host}
+        return {label: value for label, value in values.items() if value is not None}
 
     def __str__(self) -> str:
         return ", ".join(f"{label} {value}" for label, value in self.labels.items())
@@ -129,7 +129,8 @@ class Server:
         """Checks that it answers, whatever it knows.
 
         Raises:
-            UserError, PrometheusError: as `query`.
+            UserError: the config's secrets or certificates can't be read.
+            PrometheusError: no answer, or not a Prometheus's answer; the message says why.
         """
         self.query("vector(1)", "vector")
 

@@ -293,8 +293,8 @@ def _nothing(server: Server, names: Collection[str], window_s: float) -> Prometh
 
 def _missing(fields: Sequence[str], reported: Series, window_s: float) -> PrometheusError:
     """What to do about fields that are missing although series `reported` of the same device is not."""
-    said = ", ".join(" or ".join(names_of(field)) for field in fields)
-    return PrometheusError(f"prometheus: no sample of {said} within {window_s:g} s, though {device_name(reported.labels)} "
+    names = ", ".join(" or ".join(names_of(field)) for field in fields)
+    return PrometheusError(f"prometheus: no sample of {names} within {window_s:g} s, though {device_name(reported.labels)} "
                            f"reports {reported.name}; these predictors need it: add it to the exporter's list of metrics "
                            "(dcgm-exporter leaves some out by default)")
 

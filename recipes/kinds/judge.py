@@ -79,8 +79,8 @@ class Ended:
     @property
     def message(self) -> str:
         lines = [line for line in self.err.strip().splitlines() if line.strip()]
-        said = [line for line in lines if "error: " in line] or lines
-        return said[-1].removeprefix("error: ")[:400] if said else ""
+        errors = [line for line in lines if "error: " in line] or lines
+        return errors[-1].removeprefix("error: ")[:400] if errors else ""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -122,16 +122,16 @@ def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s
         options += ["--host-pace", f"{host_pace:g}"]
     ended = run_in_turn([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
                         limit_s)
-    told: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if ended.outcome == "answered":
         answer = json.loads(ended.out)
         answer = answer[0] if isinstance(answer, list) else answer
-        told = {"latency_ms": answer["latency_ms"], "interval_ms": answer["interval_ms"], "time_share": answer["time_share"],
+        figures = {"latency_ms": answer["latency_ms"], "interval_ms": answer["interval_ms"], "time_share": answer["time_share"],
                 "rough": answer["rough_estimate"],
                 "operators": (*answer["estimated_operators"], *answer["doubtful_operators"])}
     return StepResult.model_validate({
         "model": model.name, "step": step, "outcome": ended.outcome, "seconds": ended.seconds, "warnings": ended.warnings,
-        "message": "" if ended.outcome == "answered" else ended.message, "host_pace": host_pace, **told})
+        "message": "" if ended.outcome == "answered" else ended.message, "host_pace": host_pace, **figures})
 
 
 def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s: float, workspace: Path) -> StepResult:

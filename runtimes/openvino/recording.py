@@ -51,7 +51,8 @@ def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, 
     """A model's kernels; `threads` are those that it runs with, 0: one for each physical core.
 
     Raises:
-        UserError: OpenVINO is not installed, or can't read, compile or run this model; as `read_source`.
+        UserError: no such file, no ONNX, no nodes, weights missing, an unknown dimension, or one left open; OpenVINO is not
+            installed, or can't read, compile or run this model.
     """
     prepared = prepare(read_source(model, dims))
     compiled = compile_model(prepared.model, prepared.source.name, threads)

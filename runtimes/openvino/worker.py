@@ -56,7 +56,7 @@ def threads_of(request: Request) -> int:
     """The threads of a request, in a process with the cores of its setting.
 
     Raises:
-        UserError: see `settled`.
+        UserError: there are fewer cores; or a memory limit is asked for, which this runtime does not have.
     """
     setting = request.setting or Setting(level=FUSED)
     settled(setting)

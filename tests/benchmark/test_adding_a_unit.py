@@ -1,4 +1,4 @@
-"""The script of docs/adding_a_unit.md runs as it stands there: on a CPU, with torch's real convolutions."""
+"""The script of docs/adding_a_unit.md runs as it is printed: on a CPU, with torch's real convolutions."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def module(script: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The same, imported."""
-    monkeypatch.setattr(sys, "path", ["", *sys.path])  # whose first entry it replaces
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # the script replaces the first entry
     spec = importlib.util.spec_from_file_location("convolution_times", script)
     assert spec
     assert spec.loader
-    found = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "convolution_times", found)
-    spec.loader.exec_module(found)
-    return found
+    imported = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "convolution_times", imported)
+    spec.loader.exec_module(imported)
+    return imported
 
 
 def measured(folder: Path) -> dict[str, Measurement]:
-    found = [m for block in read_blocks(folder / "measurements.jsonl") for m in block.measurements]
-    assert len({m.id for m in found}) == len(found)  # none twice
-    return {m.id: m for m in found}
+    measurements = [m for block in read_blocks(folder / "measurements.jsonl") for m in block.measurements]
+    assert len({m.id for m in measurements}) == len(measurements)  # none twice
+    return {m.id: m for m in measurements}
 
 
 class PretendedPower(MetricSource):
@@ -73,7 +73,7 @@ class PretendedPower(MetricSource):
 
 
 def test_the_command_resumes_after_ctrl_c(script: Path, module: ModuleType, tmp_path: Path) -> None:
-    """It is stopped after its first block; started again it measures the rest, and a third time nothing."""
+    """Stopped after its first block. The second run measures the rest, the third nothing."""
     folder = tmp_path / "benchmark" / "convolutions"
     process = subprocess.Popen(
         [sys.executable, script, "--device", "cpu", "--workspace", tmp_path, "--seconds", "0.02", "--image-sizes",
@@ -83,8 +83,8 @@ def test_the_command_resumes_after_ctrl_c(script: Path, module: ModuleType, tmp_
     while not read_blocks(folder / "measurements.jsonl") and time.monotonic() < until and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=30)[1]
-    assert process.returncode == 128 + signal.SIGINT, said
+    stderr = process.communicate(timeout=30)[1]
+    assert process.returncode == 128 + signal.SIGINT, stderr
     before = measured(folder)
     assert 0 < len(before) < 16
     units = [module.Convolution(name, channels, side)
@@ -108,18 +108,18 @@ def test_power_energy_and_a_unit_that_fails(module: ModuleType, tmp_path: Path, 
     monkeypatch.setitem(module.ALGORITHMS, "fft", refuse)
     units = [module.Convolution(name, 8, 8) for name in ("guess", "gemm", "fft")]
     module.collect(tmp_path, units, "cpu", 0.05)
-    found = measured(tmp_path)
-    failed = found.pop("conv3x3_8_8_fft")
+    measurements = measured(tmp_path)
+    failed = measurements.pop("conv3x3_8_8_fft")
     assert (failed.status, failed.error, failed.samples_ms) == ("failed", "not supported", ())
-    assert set(found) == {"conv3x3_8_8_guess", "conv3x3_8_8_gemm"}
-    for m in found.values():
+    assert set(measurements) == {"conv3x3_8_8_guess", "conv3x3_8_8_gemm"}
+    for m in measurements.values():
         (watts,), (joules,) = m.quantities["power_w"], m.quantities["energy_j"]
         assert watts == PRETENDED_W
         assert sum(m.samples_ms) / 1e3 <= joules * len(m.samples_ms) / watts < 1.0  # the window's seconds: 0.05, and a bit
     (block,) = read_blocks(tmp_path / "measurements.jsonl")
     assert block.background == {module.POWER: PRETENDED_W}
-    assert block.during_s >= sum(sum(m.samples_ms) for m in found.values()) / 1e3
-    assert not module.collect(tmp_path, units, "cpu", 0.05).units  # all are there, the failed one too
+    assert block.during_s >= sum(sum(m.samples_ms) for m in measurements.values()) / 1e3
+    assert not module.collect(tmp_path, units, "cpu", 0.05).units  # all are measured, the failed one too
 
 
 def test_the_algorithms_compute_the_same(module: ModuleType) -> None:

@@ -30,7 +30,8 @@ EFFORT = Effort(least_runs=3, most_runs=3)
 
 def run_of(*pairs: tuple[tuple[float, float], tuple[float, float]], host_us: float = 100.0, start_us: float = 1000.0,
            category: str = "kernel") -> GpuRun:
-    """A made-up run: for each piece of work when its launch call began and ended, and when itself, from the run's start."""
+    """A made-up run: for each piece of work, when its launch call began and ended, and when the work itself did; in µs from the
+    run's start."""
     work = tuple(GpuWork(f"k{place}", start_us + begin, end - begin, category) for place, (_, (begin, end)) in enumerate(pairs))
     launches = tuple(Launch("cudaLaunchKernel", start_us + begin, end - begin) for (begin, end), _ in pairs)
     return GpuRun(host_us, work, start_us, launches)
@@ -38,9 +39,9 @@ def run_of(*pairs: tuple[tuple[float, float], tuple[float, float]], host_us: flo
 
 def parts(run: GpuRun) -> dict[str, float]:
     """The parts that are not 0, which always add up to the whole run."""
-    found = anatomy_of(run)
-    named = {name: getattr(found, name) for name in PARTS}
-    assert sum(named.values()) == pytest.approx(found.run_us)
+    anatomy = anatomy_of(run)
+    named = {name: getattr(anatomy, name) for name in PARTS}
+    assert sum(named.values()) == pytest.approx(anatomy.run_us)
     return {name: time for name, time in named.items() if time}
 
 
@@ -49,19 +50,19 @@ def test_each_pause_has_its_cause() -> None:
     second's end (at 50): 12 of waiting, of which 2 came after the call."""
     run = run_of(((2, 5), (10, 30)), ((12, 15), (33, 50)), ((55, 60), (62, 90)))
     assert parts(run) == {"before_us": 10, "kernels_us": 20 + 17 + 28, "gaps_us": 3, "waiting_us": 12, "after_us": 10}
-    found = anatomy_of(run)
-    assert (found.launches, found.launching_us, found.run_us) == (3, 3 + 3 + 5, 100)
+    anatomy = anatomy_of(run)
+    assert (anatomy.launches, anatomy.launching_us, anatomy.run_us) == (3, 3 + 3 + 5, 100)
 
 
-def test_a_call_that_ends_with_the_work_before_is_no_waiting() -> None:
+def test_a_call_that_ends_with_the_previous_work_is_no_waiting() -> None:
     assert parts(run_of(((0, 1), (1, 20)), ((15, 20), (22, 100)))) == {"before_us": 1, "kernels_us": 97, "gaps_us": 2}
 
 
-def test_copies_and_fills_are_reported_from_kernels() -> None:
+def test_copies_and_fills_are_reported_separately_from_kernels() -> None:
     run = run_of(((0, 1), (5, 25)), category="gpu_memcpy")
     fill = run_of(((2, 3), (30, 40)), category="gpu_memset")
-    both = GpuRun(100.0, run.work + fill.work, 1000.0, run.launches + fill.launches)
-    assert parts(both) == {"before_us": 5, "copies_us": 30, "gaps_us": 5, "after_us": 60}
+    joined = GpuRun(100.0, run.work + fill.work, 1000.0, run.launches + fill.launches)
+    assert parts(joined) == {"before_us": 5, "copies_us": 30, "gaps_us": 5, "after_us": 60}
 
 
 def test_what_overlaps_or_outlasts_the_run_counts_once() -> None:
@@ -158,18 +159,18 @@ def test_one_process_times_and_another_traces() -> None:
                     samples_ms=(0.04, 0.06, 0.05), disturbance=0.1))))
     runs = tuple(run_of(((2, 5), (10, 30)), host_us=length) for length in (300.0, 90.0, 99.0))
     tracer = FakeWorker(Reply.model_validate_json(Reply(runs=runs).model_dump_json()))  # as through the pipe
-    found, run = measure(TracedModel(Path("net.onnx"), {"batch": 4}, 4), timer, tracer, EFFORT)
-    assert [(one.do, one.host, one.watch_host, one.labels, one.dims, one.static) for one in timer.asked] == [
-        ("model", True, True, (), {"batch": 4}, False)]
-    assert [one.do for one in tracer.asked] == ["model_trace"]
+    anatomy, run = measure(TracedModel(Path("net.onnx"), {"batch": 4}, 4), timer, tracer, EFFORT)
+    assert [(request.do, request.host, request.watch_host, request.labels, request.dims, request.static)
+            for request in timer.asked] == [("model", True, True, (), {"batch": 4}, False)]
+    assert [request.do for request in tracer.asked] == ["model_trace"]
     assert run == runs[2]
-    assert (found.model, found.batch, found.latency_ms, found.host_ms, found.disturbance) == (
+    assert (anatomy.model, anatomy.batch, anatomy.latency_ms, anatomy.host_ms, anatomy.disturbance) == (
         "net@batch=4,dynamic", 4, 0.09, 0.05, 0.1)
-    shares = as_json(found)["share_%"]
+    shares = as_json(anatomy)["share_%"]
     assert shares == pytest.approx({name: 100 * time_us / 90 for name, time_us in {
         "host": 50, "launching": 3, "traced_run": 99, "kernels": 20, "copies": 0, "waiting": 0, "gaps": 0, "before": 10,
         "after": 69}.items()})
-    cells = row(found)
+    cells = row(anatomy)
     assert cells["latency (µs)"] == pytest.approx(90)
     assert (cells["host alone (µs)"], cells["kernels (µs)"], cells["traced run (µs)"]) == (
         "50 (56%)", "20 (22%)", "99 (110%)")
@@ -225,12 +226,12 @@ def test_the_command_needs_a_gpu(device: str, tmp_path: Path) -> None:
 def test_the_command_on_a_gpu(tmp_path: Path) -> None:
     """The parts add up, and the GPU's own work takes no longer than the untraced run."""
     onnx.save(small_model(channels=64, side=64, batch="batch"), tmp_path / "net.onnx")
-    (found,) = json.loads(printed(
+    (report,) = json.loads(printed(
         "benchmark/run_anatomy.py", "--workspace", tmp_path, "--model", tmp_path / "net.onnx", "--dim", "batch=8", "--budget-s",
         "0.2", "--trace", tmp_path / "real.json", "--json"))
-    traced = found["traced"]
+    traced = report["traced"]
     assert sum(traced[name] for name in PARTS) == pytest.approx(traced["run_us"], abs=0.01)  # the trace rounds to nanoseconds
-    assert 0 < traced["kernels_us"] < 1000 * found["latency_ms"]
+    assert 0 < traced["kernels_us"] < 1000 * report["latency_ms"]
     assert 0 < traced["launching_us"] < traced["run_us"]
     assert len([event for event in read_processes(tmp_path / "real.json", MEASURED, 2)
                 if (event["ph"], event.get("tid")) == ("X", 2)]) == traced["launches"]

@@ -37,14 +37,14 @@ def block_of(*kernels: Kernel, level: float = 0.0, model: str = "", status: str 
     """A made-up block of kernels, or of a model."""
     stamps = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00", "status": status}
     samples = () if status != "ok" else (0.5, 0.25, 1.0)
-    found = [Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone", samples_ms=samples,
-                         **stamps)
-             for kernel in kernels]
+    measurements = [Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone", samples_ms=samples,
+                                **stamps)
+                    for kernel in kernels]
     if model:
-        found.append(Measurement(subject="model", id=model, label="latency", context=model, place="alone", samples_ms=samples,
-                                 **stamps))
+        measurements.append(Measurement(subject="model", id=model, label="latency", context=model, place="alone",
+                                        samples_ms=samples, **stamps))
     return Block(level=level, key="made up", background={METRIC: 1.0}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
-                 attempts=1, machine=MACHINE.uuid, measurements=tuple(found))
+                 attempts=1, machine=MACHINE.uuid, measurements=tuple(measurements))
 
 
 def open_writer(folder: Path, *kernels: Kernel, model: str = "net") -> DatasetWriter:
@@ -55,15 +55,15 @@ def tables(folder: Path) -> list[str]:
     return [path.read_text() for path in (kernel_table_path(folder), model_table_path(folder))]
 
 
-def written_whole(folder: Path) -> list[str]:
-    """The tables as the whole journal gives them."""
+def rewritten(folder: Path) -> list[str]:
+    """The tables made anew from the whole journal."""
     dataset_writer.write_tables(folder, read_header(folder), read_journal(folder))
     return tables(folder)
 
 
 @pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of blocks of which tables are written whole from here on."""
+def rewrites(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each time that the tables are written anew from here on: how many blocks they are made of."""
     written: list[int] = []
     write = dataset_writer.write_tables
 
@@ -84,85 +84,85 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_of_further_kernels_and_models_are_added(folder: Path, whole: list[int]) -> None:
-    """To what was there and what this collector wrote; one that failed has a row too."""
+def test_rows_of_further_kernels_and_models_are_added(folder: Path, rewrites: list[int]) -> None:
+    """Both to rows that were there before and to this collector's own. A kernel that failed has a row too."""
     writer = open_writer(folder, SECOND, THIRD)
     writer.append(block_of(SECOND, model="net"))
     writer.write_tables()
     writer.append(block_of(THIRD, status="failed"))
     writer.write_tables()
-    assert not whole
+    assert not rewrites
     assert writer.count_rows() == (3, 2)
     assert [text.count("\n") for text in tables(folder)] == [1 + 3, 1 + 2]
-    assert tables(folder) == written_whole(folder)
+    assert tables(folder) == rewritten(folder)
 
 
-def test_without_anything_new_nothing_is_written(folder: Path, whole: list[int]) -> None:
+def test_without_anything_new_nothing_is_written(folder: Path, rewrites: list[int]) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path != header_path(folder)}
     open_writer(folder, FIRST).write_tables()
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert not whole
+    assert not rewrites
 
 
-def test_a_kernel_measured_again_has_its_row_joined(folder: Path, whole: list[int]) -> None:
+def test_a_kernel_measured_again_keeps_one_row(folder: Path, rewrites: list[int]) -> None:
     writer = open_writer(folder, FIRST, SECOND, THIRD)
     writer.append(block_of(FIRST, SECOND))
     writer.write_tables()
-    assert whole == [2]
+    assert rewrites == [2]
     assert writer.count_rows() == (2, 1)
     assert tables(folder)[0].count("\n") == 1 + 2
     writer.append(block_of(THIRD, SECOND, level=0.5))  # what this collector measured may come again too
     writer.write_tables()
-    assert whole == [2, 3]
-    assert tables(folder) == written_whole(folder)
+    assert rewrites == [2, 3]
+    assert tables(folder) == rewritten(folder)
 
 
-def test_a_kernel_of_another_model_too_has_its_row_changed(folder: Path, whole: list[int]) -> None:
+def test_the_row_of_a_kernel_names_a_further_model(folder: Path, rewrites: list[int]) -> None:
     writer = open_writer(folder, FIRST, SECOND, model="other")
     writer.append(block_of(SECOND))
     writer.write_tables()
-    assert whole == [2]
+    assert rewrites == [2]
     assert [row.split(",")[0] for row in tables(folder)[0].splitlines() if "other" in row] == [FIRST.id, SECOND.id]
 
 
-def test_blocks_of_a_collector_that_was_killed_are_not_forgotten(folder: Path, whole: list[int]) -> None:
+def test_blocks_of_a_collector_that_was_killed_are_not_forgotten(folder: Path, rewrites: list[int]) -> None:
     """It had appended to the journal, not to the tables."""
     open_writer(folder, SECOND).append(block_of(SECOND))
     writer = open_writer(folder, THIRD)
     writer.append(block_of(THIRD))
     writer.write_tables()
-    assert whole == [3]
+    assert rewrites == [3]
     assert tables(folder)[0].count("\n") == 1 + 3
 
 
-def test_one_killed_between_the_tables(folder: Path, whole: list[int]) -> None:
+def test_a_collector_killed_between_the_two_tables(folder: Path, rewrites: list[int]) -> None:
     writer = open_writer(folder, SECOND)
     writer.append(block_of(SECOND))
     writer.write_tables()
     older = journal_path(folder).stat().st_mtime_ns - 1
     os.utime(model_table_path(folder), ns=(older, older))
     open_writer(folder).write_tables()
-    assert whole == [2]
+    assert rewrites == [2]
 
 
 @pytest.mark.parametrize("damage", ["gone", "other columns"])
-def test_tables_that_are_gone_or_of_other_columns_are_written_anew(folder: Path, whole: list[int], damage: str) -> None:
+def test_tables_that_are_gone_or_of_other_columns_are_written_anew(folder: Path, rewrites: list[int], damage: str) -> None:
     right, path = tables(folder), kernel_table_path(folder)
     if damage == "gone":
         path.unlink()
     else:
         path.write_text(right[0].replace("run_median_ms", "median"))
     open_writer(folder).write_tables()
-    assert whole == [1]
+    assert rewrites == [1]
     assert tables(folder) == right
 
 
-def test_kernels_join_those_that_are_there(folder: Path) -> None:
-    """Sorted by id; lines of others stay as they stand."""
+def test_new_kernels_join_the_described_ones(folder: Path) -> None:
+    """Sorted by id; the lines of the other kernels do not change."""
     kernels = draw_kernels(20)
     before = kernel_lines(folder)
     open_writer(folder, *kernels, model="later")
-    assert [entry.kernel.id for entry in read_kernels(folder)] == sorted({FIRST.id, *(one.id for one in kernels)})
+    assert [entry.kernel.id for entry in read_kernels(folder)] == sorted({FIRST.id, *(kernel.id for kernel in kernels)})
     assert {name: line for name, line in kernel_lines(folder).items() if name in before} == before
     wanted = {kernels[3].id, FIRST.id, "never described"}
     assert {entry.kernel.id: entry.models for entry in read_kernels(folder, wanted)} == {

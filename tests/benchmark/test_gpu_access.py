@@ -1,4 +1,4 @@
-"""Processes that share one GPU: any number prepare side by side, one measures alone."""
+"""Processes that share one GPU: any number prepare at the same time, one measures alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _take_turns(folder: str, out: Any) -> None:
 
 
 @pytest.mark.slow
-def test_one_is_alone_and_nobody_starves(tmp_path: Path) -> None:
+def test_one_process_measures_alone_and_none_starves(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     out: Any = context.Queue()
     workers = [context.Process(target=_take_turns, args=(str(tmp_path), out)) for _ in range(WORKERS)]
@@ -44,10 +44,10 @@ def test_one_is_alone_and_nobody_starves(tmp_path: Path) -> None:
     alone = [span for span in spans if span[0] == "alone"]
     assert len(alone) == ROUNDS * WORKERS
     for span in alone:
-        assert not [other for other in spans if other is not span and other[1] < span[2] and span[1] < other[2]]
+        assert not [overlap for overlap in spans if overlap is not span and overlap[1] < span[2] and span[1] < overlap[2]]
 
 
-def test_one_alone_needs_no_locks() -> None:
+def test_a_single_worker_needs_no_locks() -> None:
     with gpu_turns.preparing(""), gpu_turns.alone(""):
         pass
     with Tracers(1, 10.0) as tracers:

@@ -1,5 +1,5 @@
-"""What the GPU did, told apart by run and by kernel. The traces are made up: this machine may have no GPU; their form is that
-of torch's profiler, and the names are those that ONNX Runtime's CUDA kernels have."""
+"""What the GPU did, by run and by kernel. The traces are made up, since this machine may have no GPU. Their form is that of
+torch's profiler, their names those of ONNX Runtime's CUDA kernels."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def kernel(name: str, correlation: int, start: float, duration: float, category:
 
 
 def test_work_belongs_to_the_run_that_launched_it() -> None:
-    """Also what ends after its run's range, since the GPU works behind the host; and copies, and driver launches."""
+    """So does work that ends after its run's range, since the GPU lags the host; and so do copies and driver launches."""
     events = [
         kernel("late", 3, 131.0, 4.0), annotation(1, 120.0, 10.0), annotation(0, 100.0, 15.0), launch(1, 101.0),
         launch(2, 104.0, "cuda_driver"), launch(3, 125.0), kernel("first", 1, 106.0, 5.0),
         kernel("copy", 2, 112.0, 3.0, "gpu_memcpy"), {"cat": "cpu_op", "name": "aten::add", "ts": 102.0, "dur": 1.0},
         {"ph": "M", "name": "process_name", "args": {"name": "python"}}]
     first, second, third = attribute(events, 3)
-    assert [one.name for one in first.work] == ["first", "copy"]
+    assert [work.name for work in first.work] == ["first", "copy"]
     assert (first.host_us, first.busy_us, first.span_us) == (15.0, 8.0, 9.0)
-    assert [one.name for one in second.work] == ["late"]
+    assert [work.name for work in second.work] == ["late"]
     assert (third.host_us, third.busy_us, third.span_us, third.work) == (0.0, 0.0, 0.0, ())
 
 
-def test_what_runs_side_by_side_counts_once() -> None:
+def test_concurrent_work_counts_once() -> None:
     """As cuDNN runs the groups of a convolution: from 1 to 4 on two streams at once, and after a pause for 2 more."""
     work = tuple(GpuWork(name, start, lasts) for name, start, lasts in (
         ("group 0", 1.0, 2.0), ("group 1", 1.5, 2.5), ("group 2", 2.0, 1.0), ("after", 10.0, 2.0)))
@@ -51,7 +51,7 @@ def test_what_runs_side_by_side_counts_once() -> None:
     assert covered_us(split["kernel_0"]) == 5.0
 
 
-def test_work_outside_every_run_is_nobodys() -> None:
+def test_work_outside_every_run_belongs_to_none() -> None:
     events = [annotation(0, 100.0, 10.0), launch(1, 90.0), launch(2, 111.0), kernel("before", 1, 95.0, 1.0),
               kernel("after", 2, 112.0, 1.0), kernel("without a launch", 9, 105.0, 1.0)]
     assert attribute(events, 1)[0].work == ()
@@ -65,25 +65,25 @@ def test_a_carriers_work_is_split_at_the_nodes_that_write_inputs() -> None:
     """Two inputs for the first kernel, nothing on the GPU for the second, three launches for the third."""
     run = run_of(ABS, ABS, "add", ABS, ABS, "to_nhwc", "conv", "bias")
     order = ["abs_0_0", "abs_0_1", "kernel_0", "abs_1_0", "kernel_1", "abs_2_0", "kernel_2"]
-    found = split_carrier(run, order, "abs_")
-    assert found is not None
-    assert {name: [one.name for one in work] for name, work in found.items()} == {
+    split = split_carrier(run, order, "abs_")
+    assert split is not None
+    assert {name: [piece.name for piece in work] for name, work in split.items()} == {
         "kernel_0": ["add"], "kernel_1": [], "kernel_2": ["to_nhwc", "conv", "bias"]}
 
 
 def test_a_kernel_of_the_writers_own_operator_has_one_piece_of_work() -> None:
     order = ["abs_0_0", "kernel_0", "abs_1_0", "kernel_1", "abs_2_0", "kernel_2"]
-    found = split_carrier(run_of(ABS, ABS, ABS, RELU, ABS, ABS), order, "abs_", {"kernel_0", "kernel_2"})
-    assert found is not None
-    assert {name: [one.name for one in work] for name, work in found.items()} == {
+    split = split_carrier(run_of(ABS, ABS, ABS, RELU, ABS, ABS), order, "abs_", {"kernel_0", "kernel_2"})
+    assert split is not None
+    assert {name: [piece.name for piece in work] for name, work in split.items()} == {
         "kernel_0": [ABS], "kernel_1": [RELU], "kernel_2": [ABS]}
     assert split_carrier(run_of(ABS, ABS, ABS, RELU, ABS), order, "abs_", {"kernel_0", "kernel_2"}) is None
 
 
 def test_one_kernel_without_written_inputs_has_all_the_work() -> None:
-    found = split_carrier(run_of("gather"), ["kernel_0"], "abs_")
-    assert found is not None
-    assert [one.name for one in found["kernel_0"]] == ["gather"]
+    split = split_carrier(run_of("gather"), ["kernel_0"], "abs_")
+    assert split is not None
+    assert [piece.name for piece in split["kernel_0"]] == ["gather"]
 
 
 @pytest.mark.parametrize(("names", "order"), [
@@ -92,5 +92,5 @@ def test_one_kernel_without_written_inputs_has_all_the_work() -> None:
     ((ABS, RELU, ABS, RELU), ["abs_0_0", "kernel_0"]),  # one too many
     ((RELU, ABS), ["abs_0_0", "kernel_0"]),  # work before any kernel
 ])
-def test_what_can_t_be_told_apart_is_said_so(names: tuple[str, ...], order: list[str]) -> None:
+def test_work_that_can_t_be_split_gives_none(names: tuple[str, ...], order: list[str]) -> None:
     assert split_carrier(run_of(*names), order, "abs_") is None

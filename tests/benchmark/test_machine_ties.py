@@ -1,4 +1,4 @@
-"""Machines of one target: which kernels tie them, and what these say; with known ratios, and really measured."""
+"""Machines of one target: which kernels tie them, and how their times compare, with known ratios and really measured."""
 
 from __future__ import annotations
 
@@ -46,65 +46,65 @@ def timed(kernel: Kernel, time_ms: float = 1.0, **changes: Any) -> Measurement:
                                        "place": "alone", "samples_ms": (0.5 * time_ms, time_ms, 3 * time_ms), **changes})
 
 
-def chosen(there: list[Block], uuid: str, count: int) -> list[Kernel]:
-    return [item.kernel for item in choose_ties(ITEMS, there, uuid, count, takes_run)]
+def chosen(blocks: list[Block], uuid: str, count: int) -> list[Kernel]:
+    return [item.kernel for item in choose_ties(ITEMS, blocks, uuid, count, takes_run)]
 
 
 # which kernels -----------------------------------------------------------------------------------------------------------
 
-def test_ties_are_some_of_what_others_measured_whatever_the_order() -> None:
-    there = [block("a", *(timed(kernel) for kernel in KERNELS[:30]))]
-    ties = chosen(there, "b", 10)
+def test_ties_are_some_of_another_machines_kernels_in_any_order() -> None:
+    blocks = [block("a", *(timed(kernel) for kernel in KERNELS[:30]))]
+    ties = chosen(blocks, "b", 10)
     assert len({kernel.id for kernel in ties}) == 10
     assert all(kernel in KERNELS[:30] for kernel in ties)
     assert ties != KERNELS[:10]
     backwards = choose_ties(ITEMS[::-1], [block("a", *(timed(kernel) for kernel in KERNELS[29::-1]))], "b", 10, takes_run)
     assert [item.kernel for item in backwards] == ties
-    assert chosen(there, "b", 0) == []
-    assert len(chosen(there, "b", 100)) == 30
-    assert chosen(there, "a", 10) == []  # its own
+    assert chosen(blocks, "b", 0) == []
+    assert len(chosen(blocks, "b", 100)) == 30
+    assert chosen(blocks, "a", 10) == []  # its own
 
 
 def test_ties_are_measured_once_and_the_rest_after_an_interruption() -> None:
-    there = [block("a", *(timed(kernel) for kernel in KERNELS))]
-    ties = chosen(there, "b", 10)
-    there.append(block("b", *(timed(kernel) for kernel in ties[:4]), timed(ties[4], status="crashed", samples_ms=())))
-    assert chosen(there, "b", 10) == ties[5:]
-    there.append(block("b", *(timed(kernel) for kernel in ties[5:])))
-    assert chosen(there, "b", 10) == []
-    assert chosen(there, "a", 10) == []  # tied by the same kernels
+    blocks = [block("a", *(timed(kernel) for kernel in KERNELS))]
+    ties = chosen(blocks, "b", 10)
+    blocks.append(block("b", *(timed(kernel) for kernel in ties[:4]), timed(ties[4], status="crashed", samples_ms=())))
+    assert chosen(blocks, "b", 10) == ties[5:]
+    blocks.append(block("b", *(timed(kernel) for kernel in ties[5:])))
+    assert chosen(blocks, "b", 10) == []
+    assert chosen(blocks, "a", 10) == []  # tied by the same kernels
 
 
 def test_a_third_machine_is_tied_by_what_the_first_two_share() -> None:
     shared = KERNELS[17:22]
-    there = [block("a", *(timed(kernel) for kernel in KERNELS[:30])), block("b", *(timed(kernel) for kernel in shared))]
-    assert {kernel.id for kernel in chosen(there, "c", 5)} == {kernel.id for kernel in shared}
+    blocks = [block("a", *(timed(kernel) for kernel in KERNELS[:30])), block("b", *(timed(kernel) for kernel in shared))]
+    assert {kernel.id for kernel in chosen(blocks, "c", 5)} == {kernel.id for kernel in shared}
 
 
 def test_what_failed_or_ran_in_a_model_alone_ties_nothing() -> None:
     failed, in_model, other_label = KERNELS[:3]
-    there = [block("a", timed(failed, status="crashed"), timed(in_model, context="net", place="in_model"),
-                   timed(other_label, label="node_span"))]
-    assert chosen(there, "b", 10) == []
+    blocks = [block("a", timed(failed, status="crashed"), timed(in_model, context="net", place="in_model"),
+                    timed(other_label, label="node_span"))]
+    assert chosen(blocks, "b", 10) == []
 
 
-# what they say -----------------------------------------------------------------------------------------------------------
+# how they compare -----------------------------------------------------------------------------------------------------------
 
 def test_known_ratios() -> None:
     ratios = [0.90, 0.96, 1.00, 1.04, 1.30]
-    there = [
+    blocks = [
         block("a", *(timed(kernel, 2.0) for kernel in KERNELS[:10]),
               *(timed(kernel, 1.0, label="node_span", context="net", place="in_model") for kernel in KERNELS[:2])),
         block("b", *(timed(kernel, 2.0 * ratio) for kernel, ratio in zip(KERNELS, ratios, strict=False)),
               *(timed(kernel, 1.1, label="node_span", context="othernet", place="in_model") for kernel in KERNELS[:2]),
-              timed(KERNELS[3], 9.0, label="node_span", context="carrier", place="carrier"),  # where a has it in no carrier
+              timed(KERNELS[3], 9.0, label="node_span", context="carrier", place="carrier"),  # machine a has none in a carrier
               timed(KERNELS[9], status="crashed"),
               Measurement(subject="model", id="net", label="latency", context="net", place="alone", samples_ms=(3.0,))),
         *(block("a", Measurement(subject="model", id="net", label="latency", context="net", place="alone",
                                  samples_ms=(time_ms,), disturbance=ratio)) for time_ms, ratio in ((9.0, 0.5), (4.0, 0.1))),
         block("b", timed(KERNELS[8], 50.0), level=0.5),  # under load
     ]
-    rows = {(row["what"], row["label"], row["where"]): row for row in tie_rows(idle_times(there))}
+    rows = {(row["what"], row["label"], row["where"]): row for row in tie_rows(idle_times(blocks))}
     assert set(rows) == {("kernels", "run", "alone"), ("kernels", "node_span", "in_model"), ("models", "latency", "whole")}
     run = rows["kernels", "run", "alone"]
     assert (run["machine"], run["other"], run["count"]) == ("a", "b", 5)
@@ -114,48 +114,49 @@ def test_known_ratios() -> None:
     model = rows["models", "latency", "whole"]
     assert (model["count"], model["median"]) == (1, pytest.approx(0.75))  # against the least disturbed
     header = DatasetHeader(target=TARGET, metrics=(), machines={"a": MACHINE, "b": MACHINE, "idle": MACHINE})
-    assert [(row["machine"], row["kernels"], row["models"]) for row in machine_rows(header, idle_times(there))] == [
+    assert [(row["machine"], row["kernels"], row["models"]) for row in machine_rows(header, idle_times(blocks))] == [
         ("a", 10, 1), ("b", 5, 1), ("idle", 0, 0)]
 
 
 def test_every_pair_has_its_rows() -> None:
-    there = [block(uuid, timed(KERNELS[0], time_ms)) for uuid, time_ms in (("a", 1.0), ("b", 2.0), ("c", 4.0))]
-    assert [(row["machine"], row["other"], row["median"]) for row in tie_rows(idle_times(there))] == [
+    blocks = [block(uuid, timed(KERNELS[0], time_ms)) for uuid, time_ms in (("a", 1.0), ("b", 2.0), ("c", 4.0))]
+    assert [(row["machine"], row["other"], row["median"]) for row in tie_rows(idle_times(blocks))] == [
         ("a", "b", 2.0), ("a", "c", 4.0), ("b", "c", 2.0)]
-    assert tie_rows(idle_times(there[:1])) == []
+    assert tie_rows(idle_times(blocks[:1])) == []
 
 
 def test_times_of_zero_are_not_compared() -> None:
     """As label `gpu` gives for what leaves the GPU nothing to do."""
     assert compare({"view": 0.0}, {"view": 0.0}) is None
-    found = compare({"view": 0.0, "conv": 1.0}, {"view": 0.1, "conv": 1.0})
-    assert found is not None
-    assert found["count"] == 1
+    row = compare({"view": 0.0, "conv": 1.0}, {"view": 0.1, "conv": 1.0})
+    assert row is not None
+    assert row["count"] == 1
 
 
 # really measured ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
-    """What this machine measured is made another's; then it measures the ties, idle alone, and nothing else."""
+    """The journal is changed to be another machine's. Then this machine measures only the ties, and only on the idle device."""
     build_workspace(workspace, {"anet_b1": small_model(), "bnet_b1": small_model(channels=16)})
     config = CollectorConfig.model_validate({
         "device": "cpu", "levels": [0.0, 0.5], "stress": {"settle_s": 0.1}, "window_s": 0.2, "attempts": 1, "patience_s": 0,
         "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}, "attempts_under_load": 1,
         "model": {"warmup": 1, "budget_s": 0.02, "least_runs": 4, "most_runs": 6}, "each_machine": False, "ties": 5})
     collect(workspace, config)
-    here = machine("cpu").uuid
+    this_machine = machine("cpu").uuid
     folder = workspace.dataset(local_target("cpu").name)
     journal = journal_path(folder)
-    journal.write_text(journal.read_text().replace(f'"machine":"{here}"', '"machine":"elsewhere"'))
+    journal.write_text(journal.read_text().replace(f'"machine":"{this_machine}"', '"machine":"elsewhere"'))
     items = [KernelItem(Path(), entry.kernel) for entry in read_kernels(folder)]
-    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), here, 5, takes_run)}
+    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), this_machine, 5, takes_run)}
     assert len(expected) == 5
     assert collect(workspace, config)["measured_kernels"] == 5
-    own = [found for found in read_journal(folder) if found.machine == here]
-    assert {found.level for found in own} == {0.0}
-    assert {(m.subject, m.id) for found in own for m in found.measurements} == {("kernel", name) for name in expected}
-    assert {m.label for found in own for m in found.measurements} == {"run", "kernel_time", "node_span"}
+    new_blocks = [entry for entry in read_journal(folder) if entry.machine == this_machine]
+    measurements = [m for entry in new_blocks for m in entry.measurements]
+    assert {entry.level for entry in new_blocks} == {0.0}
+    assert {(m.subject, m.id) for m in measurements} == {("kernel", name) for name in expected}
+    assert {m.label for m in measurements} == {"run", "kernel_time", "node_span"}
     before = journal.read_bytes()
     assert collect(workspace, config)["measured_kernels"] == 0
     assert journal.read_bytes() == before
@@ -164,7 +165,7 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     rows = json.loads(printed(*command, "--json"))[local_target("cpu").name]["ties"]
     assert [(row["label"], row["where"], row["count"]) for row in rows] == [
         ("kernel_time", "carrier", 5), ("node_span", "carrier", 5), ("run", "alone", 5)]
-    assert all({row["machine"], row["other"]} == {"elsewhere", here} for row in rows)
+    assert all({row["machine"], row["other"]} == {"elsewhere", this_machine} for row in rows)
     table = printed(*command)
     assert "\t".join(["machine", "other", "what", "label", "where", "count", "median"]) in table
     assert all(0.02 < row["lower_quartile"] <= row["median"] <= row["upper_quartile"] < 50 for row in rows)

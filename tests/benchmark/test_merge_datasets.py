@@ -30,25 +30,25 @@ def test_two_machines_become_one_dataset(tmp_path: Path) -> None:
     """Blocks, kernels with all their owners, origins of models, records and their index; a second merge changes nothing."""
     old = collect(tmp_path / "old", chain("resnet_a", [SHARED, relu()]))
     new = collect(tmp_path / "new", chain("vit_b", [SHARED, gemm()]).model_copy(update={"collection": "timm"}), uuid="1")
-    said = [json.loads(printed("benchmark/merge_datasets.py", "--from", old.root, "--from", new.root, "--collection",
-                               "torchvision", "--workspace", tmp_path / "all", "--json")) for _ in range(2)]
-    assert [row["blocks_added"] for row in said[0]] == [1, 1]
-    assert [(row["blocks_added"], row["blocks_there"], row["records_added"]) for row in said[1]] == [(0, 1, 0)] * 2
-    whole = Workspace(tmp_path / "all")
-    header = read_header(whole.dataset(TARGET.name))
+    reports = [json.loads(printed("benchmark/merge_datasets.py", "--from", old.root, "--from", new.root, "--collection",
+                                  "torchvision", "--workspace", tmp_path / "all", "--json")) for _ in range(2)]
+    assert [row["blocks_added"] for row in reports[0]] == [1, 1]
+    assert [(row["blocks_added"], row["blocks_there"], row["records_added"]) for row in reports[1]] == [(0, 1, 0)] * 2
+    merged = Workspace(tmp_path / "all")
+    header = read_header(merged.dataset(TARGET.name))
     assert header.machines.keys() == {"0", "1"}
     assert header.groups == {"resnet_a": "resnet", "vit_b": "vit"}
     assert header.collections == {"resnet_a": "torchvision", "vit_b": "timm"}
-    owners = {entry.kernel.id: (entry.models, entry.groups) for entry in read_kernels(whole.dataset(TARGET.name))}
+    owners = {entry.kernel.id: (entry.models, entry.groups) for entry in read_kernels(merged.dataset(TARGET.name))}
     assert owners == {SHARED.id: (("resnet_a", "vit_b"), ("resnet", "vit")), relu().id: (("resnet_a",), ("resnet",)),
                       gemm().id: (("vit_b",), ("vit",))}
-    table = read_kernel_table(whole, TARGET.name)
+    table = read_kernel_table(merged, TARGET.name)
     times = {(row["Kernel_ID"], str(row["Machine"])): row["Latency_ms"] for _, row in table.iterrows()}
     assert times == {(name, uuid): 0.375 + float(uuid) for uuid, names in (("0", (SHARED.id, relu().id)),
                                                                           ("1", (SHARED.id, gemm().id))) for name in names}
-    record = read_model_record(record_path(whole, TARGET.flavour, "resnet_a"))
+    record = read_model_record(record_path(merged, TARGET.flavour, "resnet_a"))
     assert record.collection == "torchvision"
-    index = read_index(index_path(whole, TARGET.flavour))
+    index = read_index(index_path(merged, TARGET.flavour))
     assert (index.groups, index.collections) == (header.groups, header.collections)
     assert index.kernels["Conv"][SHARED.id].models == ("resnet_a", "vit_b")
 
@@ -59,24 +59,24 @@ def test_right_origins_replace_wrong_ones(tmp_path: Path) -> None:
     origins = tmp_path / "origins.json"
     files.write_json(origins, {"dinov2": {"group": "vit", "collection": "transformers"}})
     printed("benchmark/merge_datasets.py", "--from", source.root, "--origins", origins, "--workspace", tmp_path / "all")
-    whole = Workspace(tmp_path / "all")
-    header = read_header(whole.dataset(TARGET.name))
-    record = read_model_record(record_path(whole, TARGET.flavour, "dinov2@batch=1"))
+    merged = Workspace(tmp_path / "all")
+    header = read_header(merged.dataset(TARGET.name))
+    record = read_model_record(record_path(merged, TARGET.flavour, "dinov2@batch=1"))
     assert (record.group, record.collection) == ("vit", "transformers")
     assert (header.groups, header.collections) == ({"dinov2@batch=1": "vit"}, {"dinov2@batch=1": "transformers"})
-    assert [entry.groups for entry in read_kernels(whole.dataset(TARGET.name))] == [("vit",)]
-    assert ",vit" in kernel_table_path(whole.dataset(TARGET.name)).read_text()
+    assert [entry.groups for entry in read_kernels(merged.dataset(TARGET.name))] == [("vit",)]
+    assert ",vit" in kernel_table_path(merged.dataset(TARGET.name)).read_text()
 
 
 def test_what_does_not_agree_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     into = collect(tmp_path / "into", chain("resnet_a", [SHARED]))
     before = {path: path.read_bytes() for path in sorted(into.root.rglob("*.*")) if path.is_file()}
-    for name, record, labels, said in (
+    for name, record, labels, message in (
             ("labels", chain("vit_b", [SHARED]), ("gpu",), "collected with labels"),
             ("group", chain("resnet_a", [SHARED]).model_copy(update={"group": "vit"}), ("run",), "the group of resnet_a"),
             ("graph", chain("resnet_a", [SHARED, relu()]), ("run",), "its graph differs")):
         source = collect(tmp_path / name, record, labels=labels, uuid="1")
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             merge_dataset(source, into, TARGET.name, {}, "")
         assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(UserError, match="into itself"):

@@ -75,7 +75,7 @@ def recorded(folder: Path, readings: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
-def test_a_replay_keeps_the_readings_times(tmp_path: Path, clock: Clock) -> None:
+def test_a_replay_keeps_the_times_of_its_readings(tmp_path: Path, clock: Clock) -> None:
     stamps = (50.0, 51.0, 51.5, 60.0)
     source = ReplaySource(recorded(tmp_path, [{"time_s": stamp, SM: 0.1 * i} for i, stamp in enumerate(stamps, 1)]))
     assert source.times_s == [1.0, 2.0, 2.5, 11.0]
@@ -108,12 +108,12 @@ def test_old_and_new_names_replay_alike(tmp_path: Path, clock: Clock) -> None:
                                 "DCGM_FI_PROF_SM_UTIL_RATIO": 0.5},
                                {"time_s": 1, UTIL: 0.9, CLOCK: 1980, SM: 0.7}])
     source = ReplaySource(path)
-    found = []
+    means = []
     for _ in range(2):
         window = source.start()
         clock.now += 1.0
-        found.append(source.stop(window))
-    assert found == [{UTIL: (90.0, 1), CLOCK: (pytest.approx(1980.0), 1), SM: (0.5, 1)},
+        means.append(source.stop(window))
+    assert means == [{UTIL: (90.0, 1), CLOCK: (pytest.approx(1980.0), 1), SM: (0.5, 1)},
                      {UTIL: (0.9, 1), CLOCK: (1980.0, 1), SM: (0.7, 1)}]
 
 
@@ -242,8 +242,8 @@ def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
     assert dcgm.address is None  # within this process
     window = source.start()
     dcgm.read(SM, 0.2, 0.3, 0.4, since_s=window.reading)
-    dcgm.read(SM, 0.9, since_s=window.reading - 0.15)  # tells of the time before the window
-    dcgm.read(SM, 0.9, since_s=window.reading + 3.0)  # and of the time after it
+    dcgm.read(SM, 0.9, since_s=window.reading - 0.15)  # a reading from before the window
+    dcgm.read(SM, 0.9, since_s=window.reading + 3.0)  # and one from after it
     dcgm.read(UTIL, 50, 60, since_s=window.reading)
     time.sleep(0.3)
     assert source.stop(window) == {SM: (pytest.approx(0.3), 3), UTIL: Mean(55.0, 2)}
@@ -253,7 +253,7 @@ def test_dcgm_at_an_address_and_without_profiled_fields(dcgm: FakeDcgm) -> None:
     dcgm.refused, dcgm.blank = {IDS[SM]}, {IDS[CLOCK]}
     source = dcgm_metrics.DcgmSource(address="node7:5555")
     assert (dcgm.address, source.name) == ("node7:5555", "DCGM at node7:5555")
-    assert UTIL in source.fields  # it is all that tells of the load
+    assert UTIL in source.fields  # the only field that shows the load
     assert not {SM, CLOCK} & set(source.fields)
     with pytest.raises(UserError, match=f"metric {SM}: DCGM can't read it here"):
         dcgm_metrics.DcgmSource([SM])
@@ -275,7 +275,7 @@ def test_a_blank_of_dcgm_is_an_error(dcgm: FakeDcgm) -> None:
 
 
 @pytest.mark.slow
-def test_dcgm_stuck_at_zero_is_found_out_by_utilisation_that_nobody_asked_for(dcgm: FakeDcgm) -> None:
+def test_dcgm_stuck_at_zero_is_detected_by_utilisation_that_was_not_asked_for(dcgm: FakeDcgm) -> None:
     source = dcgm_metrics.DcgmSource([SM])
     window = source.start()
     dcgm.read(SM, *[0.0] * 20, since_s=window.reading)
@@ -311,8 +311,8 @@ def test_dcgm_that_is_not_here_or_goes_away(dcgm: FakeDcgm, monkeypatch: pytest.
     (False, True, "DCGM", "no GPM, and DCGM is here"),
     (False, False, "NVML", "no GPM, and there is no DCGM"),
 ])
-def test_auto_says_what_it_took_and_why(has_gpm: bool, installed: bool, chosen: str, why: str, dcgm: FakeDcgm,
-                                        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_reports_its_choice_and_why(has_gpm: bool, installed: bool, chosen: str, why: str, dcgm: FakeDcgm,
+                                         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """On a pretended GPU."""
     monkeypatch.setattr(metrics, "resolve_device", lambda name: "cuda")
 

@@ -32,17 +32,17 @@ def burn(seconds: float) -> None:
         pass
 
 
-def test_a_burning_cpu_shows() -> None:
+def test_a_busy_cpu_is_measured() -> None:
     source = open_source("cpu")
     for _ in range(5):  # the system's counters lag at times on a busy machine, and then show nothing of a window
         window = source.start()
         burn(0.6)
-        found = values(source.stop(window))
-        if found[USER] > 0.3 / (psutil.cpu_count() or 1):  # of one core, which other work may share
+        means = values(source.stop(window))
+        if means[USER] > 0.3 / (psutil.cpu_count() or 1):  # of one core, which other work may share
             break
-    assert set(found) == set(source.fields) <= set(FIELDS)
-    assert 0.3 / (psutil.cpu_count() or 1) < found[USER] <= found[TOTAL] + 1e-6 <= 1.0 + 1e-6
-    assert found[TOTAL] == pytest.approx(sum(value for field, value in found.items() if field != TOTAL), abs=0.15)
+    assert set(means) == set(source.fields) <= set(FIELDS)
+    assert 0.3 / (psutil.cpu_count() or 1) < means[USER] <= means[TOTAL] + 1e-6 <= 1.0 + 1e-6
+    assert means[TOTAL] == pytest.approx(sum(value for field, value in means.items() if field != TOTAL), abs=0.15)
 
 
 def test_windows_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +56,8 @@ def test_windows_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = source.start()
     times.user, times.system, times.guest = 0.75, 0.25, 0.5  # guest time is part of user's
     assert source.stop(inner)[TOTAL] == (pytest.approx(1.0), 1)  # a counter's difference is one reading
-    found = values(source.stop(outer))
-    assert (found[TOTAL], found[USER]) == (pytest.approx(0.25), pytest.approx(0.1875))
+    means = values(source.stop(outer))
+    assert (means[TOTAL], means[USER]) == (pytest.approx(0.25), pytest.approx(0.1875))
 
 
 def test_only_what_was_asked_for() -> None:
@@ -159,11 +159,11 @@ def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
     window = source.start()
     time.sleep(0.2)
     fake.mj += 100_000
-    found = values(source.stop(window))
+    means = values(source.stop(window))
     window_s = time.monotonic() - began_s  # at most
-    assert (found[ENGINE], found[SM], found["DCGM_FI_PROF_PCIE_TX_BYTES"]) == (0.625, 0.5, 3 * 2**20)
-    assert 100 / window_s <= found[POWER] <= 100 / 0.2  # joules a second
-    assert (found["DCGM_FI_DEV_GPU_UTIL"], found["DCGM_FI_DEV_SM_CLOCK"]) == (40.0, 1980.0)
+    assert (means[ENGINE], means[SM], means["DCGM_FI_PROF_PCIE_TX_BYTES"]) == (0.625, 0.5, 3 * 2**20)
+    assert 100 / window_s <= means[POWER] <= 100 / 0.2  # joules a second
+    assert (means["DCGM_FI_DEV_GPU_UTIL"], means["DCGM_FI_DEV_SM_CLOCK"]) == (40.0, 1980.0)
     assert fake.samples == 0  # every sample was given back
 
 
@@ -182,7 +182,7 @@ def test_a_driver_that_fails_is_reported(fake: FakeNvml, monkeypatch: pytest.Mon
         source.stop(opened)
 
 
-def test_a_gpm_window_is_the_time_meant_although_samples_lag(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpm_window_is_the_right_time_although_samples_lag(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
     source = nvml_metrics.NvmlSource([SM])
     monkeypatch.setattr(fake, "nvmlGpmSampleAlloc",
@@ -224,11 +224,11 @@ def test_a_blank_is_no_value(value: float) -> None:
         checked("DCGM_FI_PROF_PCIE_TX_BYTES", value)
 
 
-def test_what_could_be_mistaken_for_a_blank() -> None:
+def test_a_value_next_to_a_blank_is_a_value() -> None:
     assert checked("DCGM_FI_PROF_PCIE_TX_BYTES", 4294967294.0) == 4294967294.0
 
 
-def test_a_frozen_field_is_found_out_by_one_that_moves() -> None:
+def test_a_field_is_frozen_if_another_one_moves() -> None:
     moving = [0.3 + 0.01 * i for i in range(MANY)]
     with pytest.raises(UserError, match=f"metric {SM}: frozen: {MANY} readings of exactly 0.4 ratio while {ENGINE} moved"):
         check_together({SM: [0.4] * MANY, ENGINE: moving})
@@ -252,7 +252,7 @@ def test_a_profiled_field_at_zero_while_the_gpu_is_busy() -> None:
     check_together({SM: [0.0], ENGINE: [0.0], UTIL: [0.0]})
 
 
-def test_a_counter_that_freezes_is_found_out_over_windows() -> None:
+def test_a_counter_that_freezes_is_detected_over_windows() -> None:
     history = History()
     for i in range(MANY - 1):
         history.add({SM: 0.4, ENGINE: 0.5 + 0.01 * i})
@@ -263,5 +263,5 @@ def test_a_counter_that_freezes_is_found_out_over_windows() -> None:
             history.add({SM: 0.3 + 0.01 * i, ENGINE: 0.5 + 0.01 * i})
     history.add({SM: 0.35, ENGINE: 0.8})
     after_loads = History()
-    for _ in range(MANY):  # each window begins when a load is just over, of which utilisation still tells
+    for _ in range(MANY):  # each window begins when a load is just over, which utilisation still shows
         after_loads.add({SM: 0.0, ENGINE: 0.0, UTIL: 40.0})

@@ -58,50 +58,50 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def answer(url: str, status: int) -> requests.Response:
     """The first answer of that status."""
     until = time.monotonic() + PATIENCE_S
-    while (got := requests.get(url, timeout=5)).status_code != status:
-        assert time.monotonic() < until, f"{got.status_code}: {got.text}"
+    while (response := requests.get(url, timeout=5)).status_code != status:
+        assert time.monotonic() < until, f"{response.status_code}: {response.text}"
         time.sleep(0.05)
-    return got
+    return response
 
 
 def families(text: str) -> dict[str, Any]:
-    """Metric families by name; without those that prometheus_client serves of the exporter's own process."""
-    found = {family.name: family for family in text_string_to_metric_families(text)}
-    assert found["process_cpu_seconds"].samples[0].value > 0
-    return {name: family for name, family in found.items() if not name.startswith("process_")}
+    """Metric families by name; without those that prometheus_client adds about the exporter's own process."""
+    by_name = {family.name: family for family in text_string_to_metric_families(text)}
+    assert by_name["process_cpu_seconds"].samples[0].value > 0
+    return {name: family for name, family in by_name.items() if not name.startswith("process_")}
 
 
 def test_names_values_labels_and_units(start: Start) -> None:
     _, url = start([READING] * 600)
     began = time.time()
-    found = families(answer(url, 200).text)
-    assert set(found) == {SM, UTIL, CLOCK, POWER, LAST_SAMPLE}
-    assert {name: found[name].samples[0].value for name in READING} == pytest.approx(READING)
+    served = families(answer(url, 200).text)
+    assert set(served) == {SM, UTIL, CLOCK, POWER, LAST_SAMPLE}
+    assert {name: served[name].samples[0].value for name in READING} == pytest.approx(READING)
     labels = {"gpu": "0", "UUID": "replay-gpu_of_yesterday", "device": "replay", "modelName": "gpu_of_yesterday",
               "Hostname": platform.node()}
-    assert all(found[name].samples[0].labels == labels and found[name].type == "gauge" for name in READING)
-    units = {name: found[name].documentation.rpartition("(")[2].rstrip(")") for name in READING}
+    assert all(served[name].samples[0].labels == labels and served[name].type == "gauge" for name in READING)
+    units = {name: served[name].documentation.rpartition("(")[2].rstrip(")") for name in READING}
     assert units == {SM: "ratio", UTIL: "per cent", CLOCK: "MHz", POWER: "W"}
-    assert began - INTERVAL_S < found[LAST_SAMPLE].samples[0].value <= time.time()
+    assert began - INTERVAL_S < served[LAST_SAMPLE].samples[0].value <= time.time()
 
 
 def test_new_names_have_their_own_units(start: Start) -> None:
     _, url = start([READING] * 600, "--names", "new")
-    found = families(answer(url, 200).text)
-    assert {name: family.samples[0].value for name, family in found.items() if name != LAST_SAMPLE} == pytest.approx({
+    served = families(answer(url, 200).text)
+    assert {name: family.samples[0].value for name, family in served.items() if name != LAST_SAMPLE} == pytest.approx({
         "DCGM_FI_PROF_SM_UTIL_RATIO": 0.25, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6, "DCGM_FI_DEV_SM_CLOCK_HERTZ": 1.98e9,
         "DCGM_FI_DEV_BOARD_POWER_WATTS": 312.5})
-    assert found["DCGM_FI_DEV_SM_CLOCK_HERTZ"].documentation == "clock of the SMs (Hz)"
+    assert served["DCGM_FI_DEV_SM_CLOCK_HERTZ"].documentation == "clock of the SMs (Hz)"
 
 
 def test_the_time_of_the_last_sample_moves_on(start: Start) -> None:
     _, url = start([READING] * 600)
-    first = families(answer(url, 200).text)[LAST_SAMPLE].samples[0].value
+    first_s = families(answer(url, 200).text)[LAST_SAMPLE].samples[0].value
     time.sleep(2 * INTERVAL_S)
-    assert families(answer(url, 200).text)[LAST_SAMPLE].samples[0].value > first
+    assert families(answer(url, 200).text)[LAST_SAMPLE].samples[0].value > first_s
 
 
-def test_when_the_readings_end_so_do_the_answers(start: Start) -> None:
+def test_no_values_are_served_after_the_last_reading(start: Start) -> None:
     process, url = start([READING] * 10)
     answer(url, 200)
     gone = answer(url, 503)
@@ -111,13 +111,13 @@ def test_when_the_readings_end_so_do_the_answers(start: Start) -> None:
     assert SM not in gone.text
     process.send_signal(signal.SIGINT)
     _, log = process.communicate(timeout=PATIENCE_S)
-    assert log.count("the replay is over") == 1  # said once, not every interval
+    assert log.count("the replay is over") == 1  # logged once, not every interval
 
 
 @pytest.mark.parametrize(("bad", "why"), [
     ({SM: 4294967295}, "stands for no value"), ({SM: None}, "reports nan"),
     ({SM: 0.0, "DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.9}, "stuck at 0")])
-def test_what_cannot_be_believed_is_never_served(bad: dict[str, Any], why: str, start: Start) -> None:
+def test_invalid_readings_are_never_served(bad: dict[str, Any], why: str, start: Start) -> None:
     _, url = start([READING | bad] * 600)
     until = time.monotonic() + (STALE + 2) * INTERVAL_S
     while time.monotonic() < until:
@@ -176,14 +176,14 @@ def test_labels_of_a_cpu() -> None:
 # the sharing probe ---------------------------------------------------------------------------------------------------------
 
 
-def probe_samples(found: Mapping[str, Any]) -> list[Sample]:
-    """Those of the probe, among families."""
-    return [Sample(one.name, one.labels, one.value) for name in (LATENCY, PHASE, TAKEN) if name in found
-            for one in found[name].samples]
+def probe_samples(by_name: Mapping[str, Any]) -> list[Sample]:
+    """The probe's samples among these families."""
+    return [Sample(sample.name, sample.labels, sample.value) for name in (LATENCY, PHASE, TAKEN) if name in by_name
+            for sample in by_name[name].samples]
 
 
 def test_the_probe_beside_the_metrics_of_a_cpu(tmp_path: Path) -> None:
-    """The command, for real: every second a reading."""
+    """The real command, with a reading every second."""
     port, began = free_port(), time.time()
     process = subprocess.Popen(
         [sys.executable, "benchmark/metrics_exporter.py", "--host", "127.0.0.1", "--port", str(port), "--source", "psutil",
@@ -195,23 +195,24 @@ def test_the_probe_beside_the_metrics_of_a_cpu(tmp_path: Path) -> None:
 
         def probed() -> dict[str, Any]:
             until = time.monotonic() + PATIENCE_S
-            while TAKEN not in (found := families(answer(url, 200).text)):
+            while TAKEN not in (served := families(answer(url, 200).text)):
                 assert time.monotonic() < until
                 time.sleep(0.1)
-            return found
+            return served
 
-        found = probed()
-        assert found["DCGM_FI_DEV_CPU_UTIL_TOTAL"].samples[0].labels == device_labels("cpu", None)
-        assert all(device_labels("cpu", None).items() <= one.labels.items() for one in probe_samples(found))
-        assert all(found[name].type == "gauge" and found[name].documentation for name in (LATENCY, PHASE, TAKEN))
-        summary, taken_s = probed_of(probe_samples(found))
+        served = probed()
+        assert served["DCGM_FI_DEV_CPU_UTIL_TOTAL"].samples[0].labels == device_labels("cpu", None)
+        assert all(device_labels("cpu", None).items() <= sample.labels.items() for sample in probe_samples(served))
+        assert all(served[name].type == "gauge" and served[name].documentation for name in (LATENCY, PHASE, TAKEN))
+        summary, taken_s = probed_of(probe_samples(served))
         assert summary.sharing is None
-        assert found[TAKEN].samples[0].labels[MODE] == "cpu"
+        assert served[TAKEN].samples[0].labels[MODE] == "cpu"
         assert began < taken_s <= time.time()
         alone_ms = min(SharingProbe("cpu").read(0.1).long.latencies_ms)
-        assert alone_ms / 5 < summary.latencies_ms[0] < 20 * alone_ms  # others use this machine too
+        assert alone_ms / 5 < summary.latencies_ms[0] < 20 * alone_ms  # other programs use this machine too
         assert summary.busy_ms + summary.quiet_ms < 1e3
-        medians = [one.value for one in found[LATENCY].samples if (one.labels[RUNS], one.labels[QUANTILE]) == (ALL, "0.5")]
+        medians = [sample.value for sample in served[LATENCY].samples
+                   if (sample.labels[RUNS], sample.labels[QUANTILE]) == (ALL, "0.5")]
         assert medians == [pytest.approx(summary.latencies_ms[10] / 1e3)]
         until = time.monotonic() + PATIENCE_S
         while probed_of(probe_samples(probed())).taken_s == taken_s:
@@ -243,9 +244,9 @@ def test_a_reading_that_is_old_is_not_served(probed_exporter: tuple[ProbeSampler
     assert summary.latencies_ms == pytest.approx(probes.latest.summary.latencies_ms)
     for age_s, served in ((5.0 * STALE - 2.0, True), (5.0 * STALE + 1.0, False)):
         probes.latest = probes.latest._replace(taken_s=time.time() - age_s)
-        found = families(answer(url, 200).text)
-        assert bool(probe_samples(found)) == served
-        assert found[SM].samples[0].value == READING[SM]
+        served_now = families(answer(url, 200).text)
+        assert bool(probe_samples(served_now)) == served
+        assert served_now[SM].samples[0].value == READING[SM]
 
 
 class Told(logging.Handler):
@@ -259,9 +260,9 @@ class Told(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def test_a_probe_that_fails_costs_only_itself(probed_exporter: tuple[ProbeSampler, str],
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAKE: a device without memory for the probe's sessions, at first; then one that fails while it runs."""
+def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSampler, str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretended: at first a device without memory for the probe's sessions, then one that fails while it runs."""
     probes, url = probed_exporter
 
     def fails(why: str) -> Callable[..., Any]:
@@ -269,8 +270,8 @@ def test_a_probe_that_fails_costs_only_itself(probed_exporter: tuple[ProbeSample
             raise UserError(why)
         return fail
 
-    told = Told()
-    monkeypatch.setattr(metrics_exporter.log, "handlers", [told])
+    log_lines = Told()
+    monkeypatch.setattr(metrics_exporter.log, "handlers", [log_lines])
     with monkeypatch.context() as patched:
         patched.setattr("runtimes.ort.sharing_probe.SharingProbe.__init__", fails("no memory left"))
         for _ in range(3):
@@ -286,10 +287,10 @@ def test_a_probe_that_fails_costs_only_itself(probed_exporter: tuple[ProbeSample
             probes.read()
     assert (probes.latest, probes.error) == (latest, "the device fails")
     assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE, LATENCY, PHASE, TAKEN}  # while it is fresh
-    assert told.lines == ["the sharing probe: no memory left", "the sharing probe: the device fails"]
+    assert log_lines.lines == ["the sharing probe: no memory left", "the sharing probe: the device fails"]
 
 
-def test_readings_are_taken_until_it_is_over() -> None:
+def test_readings_are_taken_until_the_sampler_is_stopped() -> None:
     probes, over = ProbeSampler("cpu", every_s=0.05), threading.Event()
     thread = threading.Thread(target=probes.run, args=(over,))
     thread.start()
@@ -304,12 +305,12 @@ def test_readings_are_taken_until_it_is_over() -> None:
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(("options", "said"), [
+@pytest.mark.parametrize(("options", "message"), [
     (["--probe-every", "0.5"], "--probe-every 0.5: 1 s at least, since each run of the probe keeps the device busy"),
     (["--probe-every", "0"], "not a positive number"),
     (["--probe-every", "5", "--source", "replay", "--replay", "gpu.jsonl"], "with --source replay there is no device to probe"),
 ])
-def test_readings_that_cannot_be(options: list[str], said: str) -> None:
+def test_impossible_probe_options(options: list[str], message: str) -> None:
     done = run_script("benchmark/metrics_exporter.py", *options)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr

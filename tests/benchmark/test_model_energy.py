@@ -81,17 +81,17 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_energy_of_a_run_is_a_part_of_its_window(model: Path, sensor: None) -> None:
-    found = measured(model, 0.4)
-    assert set(found) == {"latency", ENERGY}
-    one = found[ENERGY]
-    quantities = {name: value for name, (value,) in one.quantities.items()}
+    by_label = measured(model, 0.4)
+    assert set(by_label) == {"latency", ENERGY}
+    energy_label = by_label[ENERGY]
+    quantities = {name: value for name, (value,) in energy_label.quantities.items()}
     assert quantities["power_w"] == pytest.approx(90.0, rel=0.01)
     assert quantities["idle_w"] == pytest.approx(40.0, rel=0.01)
     assert quantities["window_s"] >= 0.4
     assert quantities["energy_j"] == pytest.approx(90.0 * quantities["window_s"] / quantities["runs"], rel=0.01)
     assert quantities["counter_j"] == pytest.approx(quantities["energy_j"], rel=0.05)
-    assert one.samples_ms == pytest.approx((1e3 * quantities["window_s"] / quantities["runs"],), rel=1e-3)
-    assert "too short for the sensor" in one.error  # 0.4 s is no 3 s
+    assert energy_label.samples_ms == pytest.approx((1e3 * quantities["window_s"] / quantities["runs"],), rel=1e-3)
+    assert "too short for the sensor" in energy_label.error  # 0.4 s is no 3 s
 
 
 def test_without_a_sensor_the_latency_is_still_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,19 +99,19 @@ def test_without_a_sensor_the_latency_is_still_measured(model: Path, monkeypatch
         raise NoPowerSensor("power: none here")
 
     monkeypatch.setattr(energy, "open_power_sensor", none)
-    found = measured(model, 0.4)
-    assert (found["latency"].status, found[ENERGY].status, found[ENERGY].error) == ("ok", "failed", "power: none here")
+    by_label = measured(model, 0.4)
+    assert (by_label["latency"].status, by_label[ENERGY].status, by_label[ENERGY].error) == ("ok", "failed", "power: none here")
     assert set(measured(model, 0.0)) == {"latency"}
 
 
 def test_the_table_has_the_energy_only_where_it_was_measured(model: Path, sensor: None, tmp_path: Path) -> None:
-    target, here = local_target("cpu"), machine("cpu")
-    plain = DatasetHeader(target=target, metrics=(), machines={here.uuid: here}, groups={"anet_1": "anet"})
+    target, this_machine = local_target("cpu"), machine("cpu")
+    plain = DatasetHeader(target=target, metrics=(), machines={this_machine.uuid: this_machine}, groups={"anet_1": "anet"})
     folder = tmp_path / "dataset"
 
     def block(key: str, energy_s: float) -> Block:
         return Block(level=0.0, key=key, background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1,
-                     machine=here.uuid, measurements=tuple(measured(model, energy_s).values()))
+                     machine=this_machine.uuid, measurements=tuple(measured(model, energy_s).values()))
 
     writer = DatasetWriter(folder, plain, [])
     writer.append(block("before", 0.0))
@@ -140,24 +140,25 @@ def test_kernels_are_measured_in_batches_of_one_operator_and_never_singly(model:
         assert LEAST_IN_BATCH <= len(batch) <= MOST_IN_BATCH
         assert len({(item.kernel.op_type, item.kernel.dtype) for item in batch}) == 1
     of_type = {batch[0].kernel.op_type: batch for batch in batches}
-    few = [item for item in items if item.kernel.op_type not in of_type]
-    assert energy_batches(few, "cpu") == []
-    largest = max((item.kernel for item in items if item.kernel.op_type in ("Conv", "FusedConv")), key=lambda one: one.flops)
+    too_few = [item for item in items if item.kernel.op_type not in of_type]
+    assert energy_batches(too_few, "cpu") == []
+    largest = max((item.kernel for item in items if item.kernel.op_type in ("Conv", "FusedConv")),
+                  key=lambda kernel: kernel.flops)
     assert largest.id in {item.id for batch in batches for item in batch}
 
     batch = batches[0]
     reply = answer(Request(do="kernels_energy", device="cpu", paths=tuple(str(item.path) for item in batch), effort=EFFORT,
                            energy_s=0.3))
-    [found] = reply.measurements
-    assert (found.subject, found.members) == ("kernels", tuple(item.id for item in batch))
-    (energy_j,), (window_s,), (rounds,) = (found.quantities[name] for name in ("energy_j", "window_s", "runs"))
+    [measurement] = reply.measurements
+    assert (measurement.subject, measurement.members) == ("kernels", tuple(item.id for item in batch))
+    (energy_j,), (window_s,), (rounds,) = (measurement.quantities[name] for name in ("energy_j", "window_s", "runs"))
     assert energy_j == pytest.approx(90.0 * window_s / rounds, rel=0.01)  # of one run of each
-    again = Measurement.model_validate_json(found.model_dump_json())
-    assert again == found
-    assert "members" not in found.model_copy(update={"members": ()}).model_dump_json()  # journals stay small
+    read_back = Measurement.model_validate_json(measurement.model_dump_json())
+    assert read_back == measurement
+    assert "members" not in measurement.model_copy(update={"members": ()}).model_dump_json()  # journals stay small
 
 
-def test_runs_that_other_work_slowed_down_are_warned_of() -> None:
+def test_runs_that_other_work_slowed_down_give_a_warning() -> None:
     latency, energy_ = (Measurement(subject="model", id="m", label=label, context="m", place="alone", samples_ms=samples)
                         for label, samples in (("latency", (0.9, 1.0, 5.0)), (ENERGY, (1.2,))))
     assert energy_warnings(energy_, latency) == ""
@@ -184,7 +185,7 @@ def test_a_model_without_its_energy_is_measured_again(tmp_path: Path) -> None:
 def test_the_collector_says_why_it_measures_no_energy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                        caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(power_sensors.RaplPower.__init__, "__defaults__", (tmp_path,))
-    asked = CollectorConfig(energy_s=3.0)
+    config = CollectorConfig(energy_s=3.0)
     with caplog.at_level(logging.WARNING):
-        assert asked.with_energy_on("cpu") == CollectorConfig()
+        assert config.with_energy_on("cpu") == CollectorConfig()
     assert "no energy is measured: power: this CPU's energy can't be read" in caplog.text

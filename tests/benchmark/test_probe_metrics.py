@@ -1,4 +1,4 @@
-"""What the sharing probe read, by way of an exporter and a real Prometheus, to a prediction; readings are an H200's."""
+"""The sharing probe's readings, served by an exporter, through a real Prometheus, to a prediction. They are an H200's."""
 
 from __future__ import annotations
 
@@ -83,41 +83,42 @@ def readings() -> dict[float, ProbeReading]:
 
 def test_a_summary_is_what_its_samples_say(readings: dict[float, ProbeReading]) -> None:
     for level, reading in readings.items():
-        given = Probed(summarised(reading), 1.75e9)
-        samples = list(samples_of(given))
-        assert bool(given.summary.waited_ms) == (0.0 < level < 1.0)  # beside work that never pauses all wait alike
-        assert len(samples) == len(AT) + len(given.summary.waited_ms) + 2 + 1
-        found = probed_of(samples)
-        assert (found.taken_s, found.summary.sharing) == (1.75e9, "time_slices")
+        written = Probed(summarised(reading), 1.75e9)
+        samples = list(samples_of(written))
+        assert bool(written.summary.waited_ms) == (0.0 < level < 1.0)  # beside work that never pauses all wait alike
+        assert len(samples) == len(AT) + len(written.summary.waited_ms) + 2 + 1
+        read_back = probed_of(samples)
+        assert (read_back.taken_s, read_back.summary.sharing) == (1.75e9, "time_slices")
         for name in ("latencies_ms", "waited_ms", "busy_ms", "quiet_ms"):
-            assert getattr(found.summary, name) == pytest.approx(getattr(given.summary, name))
-    assert samples[10] == Sample(LATENCY, {RUNS: ALL, QUANTILE: "0.5"}, given.summary.latencies_ms[10] / 1e3)
+            assert getattr(read_back.summary, name) == pytest.approx(getattr(written.summary, name))
+    assert samples[10] == Sample(LATENCY, {RUNS: ALL, QUANTILE: "0.5"}, written.summary.latencies_ms[10] / 1e3)
 
 
 def test_a_cpu_has_a_mode_too(readings: dict[float, ProbeReading]) -> None:
-    given = Probed(summarised(readings[0.5]).model_copy(update={"sharing": None}), 5.0)
-    *_, taken = samples_of(given)
+    written = Probed(summarised(readings[0.5]).model_copy(update={"sharing": None}), 5.0)
+    *_, taken = samples_of(written)
     assert taken == Sample(TAKEN, {MODE: "cpu"}, 5.0)
-    assert probed_of(samples_of(given)).summary.sharing is None
+    assert probed_of(samples_of(written)).summary.sharing is None
 
 
-def test_series_that_a_server_has_still_from_earlier_readings(readings: dict[float, ProbeReading]) -> None:
-    before = Probed(summarised(readings[0.5]).model_copy(update={"sharing": "mps"}), 1000.0)
+def test_series_that_a_server_still_has_of_earlier_readings(readings: dict[float, ProbeReading]) -> None:
+    earlier = Probed(summarised(readings[0.5]).model_copy(update={"sharing": "mps"}), 1000.0)
     now = Probed(summarised(readings[0.0]), 1015.0)
     of_now = list(samples_of(now))
     series = {(sample.name, *sample.labels.values()) for sample in of_now}
-    left = [sample for sample in samples_of(before) if (sample.name, *sample.labels.values()) not in series]
-    assert len(left) == len(AT) + 1
-    assert probed_of([*left, *of_now]) == probed_of(of_now)
+    stale = [sample for sample in samples_of(earlier) if (sample.name, *sample.labels.values()) not in series]
+    assert len(stale) == len(AT) + 1
+    assert probed_of([*stale, *of_now]) == probed_of(of_now)
 
 
 def with_value(value: float, name: str, *labels: str) -> Callable[[list[Sample]], list[Sample]]:
-    """Samples of which one has another value."""
-    return lambda samples: [one._replace(value=value) if (one.name, *one.labels.values()) == (name, *labels) else one
-                            for one in samples]
+    """Changes the value of one of the samples."""
+    return lambda samples: [
+        sample._replace(value=value) if (sample.name, *sample.labels.values()) == (name, *labels) else sample
+        for sample in samples]
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     (with_value(math.nan, LATENCY, ALL, "0.5"), r"latencies_ms\.10: Input should be a finite number"),
     (with_value(math.inf, LATENCY, WAITED, "1"), r"waited_ms\.20: Input should be a finite number"),
     (with_value(math.nan, PHASE, BUSY), "busy_ms: Input should be a finite number"),
@@ -125,17 +126,17 @@ def with_value(value: float, name: str, *labels: str) -> Callable[[list[Sample]]
     (with_value(-1.0, LATENCY, ALL, "0"), "positive and ascend"), (with_value(9.0, LATENCY, ALL, "0.9"), "positive and ascend"),
     (with_value(-1.0, PHASE, BUSY), "phases can't be negative"),
     (lambda samples: samples[1:], 'are missing, hase_probe_latency_seconds{runs="all",quantile="0"} first'),
-    (lambda samples: [one for one in samples if one.labels.get(RUNS) != WAITED], "21 of its samples are missing"),
-    (lambda samples: [one for one in samples if one.name != PHASE], 'hase_probe_phase_seconds{phase="busy"}'),
+    (lambda samples: [sample for sample in samples if sample.labels.get(RUNS) != WAITED], "21 of its samples are missing"),
+    (lambda samples: [sample for sample in samples if sample.name != PHASE], 'hase_probe_phase_seconds{phase="busy"}'),
     (lambda samples: samples[:-1], "hase_probe_timestamp_seconds is missing"),
     (lambda samples: [*samples[:-1], Sample(TAKEN, {MODE: "exclusive"}, 1.0)], "sharing: Input should be"),
     (lambda samples: [*samples[:-1], Sample(TAKEN, {}, 1.0)], "sharing: Input should be"),
 ])
 def test_samples_that_are_no_reading(readings: dict[float, ProbeReading], change: Callable[[list[Sample]], list[Sample]],
-                                     said: str) -> None:
-    with pytest.raises(Unreadable) as told:
+                                     message: str) -> None:
+    with pytest.raises(Unreadable) as raised:
         probed_of(change(list(samples_of(Probed(summarised(readings[0.5]), 1.75e9)))))
-    assert said.replace("\\", "") in told.value.fact
+    assert message.replace("\\", "") in raised.value.fact
 
 
 # by way of a Prometheus ----------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def test_samples_that_are_no_reading(readings: dict[float, ProbeReading], change
 
 @pytest.fixture(scope="module")
 def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A Prometheus that knows the exporter of several devices, FAKE: their metrics are replayed, their readings an H200's."""
+    """A Prometheus that scrapes exporters of several pretended devices: their metrics are replayed, the readings an H200's."""
     folder = tmp_path_factory.mktemp("probed")
 
     def exporter(name: str, probed: Probed | None) -> Exporter:
@@ -154,7 +155,8 @@ def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathF
     def page(name: str, change: Callable[[list[Sample]], list[Sample]]) -> Page:
         samples = change(list(samples_of(Probed(summarised(readings[0.5]), time.time()))))
         labels = device_labels(f"GPU-{name}")
-        return Page(labels, dict(METRICS), more=[(labels | dict(one.labels), {one.name: one.value}) for one in samples])
+        return Page(labels, dict(METRICS),
+                    more=[(labels | dict(sample.labels), {sample.name: sample.value}) for sample in samples])
 
     summaries = {f"level_{level:g}": summarised(reading) for level, reading in readings.items()}
     now, of_mps = time.time(), summarised(readings[0.5]).model_copy(update={"sharing": "mps"})
@@ -163,15 +165,15 @@ def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathF
         "old": exporter("old", Probed(summarised(readings[0.5]), now - 2 * MAX_AGE_S))}
     made_up = MadeUpExporter({
         "nan": page("nan", with_value(math.nan, LATENCY, ALL, "0.5")), "part": page("part", lambda samples: samples[5:])})
-    targets = {name: (one.address, "metrics") for name, one in exporters.items()}
+    targets = {name: (served.address, "metrics") for name, served in exporters.items()}
     targets |= {name: (made_up.address, name) for name in made_up.pages} | {"again": targets["level_0.5"]}
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("NO_PROXY", "127.0.0.1,localhost")
-        with prometheus(folder / "prometheus", targets) as found:
-            wait_for(lambda: value(found, "count(up == 1)") == len(targets))
-            yield found
-    for one in exporters.values():
-        one.close()
+        with prometheus(folder / "prometheus", targets) as server:
+            wait_for(lambda: value(server, "count(up == 1)") == len(targets))
+            yield server
+    for served in exporters.values():
+        served.close()
     made_up.close()
 
 
@@ -186,60 +188,62 @@ def model(torch_models: dict[str, Path]) -> Path:
     return torch_models["resnet18"]
 
 
-def load_of(given: InferenceConfig, workspace: Workspace) -> LoadReading:
-    return current_load(given, fields=fields_asked(fitted_for(workspace, TARGET)), probe=True)
+def load_of(settings: InferenceConfig, workspace: Workspace) -> LoadReading:
+    return current_load(settings, fields=fields_asked(fitted_for(workspace, TARGET)), probe=True)
 
 
 def predicted(load: LoadReading, model: Path, workspace: Workspace) -> Prediction:
-    other = probe_of(fitted_for(workspace, TARGET), load)
-    return predict(model, target=TARGET, workspace=workspace, load=load.metrics, notices=load.notices, co_runner=other)
+    co_runner = probe_of(fitted_for(workspace, TARGET), load)
+    return predict(model, target=TARGET, workspace=workspace, load=load.metrics, notices=load.notices, co_runner=co_runner)
 
 
 @pytest.mark.parametrize("level", [level for level, _ in LOADS])
-def test_it_says_what_the_readings_file_says(port: int, readings: dict[float, ProbeReading], level: float, model: Path,
-                                             workspace: Workspace) -> None:
-    """To within a few per cent, by the predictors and the sharing that ship for an H200; from metrics it is another latency."""
+def test_the_server_gives_the_same_prediction_as_the_file(port: int, readings: dict[float, ProbeReading], level: float,
+                                                          model: Path, workspace: Workspace) -> None:
+    """To within a few per cent, by the predictors and the sharing that ship for an H200; the metrics give another latency."""
     load = load_of(config(port, f"level_{level:g}"), workspace)
     assert load.metrics == {ENGINE: pytest.approx(0.4)}
-    found = predicted(load, model, workspace).under_load
+    from_server = predicted(load, model, workspace).under_load
     from_file = predict(model, target=TARGET, workspace=workspace,
                         co_runner=probed_work(fitted_for(workspace, TARGET), readings[level])).under_load
     from_metrics = predict(model, target=TARGET, workspace=workspace, load=METRICS).under_load
-    assert found
+    assert from_server
     assert from_file
     assert from_metrics
-    assert (found.told_by, from_metrics.told_by) == ("probe", "metrics")
-    assert found.mean_ms == pytest.approx(from_file.mean_ms, rel=0.03)
-    assert found.percentile_ms(95) == pytest.approx(from_file.percentile_ms(95), rel=0.03)
-    assert found.busy_share == pytest.approx(from_file.busy_share, abs=0.02)
+    assert (from_server.told_by, from_metrics.told_by) == ("probe", "metrics")
+    assert from_server.mean_ms == pytest.approx(from_file.mean_ms, rel=0.03)
+    assert from_server.percentile_ms(95) == pytest.approx(from_file.percentile_ms(95), rel=0.03)
+    assert from_server.busy_share == pytest.approx(from_file.busy_share, abs=0.02)
     assert from_metrics.mean_ms != pytest.approx(from_file.mean_ms, rel=0.05)
 
 
-def test_a_target_whose_sharing_is_not_known_is_not_told_of_it(port: int, workspace: Workspace) -> None:
+def test_no_probe_is_read_for_a_target_without_a_sharing_model(port: int, workspace: Workspace) -> None:
     assert current_load(config(port, "level_0.5"), fields=[ENGINE]).probe is None
 
 
-def test_a_reading_that_is_old_or_not_there_or_not_wanted(port: int, model: Path, workspace: Workspace) -> None:
-    for name, more, said in (("old", {}, "the sharing probe was last read 7"), ("unprobed", {}, None),
-                             ("level_0.5", {"probe_max_age_s": None}, None)):
+def test_a_reading_that_is_old_or_missing_or_not_wanted(port: int, model: Path, workspace: Workspace) -> None:
+    for name, more, notice in (("old", {}, "the sharing probe was last read 7"), ("unprobed", {}, None),
+                               ("level_0.5", {"probe_max_age_s": None}, None)):
         load = load_of(config(port, name, **more), workspace)
-        found = predicted(load, model, workspace)
+        prediction = predicted(load, model, workspace)
         assert load.probe is None
-        assert found.under_load
-        assert found.under_load.told_by == "metrics"
-        assert any("metrics do not show" in warning and "--probe-every" in warning for warning in found.warnings)
-        assert [said for warning in found.warnings if said and warning.startswith(said)] == ([said] if said else [])
+        assert prediction.under_load
+        assert prediction.under_load.told_by == "metrics"
+        assert any("metrics do not show" in warning and "--probe-every" in warning for warning in prediction.warnings)
+        matching = [warning for warning in prediction.warnings if notice and warning.startswith(notice)]
+        assert len(matching) == (1 if notice else 0)
     assert load_of(config(port, "old", probe_max_age_s=10000), workspace).probe
 
 
-@pytest.mark.parametrize(("name", "more", "said"), [
+@pytest.mark.parametrize(("name", "more", "message"), [
     ("nan", {}, r"reading of GPU-nan \(index 0, host node7\) can't be used: latencies_ms\.10: Input should be a finite"),
     ("part", {}, r"can't be used: 5 of its samples are missing, .*; mend its exporter .*probe_max_age_s: null"),
     ("level_0.5", {"job": None}, "several exporters report GPU-level_0.5"),
     ("level_0.5", {"job": None, "gpu": None}, "several devices match: GPU-level_0 "),
 ])
-def test_what_is_no_reading_is_an_error(port: int, name: str, more: dict[str, object], said: str, workspace: Workspace) -> None:
-    with pytest.raises(PrometheusError, match=said):
+def test_what_is_no_reading_is_an_error(port: int, name: str, more: dict[str, object], message: str,
+                                        workspace: Workspace) -> None:
+    with pytest.raises(PrometheusError, match=message):
         load_of(config(port, name, **more), workspace)
 
 
@@ -263,25 +267,25 @@ def test_one_more_request(port: int, workspace: Workspace, monkeypatch: pytest.M
     recorder.close()
 
 
-def test_the_evaluator_is_reported_too(port: int, workspace: Workspace) -> None:
+def test_the_evaluator_uses_the_probe_too(port: int, workspace: Workspace) -> None:
     fitted = fitted_for(workspace, TARGET)
-    load, other = EvaluationLoads(config(port, "level_0.5")).now(fitted, 0.0, None)
+    load, co_runner = EvaluationLoads(config(port, "level_0.5")).now(fitted, 0.0, None)
     assert load.probe
-    assert other
-    assert (other.busy_ms, other.quiet_ms) == pytest.approx((load.probe.busy_ms, load.probe.quiet_ms))
+    assert co_runner
+    assert (co_runner.busy_ms, co_runner.quiet_ms) == pytest.approx((load.probe.busy_ms, load.probe.quiet_ms))
 
 
 def test_the_commands(port: int, readings: dict[float, ProbeReading], model: Path, workspace: Workspace,
                       tmp_path: Path) -> None:
-    """The prediction is told by the Prometheus's probe, once and again; by the file that --probe names, where it does."""
+    """Both use the probe of the Prometheus, once and with --watch; a file named with --probe comes first."""
     (tmp_path / "config.yaml").write_text(config(port, "level_0.25").model_dump_json())
     files.write_json(tmp_path / "reading.json", readings[1.0])
     command = ["inference/predict_model_latency.py", "--model", str(model), "--target", TARGET, "--config",
                str(tmp_path / "config.yaml"), "--workspace", str(workspace.root), "--json"]
 
     def shell(*options: str) -> dict[str, object]:
-        found: dict[str, object] = json.loads(printed(*command, *options))[0]["under_load"]
-        return found
+        under_load: dict[str, object] = json.loads(printed(*command, *options))[0]["under_load"]
+        return under_load
 
     expected = predicted(load_of(config(port, "level_0.25"), workspace), model, workspace).under_load
     assert expected

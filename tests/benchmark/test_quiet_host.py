@@ -86,8 +86,8 @@ def test_several_in_turn(start_host: StartHost) -> None:
         return host.run_s()
 
     timed = {name: partial(noted, name) for name in ("a", "b")}
-    found = quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S] * 100), timed, EFFORT)
-    assert {name: one.disturbance for name, one in found.items()} == {"a": 0.0, "b": 0.0}
+    results = quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S] * 100), timed, EFFORT)
+    assert {name: samples.disturbance for name, samples in results.items()} == {"a": 0.0, "b": 0.0}
     assert len([1 for before, after in itertools.pairwise(order) if before != after]) >= 3
 
 
@@ -106,8 +106,8 @@ def read(probe: HostProbe, taken_s: Iterable[float]) -> None:
         probe.reading_s()
 
 
-def test_a_long_disturbance_is_not_taken_for_usual(start_host: StartHost) -> None:
-    """However many readings it leaves, a good one stays what it was."""
+def test_a_long_disturbance_does_not_count_as_normal(start_host: StartHost) -> None:
+    """However many readings are disturbed, a good one stays the same."""
     probe = HostProbe(lambda: FAST_S, [FAST_S] * 100)
     read(probe, [SLOWER * FAST_S] * 2000)
     assert probe.good_s == FAST_S
@@ -115,8 +115,8 @@ def test_a_long_disturbance_is_not_taken_for_usual(start_host: StartHost) -> Non
     assert disturbance == pytest.approx(SLOWER - 1)
 
 
-def test_a_first_look_that_was_disturbed_is_mended() -> None:
-    """As soon as a tenth of the readings tell better; a later disturbance changes nothing more."""
+def test_first_readings_that_were_disturbed_are_corrected() -> None:
+    """As soon as a tenth of the readings are better. A later disturbance changes nothing."""
     probe = HostProbe(lambda: FAST_S, [SLOWER * FAST_S] * 100)
     read(probe, [FAST_S] * 11)
     assert probe.good_s == SLOWER * FAST_S
@@ -124,7 +124,7 @@ def test_a_first_look_that_was_disturbed_is_mended() -> None:
     assert probe.good_s == FAST_S
 
 
-def test_odd_readings_are_no_measure_in_the_long_run_either() -> None:
+def test_odd_readings_set_no_standard_in_the_long_run_either() -> None:
     """One in twenty, at any time, takes a sixth less."""
     draw = random.Random(0)
     probe = HostProbe(lambda: FAST_S, [FAST_S] * 100)
@@ -132,7 +132,7 @@ def test_odd_readings_are_no_measure_in_the_long_run_either() -> None:
     assert (probe.good_s, probe.sorted_s[0]) == (FAST_S, ODD_S)
 
 
-def test_a_few_odd_readings_are_no_measure() -> None:
+def test_a_few_odd_readings_set_no_standard() -> None:
     assert HostProbe(lambda: FAST_S, [0.8 * FAST_S] * 9 + [FAST_S] * 91).good_s == FAST_S
 
 

@@ -1,4 +1,4 @@
-"""The runner, ONNX Runtime's profile, and the worker: what a timing says, and that labels are those of the right kernel."""
+"""The runner, ONNX Runtime's profile, and the worker: what a timing holds, and that labels belong to the right kernel."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ def kernels(built: tuple[Workspace, Flavour]) -> list[Path]:
 
 def test_a_timing(model: Path) -> None:
     before = datetime.now(UTC)
-    found = measure(model, "cpu", warmup=2, loops=7)
-    started, ended = datetime.fromisoformat(found.started), datetime.fromisoformat(found.ended)
+    measured = measure(model, "cpu", warmup=2, loops=7)
+    started, ended = datetime.fromisoformat(measured.started), datetime.fromisoformat(measured.ended)
     assert before < started < ended < datetime.now(UTC)
     assert started.utcoffset() is not None
-    assert len(found.samples_ms) == found.statistics.runs == 7
-    assert sum(found.samples_ms) <= (ended - started).total_seconds() * 1000
-    statistics = found.statistics
+    assert len(measured.samples_ms) == measured.statistics.runs == 7
+    assert sum(measured.samples_ms) <= (ended - started).total_seconds() * 1000
+    statistics = measured.statistics
     assert 0 < statistics.min_ms <= statistics.median_ms <= statistics.p95_ms <= statistics.max_ms
     assert statistics.min_ms <= statistics.mean_ms <= statistics.max_ms
-    assert statistics.mean_ms == pytest.approx(np.mean(found.samples_ms))
-    assert (found.model, found.device, found.io, found.warmup) == ("anet_b1", "cpu", "device", 2)
+    assert statistics.mean_ms == pytest.approx(np.mean(measured.samples_ms))
+    assert (measured.model, measured.device, measured.io, measured.warmup) == ("anet_b1", "cpu", "device", 2)
 
 
 def test_a_budget_instead_of_a_number(model: Path) -> None:
     runner = open_runner(model, "cpu")
-    found = runner.time(warmup=0, budget_s=0.05)
-    assert sum(found.samples_ms) > 30
+    measured = runner.time(warmup=0, budget_s=0.05)
+    assert sum(measured.samples_ms) > 30
     assert len(runner.time(budget_s=1e-9, least_runs=4).samples_ms) == 4
 
 
@@ -96,8 +96,8 @@ def test_host_and_device(model: Path) -> None:
     assert host.time(loops=1).io == "host"
 
 
-def test_a_kernel_runs_as_it_stands(kernels: list[Path]) -> None:
-    """Optimising it again could change what it is; its inputs are those its description asks for."""
+def test_a_kernel_runs_as_it_is(kernels: list[Path]) -> None:
+    """Optimising it again could change it. Its inputs are those of its description."""
     for path in kernels:
         runner = open_runner(path, "cpu")
         assert {value.name for value in runner.session.get_inputs()} == {
@@ -113,8 +113,8 @@ def test_a_dynamic_model_needs_its_sizes(tmp_path: Path) -> None:
     assert open_runner(path, "cpu", dims={"batch": 3}, io="host").run_once()[0].shape == (3, 4)
 
 
-def test_a_model_that_fails_while_running_is_the_users_to_mend(tmp_path: Path) -> None:
-    """Its weights do not fit its input, which ORT finds out in the first run."""
+def test_a_model_that_fails_while_running_is_a_user_error(tmp_path: Path) -> None:
+    """Its weights do not fit its input, which ORT notices in the first run."""
     proto = small_model()
     proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.zeros((8, 5, 3, 3), np.float32), "w1"))
     path = tmp_path / "wrong.onnx"
@@ -138,10 +138,10 @@ def test_the_command(built: tuple[Workspace, Flavour], tmp_path: Path, monkeypat
     assert run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", "--loops", "5", "--json", "--raw", str(raw)) == 0
     row = json.loads(capsys.readouterr().out)
     assert list(row) == ["model", "device", "io", *STATISTICS, "started", "ended", "samples_ms"]
-    kept = json.loads(raw.read_text())
-    assert kept["samples_ms"] == row["samples_ms"]
-    assert len(kept["samples_ms"]) == row["runs"] == 5
-    assert (kept["started"], kept["ended"]) == (row["started"], row["ended"])
+    written = json.loads(raw.read_text())
+    assert written["samples_ms"] == row["samples_ms"]
+    assert len(written["samples_ms"]) == row["runs"] == 5
+    assert (written["started"], written["ended"]) == (row["started"], row["ended"])
     assert run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", "--no-warmup", "--budget-s", "0.01", "--io", "host") == 0
     header, values = capsys.readouterr().out.splitlines()
     assert header.split("\t") == ["model", "device", "io", *STATISTICS, "started", "ended"]
@@ -214,10 +214,10 @@ def test_files_that_are_no_profile(tmp_path: Path, text: str, message: str) -> N
 
 def samples_of(reply: Reply) -> dict[str, dict[str, tuple[float, ...]]]:
     """By label, then by id."""
-    found: dict[str, dict[str, tuple[float, ...]]] = {}
+    by_label: dict[str, dict[str, tuple[float, ...]]] = {}
     for samples in reply.measurements:
-        found.setdefault(samples.label, {})[samples.id] = samples.samples_ms
-    return found
+        by_label.setdefault(samples.label, {})[samples.id] = samples.samples_ms
+    return by_label
 
 
 def test_effort_fits_its_budget() -> None:
@@ -238,11 +238,11 @@ def test_a_carrier_times_every_kernel(kernels: list[Path]) -> None:
     reply = answer(Request(do="carrier", device="cpu", effort=FEW, paths=tuple(map(str, kernels)),
                            labels=("kernel_time", "node_span")))
     assert reply.error == ""
-    found = samples_of(reply)
-    assert set(found) == {"kernel_time", "node_span"}
-    for label in found:
-        assert set(found[label]) == {path.stem for path in kernels}
-        assert all(4 <= len(samples) <= 6 and min(samples) > 0 for samples in found[label].values())
+    samples_by_label = samples_of(reply)
+    assert set(samples_by_label) == {"kernel_time", "node_span"}
+    for label in samples_by_label:
+        assert set(samples_by_label[label]) == {path.stem for path in kernels}
+        assert all(4 <= len(samples) <= 6 and min(samples) > 0 for samples in samples_by_label[label].values())
 
 
 def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: Path) -> None:
@@ -251,53 +251,53 @@ def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: 
     record = read_model_record(record_file)
     request = Request(do="model", device="cpu", effort=FEW, paths=(str(model),), record=str(record_file),
                       labels=("kernel_time", "node_span"))
-    found = samples_of(answer(request))
-    assert set(found) == {"latency", "kernel_time", "node_span"}
-    assert set(found["latency"]) == {"anet_b1"}
-    assert set(found["kernel_time"]) == set(found["node_span"]) == set(record.kernels)
+    by_label = samples_of(answer(request))
+    assert set(by_label) == {"latency", "kernel_time", "node_span"}
+    assert set(by_label["latency"]) == {"anet_b1"}
+    assert set(by_label["kernel_time"]) == set(by_label["node_span"]) == set(record.kernels)
     uses = {name: sum(node.kernel_id == name for node in record.nodes) for name in record.kernels}
-    lengths = {len(samples) / uses[name] for name, samples in found["kernel_time"].items()}
+    lengths = {len(samples) / uses[name] for name, samples in by_label["kernel_time"].items()}
     assert len(lengths) == 1  # a sample a run, for each node that is this kernel
-    several = [found, *(samples_of(answer(request)) for _ in range(2))]  # other work may disturb all runs of one
-    least = {label: {name: min(min(one[label][name]) for one in several) for name in found[label]} for label in found}
+    replies = [by_label, *(samples_of(answer(request)) for _ in range(2))]  # other work may disturb all runs of one reply
+    least = {label: {name: min(min(run[label][name]) for run in replies) for name in by_label[label]} for label in by_label}
     convs = [name for name in record.kernels if record.kernels[name].op_type == "Conv"]
     slowest = max(least["kernel_time"], key=lambda name: least["kernel_time"][name])
     assert slowest == max(convs, key=lambda name: record.kernels[name].flops)
-    whole = sum(least["node_span"][node.kernel_id] for node in record.nodes)
-    assert 0.25 < whole / least["latency"]["anet_b1"] < 4
+    nodes_ms = sum(least["node_span"][node.kernel_id] for node in record.nodes)
+    assert 0.25 < nodes_ms / least["latency"]["anet_b1"] < 4
     only = answer(request.model_copy(update={"labels": ()}))
     assert set(samples_of(only)) == {"latency"}
 
 
 @pytest.mark.slow
 def test_every_kind_of_work_gives_a_reply(model: Path, kernels: list[Path]) -> None:
-    """All that may be asked is some function's, and what it gives is the reply but for its times: samples, or runs. (Those of
-    a GPU alone are asked for on one.)"""
+    """Each request has its function, which returns the reply without its times: measurements, or runs. What only a GPU can do
+    is tested on a GPU."""
     assert set(WORK) == set(get_args(Request.model_fields["do"].annotation))
     paths = {"alone": kernels[:1], "carrier": kernels[:2], "model": [model], "model_gpu": [model], "model_trace": [model],
              "session": [model], "canary": []}
     for do, files_of in paths.items():
         request = Request.model_validate({"do": do, "device": "cpu", "effort": FEW, "labels": ["kernel_time"] * (
             do == "carrier"), "paths": [str(path) for path in files_of]})
-        given = WORK[do](request)
-        assert isinstance(given, Reply)
-        assert (bool(given.measurements), bool(given.runs)) == (do != "model_trace", do == "model_trace")
-        assert given.started == given.ended == ""
+        returned = WORK[do](request)
+        assert isinstance(returned, Reply)
+        assert (bool(returned.measurements), bool(returned.runs)) == (do != "model_trace", do == "model_trace")
+        assert returned.started == returned.ended == ""
         reply = answer(request)
         assert "" < reply.started < reply.ended
 
 
-def test_a_model_that_is_not_its_records(built: tuple[Workspace, Flavour], model: Path, tmp_path: Path) -> None:
+def test_a_model_that_differs_from_its_record(built: tuple[Workspace, Flavour], model: Path, tmp_path: Path) -> None:
     workspace, flavour = built
     record = read_model_record(record_path(workspace, flavour, "anet_b1"))
-    other = tmp_path / "record.json"
-    files.write_json(other, record.model_copy(update={"nodes": record.nodes[1:]}))
-    reply = answer(Request(do="model", device="cpu", effort=FEW, paths=(str(model),), record=str(other),
+    shorter = tmp_path / "record.json"
+    files.write_json(shorter, record.model_copy(update={"nodes": record.nodes[1:]}))
+    reply = answer(Request(do="model", device="cpu", effort=FEW, paths=(str(model),), record=str(shorter),
                            labels=("kernel_time",)))
     assert "ORT's graph is not the one in its record; make the record anew" in reply.error
 
 
-def test_what_is_wrong_with_a_kernel_is_its_own(tmp_path: Path) -> None:
+def test_a_damaged_kernel_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "bad.onnx"
     path.write_bytes(b"no model")
     for do in ("alone", "carrier"):

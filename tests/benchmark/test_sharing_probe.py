@@ -1,4 +1,4 @@
-"""The sharing probe: real sessions on the CPU, alone and beside a real load, and what its readings tell."""
+"""The sharing probe: real sessions on the CPU, alone and beside a real load, and what its readings show."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def opened() -> SharingProbe:
 
 
 def made_up(tiny_ms: list[float], long_ms: list[float], sharing: SharingMode | None = "time_slices") -> ProbeReading:
-    """A reading with these latencies (starts are of no account)."""
+    """A reading with these latencies (the starts do not matter)."""
     tiny, long = (ProbedRuns(starts_ms=tuple(range(len(taken))), latencies_ms=tuple(taken)) for taken in (tiny_ms, long_ms))
     return ProbeReading(machine_uuid="GPU-0", device="cuda", sharing=sharing,
                         started="2026-01-01T00:00:00+00:00", seconds=0.1, tiny=tiny, long=long)
 
 
-def check_whole(reading: ProbeReading) -> None:
+def check_order(reading: ProbeReading) -> None:
     """Runs follow one another, the long piece's after the tiny's, and none begins before the last has ended."""
     runs = [*zip(reading.tiny.starts_ms, reading.tiny.latencies_ms, strict=True),
             *zip(reading.long.starts_ms, reading.long.latencies_ms, strict=True)]
@@ -49,7 +49,7 @@ def check_whole(reading: ProbeReading) -> None:
 
 def test_a_reading(opened: SharingProbe) -> None:
     reading = opened.read(0.1)
-    check_whole(reading)
+    check_order(reading)
     assert (reading.machine_uuid, reading.sharing, reading.seconds) == (machine("cpu").uuid, None, 0.1)
     assert len(reading.tiny.starts_ms) >= LEAST_RUNS
     assert len(reading.long.starts_ms) >= LEAST_RUNS
@@ -60,7 +60,7 @@ def test_a_reading(opened: SharingProbe) -> None:
 
 def test_the_least_runs_take_the_time_they_need(opened: SharingProbe) -> None:
     reading = opened.read(1e-6)
-    check_whole(reading)
+    check_order(reading)
     assert len(reading.tiny.latencies_ms) == len(reading.long.latencies_ms) == LEAST_RUNS
 
 
@@ -69,7 +69,7 @@ def test_beside_a_real_load(opened: SharingProbe, workspace: Workspace) -> None:
     alone_ms = min(opened.read(0.2).long.latencies_ms)
     with stress(1.0, COMPUTE, "cpu", workspace=workspace):
         reading = opened.read(0.2)
-    check_whole(reading)
+    check_order(reading)
     assert sum(reading.long.latencies_ms) / len(reading.long.latencies_ms) > alone_ms
 
 
@@ -149,7 +149,7 @@ def test_the_script(tmp_path: Path) -> None:
     reading = ProbeReading.model_validate_json(printed(
         "benchmark/sharing_probe.py", "--device", "cpu", "--seconds", "0.02", "--json", "--out", tmp_path / "reading.json",
         "--workspace", tmp_path))
-    check_whole(reading)
+    check_order(reading)
     assert read_reading(tmp_path / "reading.json") == reading
 
 
@@ -159,6 +159,6 @@ def test_the_script_warns_where_waiting_was_not_measured(
     monkeypatch.setattr(sharing_probe, "probe", lambda device, seconds: made_up([0.016], [0.5], "mps"))
     monkeypatch.setattr(sys, "argv", ["sharing_probe.py", "--workspace", str(tmp_path)])
     assert sharing_probe.main() == 0
-    seen = capsys.readouterr()
-    assert "sharing mode mps" in seen.err
-    assert seen.out.splitlines()[1] == "tiny\t1\t0.016\t0.016\t0"
+    captured = capsys.readouterr()
+    assert "sharing mode mps" in captured.err
+    assert captured.out.splitlines()[1] == "tiny\t1\t0.016\t0.016\t0"

@@ -1,4 +1,4 @@
-"""Sizes that depend on data, as a run tells them, and what is analysed with them: the same work as the run's."""
+"""Sizes that depend on data, as a run shows them, and analyses with these sizes: the same work as in the run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FLOAT = TensorProto.FLOAT
 
 
 def positives() -> onnx.ModelProto:
-    """The positive numbers of x, squared in a branch where a flag is set, and as many zeros as their sum says."""
+    """The positive numbers of x, squared in a branch where a flag is set, and as many zeros as there are of them."""
     node = helper.make_node
-    then = helper.make_graph([node("NonZero", ["some"], ["where"]), node("Mul", ["where", "where"], ["squares"])], "then", [],
-                             [helper.ValueInfoProto(name="squares")])
-    other = helper.make_graph([node("Constant", [], ["none"], value=numpy_helper.from_array(np.zeros((1, 0), np.int64)))],
-                              "else", [], [helper.ValueInfoProto(name="none")])
+    if_true = helper.make_graph([node("NonZero", ["some"], ["where"]), node("Mul", ["where", "where"], ["squares"])], "then",
+                                [], [helper.ValueInfoProto(name="squares")])
+    if_false = helper.make_graph([node("Constant", [], ["none"], value=numpy_helper.from_array(np.zeros((1, 0), np.int64)))],
+                                 "else", [], [helper.ValueInfoProto(name="none")])
     nodes = [node("Greater", ["x", "zero"], ["passed"]), node("Compress", ["x", "passed"], ["some"]),
-             node("If", ["flag"], ["y"], name="pick", then_branch=then, else_branch=other),
+             node("If", ["flag"], ["y"], name="pick", then_branch=if_true, else_branch=if_false),
              node("Cast", ["passed"], ["ones"], to=TensorProto.INT64), node("ReduceSum", ["ones"], ["count"]),
              node("ConstantOfShape", ["count"], ["z"])]
     graph = helper.make_graph(
@@ -84,15 +84,15 @@ def chooser() -> onnx.ModelProto:
     """As many ones as x has positive numbers where there are more than four of them, else as many zeros as negative ones."""
     node = helper.make_node
     value = {sign: numpy_helper.from_array(np.array([sign], np.float32)) for sign in (0.0, 1.0)}
-    then = helper.make_graph([node("ConstantOfShape", ["above"], ["ones"], value=value[1.0]), node("Exp", ["ones"], ["many"])],
-                             "then", [], [helper.ValueInfoProto(name="many")])
-    other = helper.make_graph([node("ConstantOfShape", ["below"], ["few"], value=value[0.0])], "else", [],
-                              [helper.ValueInfoProto(name="few")])
-    nodes = [one for name, op in (("above", "Greater"), ("below", "Less")) for one in (
+    if_true = helper.make_graph([node("ConstantOfShape", ["above"], ["ones"], value=value[1.0]),
+                                 node("Exp", ["ones"], ["many"])], "then", [], [helper.ValueInfoProto(name="many")])
+    if_false = helper.make_graph([node("ConstantOfShape", ["below"], ["few"], value=value[0.0])], "else", [],
+                                 [helper.ValueInfoProto(name="few")])
+    nodes = [step for name, op in (("above", "Greater"), ("below", "Less")) for step in (
         node(op, ["x", "zero"], [f"{name}_mask"]), node("Cast", [f"{name}_mask"], [f"{name}_ones"], to=TensorProto.INT64),
         node("ReduceSum", [f"{name}_ones"], [name]))]
     nodes += [node("Greater", ["above", "four"], ["flag"]),
-              node("If", ["flag"], ["y"], name="pick", then_branch=then, else_branch=other)]
+              node("If", ["flag"], ["y"], name="pick", then_branch=if_true, else_branch=if_false)]
     constants = [numpy_helper.from_array(np.zeros((), np.float32), "zero"), numpy_helper.from_array(np.array([4]), "four")]
     graph = helper.make_graph(nodes, "chooser", [helper.make_tensor_value_info("x", FLOAT, [64])],
                               [helper.ValueInfoProto(name="y")], constants)
@@ -105,10 +105,10 @@ def test_the_branch_that_ran_is_taken_and_the_other_needs_no_sizes(tmp_path: Pat
     path = tmp_path / "chooser.onnx"
     onnx.save(chooser(), path)
     x = np.where(np.arange(64) < above, 1.0, -1.0).astype(np.float32)
-    found = sizes_of_a_run(path, {}, {"x": x})
-    assert found == {f"pick.{branch}": 1, **sizes}
+    dims = sizes_of_a_run(path, {}, {"x": x})
+    assert dims == {f"pick.{branch}": 1, **sizes}
     for device in ("cpu", "cuda"):
-        record = analyze(path, device, found)
+        record = analyze(path, device, dims)
         assert (record.assumed, record.guessed) == ({}, {})
         ran = [record.kernel_of(node).op_type for node in record.nodes if node.inside == "pick"]
         assert ran == (["ConstantOfShape", "Exp"] if branch == "then" else ["ConstantOfShape"])

@@ -1,4 +1,4 @@
-"""The stressor: reaches its share of the time, says so, and never outlives the process that wanted it."""
+"""The stressor: it reaches its share of the time, reports it, and never outlives the process that started it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def model_background(folder: Path, **changes: Any) -> Background:
 def test_a_step_is_short(kind: str, tmp_path: Path) -> None:
     step = cpu_step(model_background(tmp_path) if kind == "model" else Background.model_validate({"name": "a", "kind": kind}))
     times_s = []
-    with threadpool_limits(1):  # as the workers have it
+    with threadpool_limits(1):  # as in the workers
         for _ in range(50):
             began = time.perf_counter()
             step()
@@ -93,9 +93,9 @@ def test_intensity_0_starts_nothing() -> None:
 
 
 def test_a_stressor_that_died_is_reported(workspace: Workspace) -> None:
-    known = set(psutil.Process().children())
+    before = set(psutil.Process().children())
     with stress(0.1, COMPUTE, "cpu", workspace=workspace) as stressor:
-        (child,) = set(psutil.Process().children()) - known
+        (child,) = set(psutil.Process().children()) - before
         workers = child.children(recursive=True)
         child.kill()
         assert gone(workers)
@@ -104,16 +104,16 @@ def test_a_stressor_that_died_is_reported(workspace: Workspace) -> None:
             stressor.reached()
 
 
-def left_alone(script: str) -> subprocess.Popen[str]:
-    """A shell that stands for a stressor: it leads a group of its own, as a stressor does."""
+def start_shell(script: str) -> subprocess.Popen[str]:
+    """A shell that stands in for a stressor. Like a stressor, it leads its own process group."""
     return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, process_group=0)
 
 
 def test_a_stressor_killed_as_its_workers_start_is_reported_at_once_and_they_end() -> None:
-    process = left_alone("sleep 60 & kill -9 $$")  # the child holds the pipe, as a worker does that is still being started
+    process = start_shell("sleep 60 & kill -9 $$")  # the child holds the pipe, like a worker that is still starting
     with pytest.raises(UserError, match="the stressor ended with exit code -9"):
         _wait_until_ready(process)
-    (sleeper,) = [child for child in psutil.process_iter() if os.getpgid(child.pid) == process.pid]  # which still holds it
+    (sleeper,) = [child for child in psutil.process_iter() if os.getpgid(child.pid) == process.pid]  # the child holds the pipe
     _end(process)
     assert process.stdout is not None
     assert process.stdout.read() == ""  # nobody holds the pipe any more
@@ -122,15 +122,15 @@ def test_a_stressor_killed_as_its_workers_start_is_reported_at_once_and_they_end
 
 def test_a_stressor_that_is_ready_and_never_reports_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("measuring.stress.REPORT_PATIENCE_S", 0.3)
-    process = left_alone("""echo '{"event": "ready"}'; sleep 60""")
+    process = start_shell("""echo '{"event": "ready"}'; sleep 60""")
     _wait_until_ready(process)
     with pytest.raises(UserError, match=r"has not reported its load for 0\.3 s"):
         Stress(0.5, process).reached()
     _end(process)
 
 
-def test_a_report_that_a_kill_tore_is_no_report() -> None:
-    process = left_alone("""echo '{"event": "ready"}'; echo '{"event": "load", "duty": 0.5}'
+def test_a_report_torn_by_a_kill_is_no_report() -> None:
+    process = start_shell("""echo '{"event": "ready"}'; echo '{"event": "load", "duty": 0.5}'
                             printf '{"event": "lo'; sleep 60""")
     _wait_until_ready(process)
     stressor = Stress(0.5, process)
@@ -162,8 +162,8 @@ def test_a_signal_ends_it_with_a_report(tmp_path: Path, number: signal.Signals) 
     workers = psutil.Process(process.pid).children(recursive=True)
     time.sleep(0.4)
     process.send_signal(number)
-    rest, errors = process.communicate(timeout=10)
-    end = json.loads(rest)
+    stdout, errors = process.communicate(timeout=10)
+    end = json.loads(stdout)
     assert (process.returncode, errors.count("Traceback")) == (0, 0)
     assert end["event"] == "end"
     assert 0.0 < end["duty"] < 1.0
@@ -218,8 +218,8 @@ def test_dimensions_are_1_or_as_given(tmp_path: Path, dims: dict[str, int], batc
     assert burners.model_dims(model_background(tmp_path, dims=dims)) == {"batch": batch}
 
 
-def test_a_size_suggested_for_a_dimension_that_is_not_there_is_left_out(workspace: Workspace) -> None:
-    """As the exporter stamps all its usual sizes into a model whose batch alone is open."""
+def test_a_default_size_for_a_missing_dimension_is_left_out(workspace: Workspace) -> None:
+    """The exporter writes all its usual sizes into a model, even if only its batch is open."""
     background = model_background(workspace.models)
     path = workspace.models / "net.onnx"
     proto = onnx.load(path)
@@ -251,7 +251,7 @@ def test_impossible_backgrounds(description: dict[str, Any]) -> None:
         Background.model_validate(description)
 
 
-def test_options_say_all_of_a_background() -> None:
+def test_options_describe_a_whole_background() -> None:
     background = Background(name="b", kind="model", queue="deep", burst_ms=2, period_ms=50, model=Path("net.onnx"),
                             dims={"batch": 4, "width": 8})
     assert options(background) == ["--kind", "model", "--queue", "deep", "--burst-ms", "2.0", "--period-ms", "50.0", "--model",
@@ -317,14 +317,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 def burn(gpu: FakeGpu, queue: Queue, intensity: float, periods: int = 50) -> tuple[float, float]:
-    """Runs periods of 20 ms; the share of the time that the fake GPU was busy, and the share that the burner tells."""
+    """Runs periods of 20 ms; the share of the time that the fake GPU was busy, and the share that the burner reports."""
     work = as_work(Background(name="a", queue=queue), gpu.launch, gpu.mark, gpu.wait)
     turns = bursts(work, intensity, 0.02)
     next(turns)  # begins at the next period's beginning
     gpu.busy_s, gpu.most_ahead_s, began = 0.0, 0.0, gpu.now_s
     gpu.gaps_s.clear()
-    told = [next(turns) for _ in range(periods)]
-    return gpu.busy_s / (gpu.now_s - began), sum(told) / (gpu.now_s - began)
+    busy_s = [next(turns) for _ in range(periods)]
+    return gpu.busy_s / (gpu.now_s - began), sum(busy_s) / (gpu.now_s - began)
 
 
 @pytest.mark.parametrize("intensity", [0.1, 0.4, 0.8])
@@ -338,11 +338,11 @@ def test_bursts_take_their_share_of_each_period(gpu: FakeGpu, intensity: float) 
 
 
 def test_a_deep_queue_never_runs_dry_when_steady(gpu: FakeGpu) -> None:
-    busy, told = burn(gpu, "deep", 1.0)
+    busy, reported = burn(gpu, "deep", 1.0)
     assert gpu.gaps_s == []
     assert AHEAD_S - BURST_S <= gpu.most_ahead_s <= AHEAD_S + BURST_S
     assert busy == pytest.approx(1.0, abs=0.01)
-    assert told == pytest.approx(1.0, abs=0.01)
+    assert reported == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_deep_queue_of_long_bursts_holds_the_next_one(gpu: FakeGpu) -> None:
@@ -361,10 +361,10 @@ def test_synchronised_bursts_are_waited_for(gpu: FakeGpu) -> None:
 @pytest.mark.parametrize("queue", QUEUES)
 @pytest.mark.parametrize("intensity", [0.3, 0.6, 0.9])
 def test_part_time_keeps_to_its_share(gpu: FakeGpu, queue: Queue, intensity: float) -> None:
-    """The last period's pause is not waited for: of 50 periods that is 2 % at most."""
-    busy, told = burn(gpu, queue, intensity)
+    """Nothing waits for the pause of the last period. Of 50 periods that is 2 % at most."""
+    busy, reported = burn(gpu, queue, intensity)
     assert busy == pytest.approx(intensity, abs=0.04)
-    assert told == pytest.approx(intensity, abs=0.04)
+    assert reported == pytest.approx(intensity, abs=0.04)
 
 
 def test_a_deep_queue_runs_dry_at_the_end_of_a_share(gpu: FakeGpu) -> None:

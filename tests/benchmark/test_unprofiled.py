@@ -1,4 +1,4 @@
-"""What nodes take without the profiler: its part is taken off each, and a model's nodes add up to its latency."""
+"""What nodes take without the profiler: its part is subtracted from each, and a model's nodes add up to its latency."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.measuring
 
 
 def run(**durations_us: float) -> ProfiledRun:
-    """A profiled run of nodes one after another; a node's name says its operator."""
+    """A profiled run of nodes one after another; a node's name is its operator, with a number."""
     return ProfiledRun(0.0, 1e4, tuple(NodeEvent(name, name.rstrip("12"), "CPUExecutionProvider", start, duration)
                                        for start, (name, duration) in enumerate(durations_us.items())))
 
@@ -33,7 +33,7 @@ def run(**durations_us: float) -> ProfiledRun:
 def test_the_profilers_part_is_the_same_for_every_node() -> None:
     times = {"Conv": 0.100, "Add": 0.008, "Mul": 0.007}
     assert profiler_ms(times, dict.fromkeys(times, 1.0), 0.100) == pytest.approx(0.005)
-    assert profiler_ms(times, {"Conv": 1.0, "Add": 3.0, "Mul": 1.0}, 0.106) == pytest.approx(0.005)  # in a Loop of three trips
+    assert profiler_ms(times, {"Conv": 1.0, "Add": 3.0, "Mul": 1.0}, 0.106) == pytest.approx(0.005)  # in a Loop of three
     # a node whose profiled time is all profiler keeps a part of it, and the others make up for it
     assert profiler_ms(times, dict.fromkeys(times, 1.0), 0.0915) == pytest.approx(0.010)
     assert profiler_ms(times, dict.fromkeys(times, 1.0), 0.200) == pytest.approx(0.0)  # never less than nothing
@@ -41,10 +41,10 @@ def test_the_profilers_part_is_the_same_for_every_node() -> None:
 
 
 def test_each_run_keeps_its_own_times() -> None:
-    """Medians add up to the run's time; a node that holds a body is the body's."""
+    """Medians add up to the run's time. A node with a body takes no time of its own."""
     runs = [run(Conv=104.0, Loop=60.0, Add1=9.0), run(Conv=105.0, Loop=62.0, Add1=7.0), run(Conv=110.0, Loop=70.0, Add1=8.0)]
-    found = unprofiled_ms(runs, 0.105)
-    assert found == {"Conv": pytest.approx([0.100, 0.101, 0.106]), "Add1": pytest.approx([0.005, 0.003, 0.004])}
+    times_ms = unprofiled_ms(runs, 0.105)
+    assert times_ms == {"Conv": pytest.approx([0.100, 0.101, 0.106]), "Add1": pytest.approx([0.005, 0.003, 0.004])}
     assert unprofiled_ms(runs, 0.0)["Add1"] == pytest.approx([LEAST_SHARE * 0.009, LEAST_SHARE * 0.007, LEAST_SHARE * 0.008])
 
 
@@ -57,13 +57,13 @@ def test_a_models_nodes_add_up_to_its_latency(tmp_path: Path) -> None:
     assert set(times_ms) == {node.name for node in graph.nodes}
     profiled_ms = sum(median(event.duration_us for run in runs for event in run.nodes if event.node == node)
                       for node in times_ms) / 1000
-    # without other work on the machine, the profiled time is the larger one, and the sum meets the other within 0.1 %
+    # without other work on the machine, the profiled time is the larger one, and the sum equals the plain one within 0.1 %
     assert sum(map(median, times_ms.values())) == pytest.approx(min(median(plain_ms), profiled_ms), rel=0.1)
 
 
 @pytest.mark.slow
 def test_a_collector_goes_on_with_its_labels(workspace: Workspace) -> None:
-    """What --measure-missing began has a label more than a collection has by default."""
+    """A dataset that --measure-missing began has one more label than a collection has by default."""
     measure_missing(conv_net(workspace.root / "net.onnx", channels=8), target=TARGET, workspace=workspace, config=CONFIG)
     build_workspace(workspace, {"anet_b1": small_model()})
     collect(workspace, CONFIG.model_copy(update={"levels": (0.0,), "variants": ()}))
@@ -71,12 +71,12 @@ def test_a_collector_goes_on_with_its_labels(workspace: Workspace) -> None:
     assert read_header(workspace.dataset(TARGET)).labels == labels
     blocks = read_journal(workspace.dataset(TARGET))
     for context in ("carrier", "anet_b1"):
-        found = [m for block in blocks for m in block.measurements if m.context == context and m.subject == "kernel"]
-        assert {m.label for m in found} == set(IN_MODEL_LABELS)
-        assert all(m.status == "ok" for m in found)
+        measurements = [m for block in blocks for m in block.measurements if m.context == context and m.subject == "kernel"]
+        assert {m.label for m in measurements} == set(IN_MODEL_LABELS)
+        assert all(m.status == "ok" for m in measurements)
 
 
-def test_it_is_for_a_cpu() -> None:
+def test_the_label_is_for_a_cpu() -> None:
     config = CollectorConfig(labels=("unprofiled",))
     assert config.labels_on("cpu") == ("unprofiled",)
     with pytest.raises(UserError, match="labels: unprofiled: ONNX Runtime has no such labels on cuda"):

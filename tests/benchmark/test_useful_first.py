@@ -51,15 +51,15 @@ class Named(NamedTuple):
 
 def convolutions(kernels: Sequence[Kernel], count: int) -> list[Kernel]:
     """Further convolutions near those of the models."""
-    generator, found = np.random.default_rng(0), dict[str, Kernel]()
+    generator, kernels_by_id = np.random.default_rng(0), dict[str, Kernel]()
     seed = next(kernel for kernel in kernels if kernel.op_type == "Conv")
-    while len(found) < count:
+    while len(kernels_by_id) < count:
         try:
             drawn = draw_kernel(seed, int(generator.choice([1, 2])), generator)
         except UserError:
             continue
-        found[drawn.id] = drawn
-    return list(found.values())
+        kernels_by_id[drawn.id] = drawn
+    return list(kernels_by_id.values())
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_no_block_begins_when_the_time_is_over() -> None:
     def start(level: float, background: object) -> Iterator[Stress]:
         yield Stress(0.0, None)
 
-    def blocks_of(load: tuple[float, str], there: Sequence[Block]) -> Sequence[Planned[Named]]:
+    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> Sequence[Planned[Named]]:
         return todo
 
     def time_units(units: Sequence[Named], level: float) -> list[Measurement]:
@@ -126,15 +126,15 @@ def test_no_block_begins_when_the_time_is_over() -> None:
 @pytest.mark.slow
 def test_a_collector_stops_in_time_and_the_next_one_goes_on(sampled: tuple[Workspace, list[Kernel]]) -> None:
     workspace, drawn = sampled
-    none = collect(workspace, CONFIG, minutes=1e-6)
-    assert none["left"] == 8
-    assert none["measured_kernels"] == 0
+    stopped = collect(workspace, CONFIG, minutes=1e-6)
+    assert stopped["left"] == 8
+    assert stopped["measured_kernels"] == 0
     done = collect(workspace, CONFIG, minutes=5.0)
     assert (done["left"], done["failed"]) == (0, [])
     blocks = read_journal(Path(done["dataset"]))
     assert [block.measurements[0].subject for block in blocks] == ["model", "model", "kernel", "kernel", "kernel"]
     rows = read_training_set(workspace, TARGET.name)
-    own = {kernel.id for kernel in read_index(index_path(workspace, TARGET.flavour)).all_kernels() if kernel.moves_data}
-    assert own | {kernel.id for kernel in drawn} <= set(rows.ids.tolist())
-    here = machine("cpu").uuid
-    assert plan_by_usefulness(CONFIG, find_work(workspace, TARGET, ()), "cpu", here, 0.0, blocks) == [], "nothing is left"
+    of_models = {kernel.id for kernel in read_index(index_path(workspace, TARGET.flavour)).all_kernels() if kernel.moves_data}
+    assert of_models | {kernel.id for kernel in drawn} <= set(rows.ids.tolist())
+    uuid = machine("cpu").uuid
+    assert plan_by_usefulness(CONFIG, find_work(workspace, TARGET, ()), "cpu", uuid, 0.0, blocks) == [], "nothing is left"

@@ -54,7 +54,7 @@ def layer_row(model: str, algorithm: str, shape: ConvShape, **changes: Any) -> d
 def write_results(root: Path, model: str, sizes: tuple[int, ...] = (32, 64)) -> None:
     """The tables of one model under gemm, fft and guess, which always takes gemm; fft can't run filters of 1x1."""
     shapes = [shape_of(channels, filter_size, size) for size in sizes for channels in (8, 16, 48) for filter_size in FILTERS]
-    refused = {"status": "CUDNN_STATUS_NOT_SUPPORTED", "ran": "gemm"}  # by fallback
+    refused = {"status": "CUDNN_STATUS_NOT_SUPPORTED", "ran": "gemm"}  # by the fallback
     tables = {
         "gemm": [layer_row(model, "gemm", shape) for shape in shapes],
         "fft": [layer_row(model, "fft", shape, **(refused if shape.kernel == (1, 1) else {})) for shape in shapes],
@@ -156,17 +156,17 @@ def test_layers_of_a_model_without_a_run_are_those_of_a_run() -> None:
 
 def test_a_model_that_was_not_measured(results: Path) -> None:
     shapes = [shape_of(12, filter_size, 40) for filter_size in (1, 3, 7, 9)]
-    one, three, seven, nine = predicted_rows(read_cases(results), [(f"conv{shape.kernel[0]}", shape) for shape in shapes])
-    assert (one["best"], one["fft_ms"], one["basis"]) == ("gemm", None, "measured kind")  # fft never ran 1x1
-    assert three["basis"] == "measured kind"
-    assert (seven["best"], nine["best"], nine["basis"]) == ("fft", "fft", "guess")
-    asked = json.loads(printed(SCRIPT, "--results", results, "--predict", "alexnet", "--json"))
-    assert [row["filter"] for row in asked] == ["11x11", "5x5", "3x3", "3x3", "3x3"]
+    of_1, of_3, of_7, of_9 = predicted_rows(read_cases(results), [(f"conv{shape.kernel[0]}", shape) for shape in shapes])
+    assert (of_1["best"], of_1["fft_ms"], of_1["basis"]) == ("gemm", None, "measured kind")  # fft never ran 1x1
+    assert of_3["basis"] == "measured kind"
+    assert (of_7["best"], of_9["best"], of_9["basis"]) == ("fft", "fft", "guess")
+    predicted = json.loads(printed(SCRIPT, "--results", results, "--predict", "alexnet", "--json"))
+    assert [row["filter"] for row in predicted] == ["11x11", "5x5", "3x3", "3x3", "3x3"]
     assert "--gpu v100: name one of those that were measured: h200" in run_script(
         SCRIPT, "--results", results, "--predict", "alexnet", "--gpu", "v100").stderr
 
 
-def test_nothing_to_read(tmp_path: Path, results: Path) -> None:
+def test_missing_and_damaged_tables(tmp_path: Path, results: Path) -> None:
     done = run_script(SCRIPT, "--results", tmp_path)
     assert (done.returncode, "no results of convolution algorithms" in done.stderr) == (1, True)
     done = run_script(SCRIPT, "--results", results, "--model", "vgg19")

@@ -14,7 +14,7 @@ from utils.fingerprint import has_cuda
 
 @pytest.mark.parametrize("text", [
     "implicit precomp gemm", "implicit_precomp_gemm", "Implicit-Precomp GEMM", " implicit  precomp_gemm"])
-def test_blanks_underscores_and_dashes_are_the_same(text: str) -> None:
+def test_spaces_underscores_and_dashes_are_the_same(text: str) -> None:
     algorithm = algorithm_named(text, "cuda")
     assert (algorithm.name, algorithm.file_name, algorithm.number) == ("implicit precomp gemm", "implicit_precomp_gemm", 1)
 
@@ -27,7 +27,7 @@ def test_all_algorithms_of_the_study_are_there() -> None:
     assert set(ON_CPU) == {"default", "direct", "smm"}
 
 
-def test_an_unknown_algorithm_and_one_of_a_gpu_on_a_cpu() -> None:
+def test_an_unknown_algorithm_and_a_gpus_algorithm_on_a_cpu() -> None:
     with pytest.raises(UserError, match="did you mean winograd"):
         algorithm_named("winogard", "cuda")
     with pytest.raises(UserError, match=r"cuDNN is not available: algorithm fft needs an NVIDIA GPU.* default, direct, smm"):
@@ -36,7 +36,7 @@ def test_an_unknown_algorithm_and_one_of_a_gpu_on_a_cpu() -> None:
         algorithm_named("xyz", "cpu")
 
 
-def test_which_can_never_run() -> None:
+def test_algorithms_that_never_run() -> None:
     never = {name for name, algorithm in ON_GPU.items() if never_runs(algorithm, "cuda", HOPPER)}
     assert never == {"direct", "winograd"}
     assert {name for name, algorithm in ON_GPU.items() if never_runs(algorithm, "cuda", (8, 9))} == {"direct"}
@@ -50,7 +50,7 @@ def test_even_sizes(count: int, smallest: int, largest: int, sizes: tuple[int, .
     assert even_sizes(count, smallest, largest) == sizes
 
 
-def test_sizes_that_there_are_not() -> None:
+def test_impossible_sizes() -> None:
     with pytest.raises(UserError, match="--min-size 300 is larger than --max-size 200"):
         even_sizes(3, 300, 200)
     with pytest.raises(UserError, match="no even input size"):

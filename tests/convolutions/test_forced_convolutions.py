@@ -42,7 +42,7 @@ LAYERS = {
 class PretendedCudnn:
     """Pretends to be cuDNN on a GPU, which is not here: it reads cuDNN's real descriptors, and computes with torch.
 
-    It supports `gemm` only, its second guess.
+    It supports only `gemm`, its second choice.
     """
 
     def use_stream(self) -> None:
@@ -114,7 +114,7 @@ def test_padding_that_has_no_shape() -> None:
 
 @needs_cudnn
 @pytest.mark.skipif(has_cuda(), reason="has a GPU")
-def test_without_a_gpu_cudnn_says_why() -> None:
+def test_without_a_gpu_cudnn_is_an_error() -> None:
     with pytest.raises(UserError, match="cuDNN is not available: "):
         Cudnn()
 
@@ -186,7 +186,7 @@ class Breaking(TorchEngine):
         raise RuntimeError(self.text)
 
 
-def test_a_library_that_fails_is_a_status_but_for_lack_of_memory() -> None:
+def test_a_library_that_fails_is_a_status_except_without_memory() -> None:
     images = torch.randn(1, 3, 15, 15)
     broken = ForcedModel(Twice().eval(), Breaking("groups must be 1\nand more"), fallback=TorchEngine())
     broken.plan(images)
@@ -195,7 +195,7 @@ def test_a_library_that_fails_is_a_status_but_for_lack_of_memory() -> None:
         ForcedModel(Twice().eval(), Breaking("CUDA out of memory")).plan(images)
 
 
-def test_the_forced_function_is_what_runs_and_only_in_the_block() -> None:
+def test_the_forced_function_runs_only_in_the_block() -> None:
     model, images = Twice().eval(), torch.randn(1, 3, 15, 15)
     forced = ForcedModel(model, Refusing(0, factor=1 + 1e-5))
     forced.plan(images)
@@ -227,10 +227,8 @@ def test_without_aithree_the_error_names_its_requirements() -> None:
         engine_of(ON_CPU["smm"], "cpu")
 
 
-
-
-def test_a_layer_with_another_ones_plan_is_far_out_of_tolerance() -> None:
-    """Two layers of one shape whose plans are exchanged; noise like that of TF32 stays within the tolerance of a model."""
+def test_a_layer_with_the_plan_of_another_layer_exceeds_the_tolerance() -> None:
+    """Two layers of the same shape with exchanged plans. Noise like that of TF32 stays within the tolerance of a model."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))).eval()
     images = torch.randn(1, 4, 9, 9)

@@ -1,4 +1,4 @@
-"""What a profile does on a GPU, with stand-ins for what is not here: cuDNN's handle, CUDA's events, and the kernels.
+"""A profile on a GPU, with stand-ins for what this machine lacks: cuDNN's handle, CUDA's events, and the kernels.
 
 Descriptors, plans, hooks, ranges of the trace and all that is computed from them are real. The last test needs a real GPU.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 class Event:
-    """Pretends to be a CUDA event: the host's clock. The pretended GPU comes to no event before the host waits for it."""
+    """Pretends to be a CUDA event: the host's clock. The pretended GPU reaches no event before the host waits for it."""
 
     reached = False
 
@@ -41,8 +41,8 @@ class Event:
     def query(self) -> bool:
         return self.reached
 
-    def elapsed_time(self, other: Event) -> float:
-        return 1e3 * (other.at_s - self.at_s)
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at_s - self.at_s)
 
 
 @pytest.fixture
@@ -69,20 +69,20 @@ def profile(algorithm: str, fallback: bool = False) -> tuple[Any, list[Any]]:
     model = torchvision.models.squeezenet1_1().eval()
     settings = ProfileSettings(model="squeezenet1_1", algorithm=algorithm, gpu="h200", device="cuda", device_name="NVIDIA H200",
                                input_sizes=(64,), warmup=1, measure=3, fallback=fallback)
-    instead = CudnnEngine(ON_GPU["guess"], True) if fallback else None
-    forced = ForcedModel(model, CudnnEngine(ON_GPU[algorithm], True), instead)
-    whole, *layers = measure_profile(settings.units[0], forced, Instruments("cuda", energy_s=0.0, event_overhead_ms=0.001))
-    return whole, layers
+    fallback_engine = CudnnEngine(ON_GPU["guess"], True) if fallback else None
+    forced = ForcedModel(model, CudnnEngine(ON_GPU[algorithm], True), fallback_engine)
+    overall, *layers = measure_profile(settings.units[0], forced, Instruments("cuda", energy_s=0.0, event_overhead_ms=0.001))
+    return overall, layers
 
 
 @needs_cudnn
 def test_a_profile_on_a_gpu(pretended_gpu: list[int]) -> None:
-    whole, layers = profile("gemm")
-    assert (whole.status, whole.error) == ("ok", "")
+    run, layers = profile("gemm")
+    assert (run.status, run.error) == ("ok", "")
     assert len(layers) == 26
     assert len(pretended_gpu) == 3 * 26 + 26  # before each layer in each run that is timed, and where it is traced
     assert min(pretended_gpu) > 0
-    (overall,), rows = overall_rows([whole, *layers]), layer_rows([whole, *layers])
+    (overall,), rows = overall_rows([run, *layers]), layer_rows([run, *layers])
     assert (overall["layers"], overall["layers_not_supported"], overall["unexpected_kernels"]) == (26, 0, "")
     assert (overall["late_layers"], overall["event_overhead_ms"]) == (0, 0.001)
     assert overall["cupti_ms"] == pytest.approx(sum(row["cupti_ms"] for row in rows), rel=1e-4)
@@ -101,12 +101,12 @@ def two_layers() -> tuple[torch.nn.Sequential, torch.Tensor]:
 
 def test_runs_in_which_the_gpu_caught_up_do_not_count(pretended_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = two_layers()
-    asked = 0
+    queries = 0
 
     def query(self: Event) -> bool:  # of the second layer, in the first of the three runs that are timed
-        nonlocal asked
-        asked += 1
-        return asked == 4
+        nonlocal queries
+        queries += 1
+        return queries == 4
 
     monkeypatch.setattr(Event, "query", query)
     with torch.inference_mode():
@@ -124,7 +124,7 @@ def test_what_events_add_to_a_layer(pretended_gpu: list[int], monkeypatch: pytes
     """A kernel of 3 us that events see as 7 us."""
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda count, device: ones(count // 1024))
-    monkeypatch.setattr(Event, "elapsed_time", lambda self, other: 0.007)
+    monkeypatch.setattr(Event, "elapsed_time", lambda self, end: 0.007)
     work = (GpuWork("relu", 0.0, 3.0),)
     monkeypatch.setattr(timing, "read", lambda recording: [GpuRun(9.0, work)] * recording.runs)
     assert event_overhead_ms() == pytest.approx(0.004)
@@ -134,17 +134,17 @@ def test_what_events_add_to_a_layer(pretended_gpu: list[int], monkeypatch: pytes
 
 @needs_cudnn
 def test_cudnns_choice_is_named(pretended_gpu: list[int]) -> None:
-    whole, layers = profile("guess")
-    assert whole.status == "ok"
+    overall, layers = profile("guess")
+    assert overall.status == "ok"
     assert {m.facts["ran"] for m in layers} == {"gemm"}
 
 
 @needs_cudnn
 @pytest.mark.parametrize("fallback", [False, True])
 def test_an_algorithm_that_runs_nothing(fallback: bool, pretended_gpu: list[int]) -> None:
-    whole, layers = profile("direct", fallback)
-    assert whole.error == ("Algorithm direct not compatible with model squeezenet1_1: 26 of 26 layers "
-                           "(features.0 and 25 more): CUDNN_STATUS_NOT_SUPPORTED, not this one")
+    overall, layers = profile("direct", fallback)
+    assert overall.error == ("Algorithm direct not compatible with model squeezenet1_1: 26 of 26 layers "
+                             "(features.0 and 25 more): CUDNN_STATUS_NOT_SUPPORTED, not this one")
     assert {m.facts["layer_status"] for m in layers} == {"CUDNN_STATUS_NOT_SUPPORTED"}
     assert not pretended_gpu
 

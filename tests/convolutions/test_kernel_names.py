@@ -1,4 +1,4 @@
-"""Which CUDA kernels belong to a convolution algorithm. The names were recorded on an H200 (cuDNN 9.19), but for some."""
+"""Which CUDA kernels belong to a convolution algorithm. Most of the names were recorded on an H200 (cuDNN 9.19)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FFT = ("void flip_filter<float, float>", "void fft2d_r2c_64x64<float>", COMPLEX_
 FFT_LARGE = ("void DSE::regular_fft_pad<0, 1, 128, 16, 32, 1, float, float>", "void DSE::vector_fft<0, 1, 128, 8, 8, 1>")
 FFT_TILES = ("void fft1d_r2c_32<float, float, float2, false, false>", COMPLEX_PRODUCT, "void fft1d_c2r_32<float2, float>")
 WINOGRAD = tuple(f"void cudnn::winograd_nonfused::winogradForward{part}4x4<float>" for part in ("Data", "Filter", "Output"))
-OF_NO_ALGORITHM = "void at::native::direct_copy_kernel_cuda"  # torch's, of a tensor that was not contiguous
+OF_NO_ALGORITHM = "void at::native::direct_copy_kernel_cuda"  # torch copies a tensor that was not contiguous
 
 
 @pytest.mark.parametrize(("name", "kernels"), [

@@ -60,9 +60,9 @@ def test_the_tables_and_how_a_run_resumes(tmp_path: Path) -> None:
     printed(SCRIPT, *QUICKLY, "--workspace", tmp_path)
     folder = tmp_path / "convolutions" / "results" / "1_sanity" / f"{MODEL}_default_cpu"
     (first,) = rows(folder / f"{MODEL}_default_overall.csv")
-    (found,) = json.loads(printed(SCRIPT, *QUICKLY, "--workspace", tmp_path, "--json"))  # again: nothing is measured
+    (row_again,) = json.loads(printed(SCRIPT, *QUICKLY, "--workspace", tmp_path, "--json"))  # again: nothing is measured
     assert len(read_blocks(folder / "measurements.jsonl")) == 1
-    assert found["mean"] == float(first["mean"])
+    assert row_again["mean"] == float(first["mean"])
     printed(SCRIPT, *QUICKLY, "--num-sizes", "3", "--workspace", tmp_path)
     overall, layers = rows(folder / f"{MODEL}_default_overall.csv"), rows(folder / f"{MODEL}_default_layers.csv")
     assert tuple(overall[0])[:len(OVERALL)] == OVERALL
@@ -85,7 +85,7 @@ def test_the_tables_and_how_a_run_resumes(tmp_path: Path) -> None:
     assert "holds a profile with another batch" in refused.stderr
 
 
-def test_what_is_listed(tmp_path: Path) -> None:
+def test_the_lists(tmp_path: Path) -> None:
     names = [row["model"] for row in json.loads(printed(SCRIPT, "--list-models", "--json", "--workspace", tmp_path))]
     assert names[:6] == ["vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50"]
     assert "mobilenet_v2" in names
@@ -95,14 +95,14 @@ def test_what_is_listed(tmp_path: Path) -> None:
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
-    for options, said in (
+    for options, message in (
             (("--algorithm", "fft_tiling"), "cuDNN is not available: algorithm fft tiling needs an NVIDIA GPU"),
             (("--model", "vgg61"), "torchvision has no such classification model; did you mean"),
             (("--gpu", "h100"), "use --gpu cpu"),
             (("--min-size", "8"), f"{MODEL} at 8x8, batch 1: ")):  # too small for the model
         done = run_script(SCRIPT, *QUICKLY, *options, "--workspace", tmp_path)
         assert done.returncode == 1, done
-        assert said in done.stderr.splitlines()[-1]
+        assert message in done.stderr.splitlines()[-1]
 
 
 class OutOfMemory(TorchEngine):
@@ -115,18 +115,18 @@ class OutOfMemory(TorchEngine):
 
 
 def test_out_of_memory_costs_one_size(tmp_path: Path, model: torch.nn.Module) -> None:
-    asked = settings(input_sizes=(64, 80), batch=2)
-    UnifiedProfiler(asked, 0, AT_ONCE, engine=OutOfMemory()).profile(tmp_path, model)
+    both_sizes = settings(input_sizes=(64, 80), batch=2)
+    UnifiedProfiler(both_sizes, 0, AT_ONCE, engine=OutOfMemory()).profile(tmp_path, model)
     small, large = rows(tmp_path / f"{MODEL}_default_overall.csv")
     assert (small["status"], large["status"], large["mean"]) == ("ok", "failed", "")
     assert large["error"] == f"{MODEL} at 80x80, batch 2: out of memory; try --batch 1"
-    assert not UnifiedProfiler(asked, 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model).units
-    again = UnifiedProfiler(asked, 0, AT_ONCE, retry=True, engine=TorchEngine()).profile(tmp_path, model)
-    assert [unit.input_size for unit in again.units] == [80]
+    assert not UnifiedProfiler(both_sizes, 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model).units
+    retried = UnifiedProfiler(both_sizes, 0, AT_ONCE, retry=True, engine=TorchEngine()).profile(tmp_path, model)
+    assert [unit.input_size for unit in retried.units] == [80]
     assert [row["status"] for row in rows(tmp_path / f"{MODEL}_default_overall.csv")] == ["ok", "ok"]
 
 
-def test_what_another_machine_of_the_kind_measured_counts(tmp_path: Path, model: torch.nn.Module) -> None:
+def test_measurements_of_an_equal_machine_count(tmp_path: Path, model: torch.nn.Module) -> None:
     UnifiedProfiler(settings(), 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model)
     journal = tmp_path / "measurements.jsonl"
     (block,) = read_blocks(journal)
@@ -137,12 +137,12 @@ def test_what_another_machine_of_the_kind_measured_counts(tmp_path: Path, model:
 
 
 def test_a_slow_model_is_run_less_often(model: torch.nn.Module) -> None:
-    by = Instruments("cpu", energy_s=0.0, longest_s=1.0)
-    assert [affordable(10, run_ms, by) for run_ms in (0.5, 100.0, 200.0, 900.0, 5000.0)] == [10, 10, 5, 3, 3]
-    assert (affordable(2, 5000.0, by), affordable(30, 5000.0, Instruments("cpu"))) == (2, 30)
+    instruments = Instruments("cpu", energy_s=0.0, longest_s=1.0)
+    assert [affordable(10, run_ms, instruments) for run_ms in (0.5, 100.0, 200.0, 900.0, 5000.0)] == [10, 10, 5, 3, 3]
+    assert (affordable(2, 5000.0, instruments), affordable(30, 5000.0, Instruments("cpu"))) == (2, 30)
     (unit,) = settings(measure=5).units
-    whole, *layers = measure_profile(unit, ForcedModel(model, TorchEngine()), replace(by, longest_s=1e-6))
-    assert {len(m.samples_ms) for m in (whole, *layers)} == {3}
+    overall, *layers = measure_profile(unit, ForcedModel(model, TorchEngine()), replace(instruments, longest_s=1e-6))
+    assert {len(m.samples_ms) for m in (overall, *layers)} == {3}
 
 
 class NoPointwise(TorchEngine):
@@ -154,17 +154,17 @@ class NoPointwise(TorchEngine):
         return Plan(super().plan(layer, images).run, "winograd")
 
 
-def test_a_refused_model_says_which_layers_and_a_fallback_runs_them(tmp_path: Path, model: torch.nn.Module) -> None:
-    by = Instruments("cpu", energy_s=0.0)
+def test_the_error_names_the_refused_layers_and_a_fallback_runs_them(tmp_path: Path, model: torch.nn.Module) -> None:
+    instruments = Instruments("cpu", energy_s=0.0)
     (unit,) = settings(algorithm="default").units
-    whole, *layers = measure_profile(unit, ForcedModel(model, NoPointwise()), by)
-    assert whole.error.startswith(f"Algorithm default not compatible with model {MODEL}: 17 of 26 layers "
-                                  "(features.3.squeeze and 16 more): CUDNN_STATUS_NOT_SUPPORTED, filter")
-    assert described(whole) == whole.error
+    run, *layers = measure_profile(unit, ForcedModel(model, NoPointwise()), instruments)
+    assert run.error.startswith(f"Algorithm default not compatible with model {MODEL}: 17 of 26 layers "
+                                "(features.3.squeeze and 16 more): CUDNN_STATUS_NOT_SUPPORTED, filter")
+    assert described(run) == run.error
     assert [m.facts["layer_status"] for m in layers].count("CUDNN_STATUS_NOT_SUPPORTED") == 17
     assert not any(m.samples_ms for m in layers)
-    asked = settings(fallback=True)
-    UnifiedProfiler(asked, 0, AT_ONCE, engine=NoPointwise(), fallback=TorchEngine()).profile(tmp_path, model)
+    with_fallback = settings(fallback=True)
+    UnifiedProfiler(with_fallback, 0, AT_ONCE, engine=NoPointwise(), fallback=TorchEngine()).profile(tmp_path, model)
     (overall,), table = rows(tmp_path / f"{MODEL}_default_overall.csv"), rows(tmp_path / f"{MODEL}_default_layers.csv")
     assert (overall["status"], overall["layers_not_supported"]) == ("ok", "17")
     assert {(row["kernel_size"], row["ran"], row["status"]) for row in table} == {
@@ -173,11 +173,11 @@ def test_a_refused_model_says_which_layers_and_a_fallback_runs_them(tmp_path: Pa
 
 
 def test_a_fallback_for_every_layer_is_refused(model: torch.nn.Module) -> None:
-    """Else the times of another algorithm would stand in the tables."""
+    """The tables would show the times of another algorithm."""
     (unit,) = settings(fallback=True).units
-    whole, *layers = measure_profile(unit, ForcedModel(model, RunsNothing(), TorchEngine()), Instruments("cpu", energy_s=0.0))
-    assert whole.error == (f"Algorithm default not compatible with model {MODEL}: 26 of 26 layers (features.0 and 25 more): "
-                           "CUDNN_STATUS_NOT_SUPPORTED")
+    run, *layers = measure_profile(unit, ForcedModel(model, RunsNothing(), TorchEngine()), Instruments("cpu", energy_s=0.0))
+    assert run.error == (f"Algorithm default not compatible with model {MODEL}: 26 of 26 layers (features.0 and 25 more): "
+                         "CUDNN_STATUS_NOT_SUPPORTED")
     assert len(layers) == 26
     assert not any(m.samples_ms for m in layers)
 
@@ -229,12 +229,12 @@ class PretendedSensor(PowerSensor):
 
 def test_energy_of_a_run(tmp_path: Path, model: torch.nn.Module) -> None:
     forced, (unit,) = ForcedModel(model, TorchEngine()), settings().units
-    whole, *_ = measure_profile(unit, forced, Instruments("cpu", PretendedSensor(), 0.2, idle_w=20.0))
-    assert whole.quantities["power_w"] == (pytest.approx(50.0),)
-    assert whole.quantities["energy_agreement"] == (pytest.approx(1.0),)
-    assert whole.quantities["idle_power_w"] == (20.0,)
-    assert 0 < whole.quantities["energy_j"][0] <= 50.0 * whole.quantities["energy_window_s"][0] + 1e-6  # of one run or more
-    assert "too short" in str(whole.facts["energy_doubts"])
+    run, *_ = measure_profile(unit, forced, Instruments("cpu", PretendedSensor(), 0.2, idle_w=20.0))
+    assert run.quantities["power_w"] == (pytest.approx(50.0),)
+    assert run.quantities["energy_agreement"] == (pytest.approx(1.0),)
+    assert run.quantities["idle_power_w"] == (20.0,)
+    assert 0 < run.quantities["energy_j"][0] <= 50.0 * run.quantities["energy_window_s"][0] + 1e-6  # of one run or more
+    assert "too short" in str(run.facts["energy_doubts"])
     assert isinstance(ResultsJournal(tmp_path, "x").tables[0], Path)
 
 
@@ -258,7 +258,7 @@ def test_a_stage_runs_in_place_without_slurm(tmp_path: Path) -> None:
 
 
 def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
-    """`sbatch` is a stand-in, which says so and notes what it was given."""
+    """`sbatch` is a stand-in that prints so and notes its arguments."""
     stand_in = tmp_path / "sbatch"
     stand_in.write_text(f'#!/bin/sh\necho "a stand-in for sbatch"\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
     stand_in.chmod(0o755)
@@ -266,18 +266,18 @@ def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "a stand-in for sbatch" in done.stdout
     assert "sinfo -C gpul40s" in done.stderr
-    given = (tmp_path / "given").read_text().splitlines()
+    arguments = (tmp_path / "given").read_text().splitlines()
     folder = tmp_path / "convolutions" / "results" / "2_quick" / "vgg16_implicit_gemm_l40s"
     assert folder.is_dir()
-    assert {"--constraint=gpul40s", "--gres=gpu:1", "--time=01:00:00", f"--output={folder}/%x_%j.out"} <= set(given)
-    assert f"--model vgg16 --algorithm implicit\\ gemm --gpu l40s --quick --batch 4 --workspace {tmp_path}" in given[-1]
+    assert {"--constraint=gpul40s", "--gres=gpu:1", "--time=01:00:00", f"--output={folder}/%x_%j.out"} <= set(arguments)
+    assert f"--model vgg16 --algorithm implicit\\ gemm --gpu l40s --quick --batch 4 --workspace {tmp_path}" in arguments[-1]
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["vgg16", "gemm"], "no GPU named"), (["vgg16", "gemm", "a100"], "a100: no such GPU"),
     (["vgg16", "--batch", "h200"], "usage: 3_full"),
     (["vgg16", "bogus", "h200"], "bogus: no such algorithm on cuda")])
-def test_wrong_words_of_a_stage(words: list[str], said: str, tmp_path: Path) -> None:
+def test_wrong_arguments_of_a_stage(words: list[str], message: str, tmp_path: Path) -> None:
     done = shell(tmp_path, "3_full_run.sh", *words)
     assert done.returncode in (1, 2)
-    assert said in done.stderr
+    assert message in done.stderr

@@ -91,7 +91,7 @@ def test_files_hold_the_whole_dag(tmp_path: Path) -> None:
         read_dag(path)
 
 
-def test_the_command_writes_one_dag_a_record(workspace: Workspace) -> None:
+def test_the_command_writes_one_dag_per_record(workspace: Workspace) -> None:
     onnx.save(small_model(), workspace.root / "small.onnx")
     for provider in ("cpu", "cuda"):
         record = analyze(workspace.root / "small.onnx", provider)

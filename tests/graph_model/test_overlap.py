@@ -29,36 +29,36 @@ def run(*nodes: NodeEvent, end_us: float = 1000.0) -> ProfiledRun:
 
 
 def test_serial_kernels() -> None:
-    found = overlap_of([run(event("a", 10, 100.5), event("b", 110, 200.5), event("c", 400, 100.5))])
-    assert found.serial
-    assert found.overlap_ms == 0.0
-    assert found.busy_ms == pytest.approx(0.4015)
-    assert found.gap_ms == pytest.approx(0.0895)
-    assert found.run_ms == 1.0
-    assert found.gap_share == pytest.approx(0.0895)
+    overlap = overlap_of([run(event("a", 10, 100.5), event("b", 110, 200.5), event("c", 400, 100.5))])
+    assert overlap.serial
+    assert overlap.overlap_ms == 0.0
+    assert overlap.busy_ms == pytest.approx(0.4015)
+    assert overlap.gap_ms == pytest.approx(0.0895)
+    assert overlap.run_ms == 1.0
+    assert overlap.gap_share == pytest.approx(0.0895)
 
 
-def test_kernels_side_by_side() -> None:
-    found = overlap_of([run(event("a", 0, 300), event("b", 100, 100), event("c", 250, 150), event("d", 400, 10))])
-    assert not found.serial
-    assert found.overlapping == ("b", "c")
-    assert found.overlap_ms == pytest.approx(0.150)  # b whole, c's first 50 µs
-    assert found.busy_ms == pytest.approx(0.410)
-    assert found.overlap_share == pytest.approx(0.15)
+def test_concurrent_kernels() -> None:
+    overlap = overlap_of([run(event("a", 0, 300), event("b", 100, 100), event("c", 250, 150), event("d", 400, 10))])
+    assert not overlap.serial
+    assert overlap.overlapping == ("b", "c")
+    assert overlap.overlap_ms == pytest.approx(0.150)  # b whole, c's first 50 µs
+    assert overlap.busy_ms == pytest.approx(0.410)
+    assert overlap.overlap_share == pytest.approx(0.15)
 
 
 def test_means_over_runs() -> None:
-    found = overlap_of([run(event("a", 0, 100)), run(event("a", 0, 300), end_us=2000)])
-    assert found.busy_ms == pytest.approx(0.2)
-    assert found.run_ms == pytest.approx(1.5)
-    assert found.runs == 2
-    assert found.kernels == 1
+    overlap = overlap_of([run(event("a", 0, 100)), run(event("a", 0, 300), end_us=2000)])
+    assert overlap.busy_ms == pytest.approx(0.2)
+    assert overlap.run_ms == pytest.approx(1.5)
+    assert overlap.runs == 2
+    assert overlap.kernels == 1
 
 
 def test_a_loop_does_not_overlap_with_what_is_inside() -> None:
-    found = overlap_of([run(event("loop", 0, 500, "Loop"), event("inside", 100, 100), event("after", 500, 10))])
-    assert found.serial
-    assert found.busy_ms == pytest.approx(0.51)
+    overlap = overlap_of([run(event("loop", 0, 500, "Loop"), event("inside", 100, 100), event("after", 500, 10))])
+    assert overlap.serial
+    assert overlap.busy_ms == pytest.approx(0.51)
 
 
 def branches() -> onnx.ModelProto:
@@ -79,12 +79,12 @@ def branches() -> onnx.ModelProto:
 def test_critical_path_of_branches() -> None:
     record = analyze(branches(), "cuda", name="branches")
     times = {node.name: {"conv1": 1.0, "conv3": 3.0, "conv5": 5.0}.get(node.name, 0.5) for node in record.nodes}
-    found = critical_path(record, times)
-    assert found.sum_ms == 9.5
-    assert found.path_ms == 5.5
-    assert found.possible_speedup == pytest.approx(9.5 / 5.5)
-    assert [node.node for node in found.path] == ["conv5", "join"]
-    assert found.path[0].share == pytest.approx(5 / 5.5)
+    path = critical_path(record, times)
+    assert path.sum_ms == 9.5
+    assert path.path_ms == 5.5
+    assert path.possible_speedup == pytest.approx(9.5 / 5.5)
+    assert [node.node for node in path.path] == ["conv5", "join"]
+    assert path.path[0].share == pytest.approx(5 / 5.5)
 
 
 def test_a_real_run_is_serial(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_the_command_profiles_a_model(workspace: Workspace) -> None:
     onnx.save(small_model(batch="batch"), workspace.root / "small.onnx")
     command = ("overlap_simulator.py", "--workspace", workspace.root, "--model", workspace.root / "small.onnx", "--dim",
                "batch=2", "--device", "cpu", "--loops", "3")
-    found = json.loads(printed(*command, "--json"))
-    assert found["overlap"]["serial"] is True
-    assert found["critical_path"]["path_ms"] <= found["critical_path"]["sum_ms"]
+    report = json.loads(printed(*command, "--json"))
+    assert report["overlap"]["serial"] is True
+    assert report["critical_path"]["path_ms"] <= report["critical_path"]["sum_ms"]
     shown = printed(*command)
     assert "Kernels ran one after another." in shown
     assert "Critical path:" in shown
@@ -125,8 +125,8 @@ def test_the_command_reads_a_profile_and_finds_its_record(workspace: Workspace) 
     path = record_path(workspace, record.flavour, record.model)
     files.write_json(path, record)
     assert matching_record([path], {node.name for node in record.nodes}) == record
-    found = json.loads(printed(*command))
-    assert found["critical_path"]["sum_ms"] == pytest.approx(len(record.nodes) * 0.0195)
+    report = json.loads(printed(*command))
+    assert report["critical_path"]["sum_ms"] == pytest.approx(len(record.nodes) * 0.0195)
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("{}", "not an ONNX Runtime profile"),

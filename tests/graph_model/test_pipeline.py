@@ -1,4 +1,4 @@
-"""Host and GPU as two tracks: the closed form against a plain simulation, and the costs found again from made-up models."""
+"""Host and GPU as two tracks: the closed form against a plain simulation, and costs fitted to made-up models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0
 
 
 def simulate(tracks: Tracks, costs: PipelineCosts) -> float:
-    """Launch after launch, as it happens."""
+    """The latency in ms, computed launch by launch."""
     host, gpu = costs.start_ms, 0.0
     for time, count, kind in zip(*tracks, strict=True):
         host += costs.node_ms if kind else costs.view_ms
@@ -57,7 +57,7 @@ def made_up(draw: np.random.Generator, scale: float, pace: float = 1.0) -> Measu
 
 
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
-def test_the_closed_form_is_the_simulation(scale: float) -> None:
+def test_the_closed_form_equals_the_simulation(scale: float) -> None:
     """Where the host is the slower track, where neither is for long, and where the GPU is."""
     draw = np.random.default_rng(3)
     for _ in range(20):
@@ -89,7 +89,7 @@ def test_a_librarys_call_costs_the_host_more() -> None:
 
 
 def test_a_reduction_costs_the_host_more_where_that_was_fitted() -> None:
-    """Files from before that know no such cost, so predictions from them stay the same."""
+    """Older files have no such cost, so predictions from them stay the same."""
     costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.0, lead_ms=0.0, end_ms=0.0)
     tracks = Tracks(np.zeros(2), np.ones(2), np.array([NodeKind.OWN, NodeKind.REDUCING]))
     assert dispatched_ms(tracks, costs).tolist() == [13.0, 16.0]
@@ -111,7 +111,7 @@ def test_the_gpu_works_on_a_nodes_first_launches_while_the_host_makes_the_others
     ("MaxPool", ((1, 3, 8, 8),), NodeKind.REDUCING), ("Softmax", ((2, 3),), NodeKind.REDUCING),
     ("Relu", ((2, 3),), NodeKind.OWN), ("Reshape", ((2, 3), (2,)), NodeKind.VIEW)])
 def test_the_kind_of_a_node(op_type: str, shapes: tuple[tuple[int, ...], ...], kind: NodeKind) -> None:
-    """What the CPU provider runs calls no library of the GPU's."""
+    """Kernels on the CPU provider call no library of the GPU."""
     inputs = [KernelInput(dtype="float32" if place == 0 or op_type != "Reshape" else "int64", shape=shape)
               for place, shape in enumerate(shapes)]
     kernel = describe_kernel(op_type, "", 17, {}, inputs, [Tensor(dtype="float32", shape=(6,))])
@@ -120,7 +120,7 @@ def test_the_kind_of_a_node(op_type: str, shapes: tuple[tuple[int, ...], ...], k
 
 
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
-@pytest.mark.parametrize("lead_ms", [COSTS.lead_ms, -0.07])  # the second as fitted for an H200, longer than the first dispatch
+@pytest.mark.parametrize("lead_ms", [COSTS.lead_ms, -0.07])  # the second is an H200's, longer than the first dispatch
 def test_the_timeline_ends_with_the_prediction(scale: float, lead_ms: float) -> None:
     """No overlap on either track, and the same end as the formula gives."""
     draw = np.random.default_rng(8)
@@ -137,15 +137,15 @@ def test_the_timeline_ends_with_the_prediction(scale: float, lead_ms: float) -> 
 
 
 def test_a_trace_has_both_tracks() -> None:
-    found = chrome_trace(["a", "view"], [NodeSpan((0.0, 0.5), (0.25, 2.0)), NodeSpan((0.5, 0.75), None)])
-    assert [event["args"]["name"] for event in found["traceEvents"] if event["ph"] == "M"] == ["predicted", "host", "GPU"]
-    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    trace = chrome_trace(["a", "view"], [NodeSpan((0.0, 0.5), (0.25, 2.0)), NodeSpan((0.5, 0.75), None)])
+    assert [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"] == ["predicted", "host", "GPU"]
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [(span["name"], span["tid"], span["ts"], span["dur"]) for span in spans] == [
         ("a", 1, 0.0, 500.0), ("view", 1, 500.0, 250.0), ("a", 2, 250.0, 1750.0)]
 
 
 def test_a_slower_host_by_hand() -> None:
-    """All that the host does takes twice as long, the GPU's pauses do not; a model that the GPU holds up hardly notices."""
+    """Everything on the host takes twice as long, the GPU's pauses do not. A model that is bound by the GPU hardly changes."""
     costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0)
     slower = costs.at_pace(2.0)
     assert slower == PipelineCosts(node_ms=4.0, view_ms=1.0, launch_ms=2.0, start_ms=20.0, gap_ms=0.25, lead_ms=-2.0,
@@ -159,21 +159,21 @@ def test_a_slower_host_by_hand() -> None:
     assert hosts_ms([of_gpu, of_host], costs).tolist() == [35.0, 35.0]
 
 
-def test_costs_are_found_again() -> None:
-    """Whatever the host's pace was beside each model; host times of models that the GPU holds up tell nothing."""
+def test_the_fit_finds_the_costs() -> None:
+    """At any pace of the host. Host times of models that are bound by the GPU do not count."""
     draw = np.random.default_rng(5)
     models = [made_up(draw, scale, draw.uniform(0.95, 1.6)) for scale in (0.0005, 0.002, 0.005, 0.01, 0.05) for _ in range(6)]
     models = [replace(m, host_ms=1.3 * m.host_ms) if m.host_ms < 0.5 * m.latency_ms else m for m in models]
     assert 5 < sum(m.host_ms < HOST_BOUND * m.latency_ms for m in models) < 20
-    found = fit_pipeline(models)
-    assert (found.node_ms, found.view_ms, found.launch_ms, found.start_ms, found.gap_ms) == pytest.approx(
+    fitted = fit_pipeline(models)
+    assert (fitted.node_ms, fitted.view_ms, fitted.launch_ms, fitted.start_ms, fitted.gap_ms) == pytest.approx(
         (COSTS.node_ms, COSTS.view_ms, COSTS.launch_ms, COSTS.start_ms, COSTS.gap_ms), rel=0.02)
-    assert found.convolution_ms == pytest.approx(COSTS.convolution_ms, rel=0.02)
-    assert found.lead_ms == pytest.approx(COSTS.lead_ms, abs=5e-4)
-    assert found.end_ms == pytest.approx(COSTS.end_ms, abs=5e-4)
+    assert fitted.convolution_ms == pytest.approx(COSTS.convolution_ms, rel=0.02)
+    assert fitted.lead_ms == pytest.approx(COSTS.lead_ms, abs=5e-4)
+    assert fitted.end_ms == pytest.approx(COSTS.end_ms, abs=5e-4)
 
 
-def test_left_out_at_the_usual_pace_and_at_that_measured() -> None:
+def test_left_out_predictions_at_the_usual_and_the_measured_pace() -> None:
     draw = np.random.default_rng(7)
     models = [made_up(draw, scale, 1.5 if place == 0 else 1.0) for scale in (0.0005, 0.002, 0.01, 0.05) for place in range(5)]
     groups = [str(place % 5) for place in range(len(models))]
@@ -184,7 +184,7 @@ def test_left_out_at_the_usual_pace_and_at_that_measured() -> None:
     assert usual[0] < 0.75 * measured[0]
 
 
-def test_latencies_tell_where_host_times_are_not_known() -> None:
+def test_latencies_suffice_where_host_times_are_unknown() -> None:
     draw = np.random.default_rng(9)
     models = [made_up(draw, scale) for scale in (0.0005, 0.002, 0.005, 0.01, 0.05) for _ in range(6)]
     models = [m if place % 3 else replace(m, host_ms=math.nan) for place, m in enumerate(models)]
@@ -193,12 +193,12 @@ def test_latencies_tell_where_host_times_are_not_known() -> None:
     assert not can_fit([replace(m, host_ms=math.nan) for m in models])
 
 
-def test_one_disturbed_model_pulls_little() -> None:
+def test_one_disturbed_model_changes_little() -> None:
     draw = np.random.default_rng(6)
     models = [made_up(draw, scale) for scale in (0.0005, 0.002, 0.01, 0.05) for _ in range(6)]
     models[3] = replace(models[3], latency_ms=3 * models[3].latency_ms)
-    found = fit_pipeline(models)
-    errors = [abs(pipeline_ms(m.tracks, found) / m.latency_ms - 1) for m in models]
+    fitted = fit_pipeline(models)
+    errors = [abs(pipeline_ms(m.tracks, fitted) / m.latency_ms - 1) for m in models]
     assert np.median(errors) < 0.02
 
 
@@ -207,9 +207,9 @@ def test_the_work_of_a_node_at_which_the_host_waits_counts_once() -> None:
     costs = PipelineCosts(node_ms=0.002, view_ms=0.001, launch_ms=0.004, start_ms=0.01, gap_ms=0.001, lead_ms=-0.05, end_ms=0.0)
     tracks = Tracks(np.array([5.0]), np.array([1.0]), np.array([NodeKind.OWN]))
     waits = OffGpu(np.array([0.5]), np.array([True]))
-    whole = costs.start_ms + 5.0 + costs.gap_ms + 0.5
-    assert pipeline_ms(tracks, costs, waits) == pytest.approx(whole)
+    latency_ms = costs.start_ms + 5.0 + costs.gap_ms + 0.5
+    assert pipeline_ms(tracks, costs, waits) == pytest.approx(latency_ms)
     (span,) = timeline(tracks, costs, waits)
-    assert span.host[1] == pytest.approx(whole)
+    assert span.host[1] == pytest.approx(latency_ms)
     assert span.gpu is not None
     assert span.gpu[1] - span.gpu[0] == pytest.approx(5.0)

@@ -1,4 +1,4 @@
-"""From times with a known law to tables: bandwidths, what moves data and what computes, and what can't be told."""
+"""From times with a known law to tables: bandwidths, transfers and computing, and where they are unknown."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workspace.stage_results
 
 
-def test_a_bandwidth_where_there_is_one_and_null_with_a_reason_elsewhere(results: Path) -> None:
+def test_each_stage_has_a_bandwidth_or_a_reason(results: Path) -> None:
     bandwidths, fits = files.read_json(results / BANDWIDTH), files.read_json(results / REGRESSION)
     assert list(bandwidths) == [f"CPU_stage{stage}" for stage in range(1, 8)]
     for stage in (1, 2, 4, 7):
@@ -67,20 +67,20 @@ def test_a_bandwidth_where_there_is_one_and_null_with_a_reason_elsewhere(results
     assert [bandwidths[f"CPU_stage{stage}"] for stage in (3, 5, 6)] == [None] * 3
     assert "includes 0" in fits["CPU_stage3"]["reason"]
     assert fits["CPU_stage5"]["reason"].startswith("bound by arithmetic: 85 operations per byte, and stage")
-    assert fits["CPU_stage5"]["r2"] > 0.99  # a perfect line: the line alone does not tell
+    assert fits["CPU_stage5"]["r2"] > 0.99  # a perfect line is not enough
 
 
 def test_computing_is_the_total_less_the_transfer(results: Path) -> None:
     table = read_lookup(results)
     assert len(table) == 15 * 7
-    first = files.read_json(results / LOOKUP)["1000,2000,CPU,4"]
-    assert first["compute_time"] + first["transfer_time"] == pytest.approx(first["total_time"])
-    assert first["compute_time"] == pytest.approx(0.2, abs=0.05)
-    assert first["std"] == pytest.approx(0.1 * first["total_time"])
+    entry = files.read_json(results / LOOKUP)["1000,2000,CPU,4"]
+    assert entry["compute_time"] + entry["transfer_time"] == pytest.approx(entry["total_time"])
+    assert entry["compute_time"] == pytest.approx(0.2, abs=0.05)
+    assert entry["std"] == pytest.approx(0.1 * entry["total_time"])
     for key, record in table.items():
-        known = key.stage not in (3, 5, 6)
-        assert (record.transfer_by == "regression") is known
-        assert known is (record.transfer_time is not None) is (record.compute_time is not None) is (not record.reason)
+        has_bandwidth = key.stage not in (3, 5, 6)
+        assert (record.transfer_by == "regression") is has_bandwidth
+        assert has_bandwidth is (record.transfer_time is not None) is (record.compute_time is not None) is (not record.reason)
 
 
 def test_the_report_and_the_plot(results: Path) -> None:
@@ -91,8 +91,8 @@ def test_the_report_and_the_plot(results: Path) -> None:
     assert (results / PLOT).read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_with_the_data_on_the_unit_tell_the_transfer(tmp_path: Path) -> None:
-    """And a failed record is a row; one that another runtime ran at some sizes has no bandwidth."""
+def test_runs_with_the_data_on_the_unit_give_the_transfer(tmp_path: Path) -> None:
+    """A failed record has a row. A stage that another runtime ran at some sizes has no bandwidth."""
     changes: dict[int, dict[str, object]] = {
         1: {"resident_samples_ms": (0.1, 0.3)}, 2: {"samples_ms": (), "status": "failed", "error": "no memory"},
         7: {"runtime": "torch"}}
@@ -130,7 +130,7 @@ def test_too_few_sizes_and_falling_times() -> None:
     assert bent.reason == "R² 0.51 is below 0.8: the time does not follow the bytes"
 
 
-def test_files_that_are_missing_or_say_other_things(tmp_path: Path) -> None:
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"profile_stages\.py --analyze"):
         read_lookup(tmp_path)
     files.write_json(tmp_path / LOOKUP, {"1,2,CPU": {}})

@@ -1,4 +1,4 @@
-"""Plans that really run: PyTorch and ONNX Runtime on the CPU as two units, and a stand-in for a GPU's memory."""
+"""Plans that really run, with PyTorch and ONNX Runtime on the CPU as two units and a stand-in for a GPU's memory."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ def test_the_command_runs_all_plans_and_compares(profiled: Mapping[str, Path]) -
     done = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--run", "--runs", "2", "--rounds", "2",
                       "--sizes", "40/50", "150/200", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert [(row["nodes"], row["edges"]) for row in told["sizes"]] == [(40, 50), (150, 200)]
-    for row in told["sizes"]:
+    report = json.loads(done.stdout)
+    assert [(row["nodes"], row["edges"]) for row in report["sizes"]] == [(40, 50), (150, 200)]
+    for row in report["sizes"]:
         assert row["plans"] in (29, 30)  # the best of all may be one of the candidates
         assert row["regret"] >= 0
         assert row["best_ms"] <= row["chosen_ms"]
-    assert told["summary"]["plans"] == sum(row["plans"] for row in told["sizes"])
+    assert report["summary"]["plans"] == sum(row["plans"] for row in report["sizes"])
     runs = read_runs(profiled["ort"] / "plan_runs.jsonl")
     assert {(len(run.rounds_ms), len(run.rounds_ms[0])) for run in runs} == {(2, 2)}
     assert max(run.output_error for run in runs) < 1e-4
-    again = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--run", "--sizes", "40/50", "150/200",
+    rerun = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--run", "--sizes", "40/50", "150/200",
                        "--json")
-    assert json.loads(again.stdout) == told  # nothing is run twice
+    assert json.loads(rerun.stdout) == report  # nothing is run twice
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> No
     assert done.returncode == 0, done.stderr
     assert "3 sizes timed in chains, 0 timed before" in done.stderr
     records = read_chains(profiled["ort"]).stages
-    assert len(records) == 3 * (2 * 7 + 2 * 6)  # the first stage has none before it
+    assert len(records) == 3 * (2 * 7 + 2 * 6)  # no stage comes before the first
     tables = read_tables(folders)
     times = tables.times["CPU-ort", 4]
     (after_ort,) = [record for record in records if (record.unit, record.previous) == ("CPU-ort", "CPU-ort")
@@ -94,11 +94,11 @@ def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> No
     assert list(times.after_ms) == ["CPU-torch"]
     assert tables.setting((100, 200), extrapolate=True).problem.costs["CPU-ort", 4].after_ms["CPU-torch"] > 0
     assert read_tables(folders, alone=True) == alone
-    assert read_tables([folders[1]]).times == read_tables([folders[1]], alone=True).times  # chains lie in the other folder
+    assert read_tables([folders[1]]).times == read_tables([folders[1]], alone=True).times  # the chains are in the other folder
 
 
 @pytest.mark.slow
-def test_plans_and_chains_run_in_turns(profiled: Mapping[str, Path], tmp_path: Path) -> None:
+def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path], tmp_path: Path) -> None:
     for name, folder in profiled.items():
         shutil.copytree(folder.parent, tmp_path / name, ignore=shutil.ignore_patterns("*.jsonl"))
     folders = [(name, tmp_path / name / folder.name) for name, folder in profiled.items()]
@@ -106,15 +106,15 @@ def test_plans_and_chains_run_in_turns(profiled: Mapping[str, Path], tmp_path: P
     done = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--time-chains", "--run", "--runs", "2",
                       "--rounds", "3", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["summary"]["sizes"] == 3
+    report = json.loads(done.stdout)
+    assert report["summary"]["sizes"] == 3
     runs, records = read_runs(folders[0][1] / "plan_runs.jsonl"), read_chains(folders[0][1]).stages
     assert {len(run.rounds_ms) for run in runs} == {3}
     assert {len(record.samples_ms) for record in records if record.stage > 1} == {6}
     anew = predicted_anew(read_tables(folders), runs)
     assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in anew])
-    again = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--time-chains", "--run", "--json")
-    assert again.returncode == 0, again.stderr
+    rerun = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--time-chains", "--run", "--json")
+    assert rerun.returncode == 0, rerun.stderr
     assert len(read_chains(folders[0][1]).stages) == len(records)  # chains are not timed twice
 
 
@@ -151,7 +151,7 @@ def test_a_tensor_is_copied_once(tmp_path: Path) -> None:
     assert copied("nnnnnnn") == []
     assert copied("nnnnfnn") == [("means", "to unit"), ("neighbours", "to host")]
     assert copied("fnnnnfn") == [("x", "to unit"), ("source", "to unit"), ("messages", "to host"), ("neighbours", "to unit"),
-                                 ("combined", "to host")]  # x is there already
+                                 ("combined", "to host")]  # x is on the unit already
     assert len(copied("fffffff")) == 4
     opened = ({("far", stage): opened for stage, opened in enumerate(far)}
               | {("near", stage): opened for stage, opened in enumerate(near)})
@@ -172,10 +172,10 @@ def test_copies_are_timed_in_chains(tmp_path: Path) -> None:
 
     copied = {(copy.direction, copy.tensor): copy.samples_ms for copy in times.copies}
     passed = {"messages", "sums", "degrees", "means", "neighbours", "combined"}  # from one stage to a later one
-    given = {"x", "source", "target", "node_count"}
-    assert {tensor for direction, tensor in copied if direction == "to_device"} == passed | given
+    inputs = {"x", "source", "target", "node_count"}
+    assert {tensor for direction, tensor in copied if direction == "to_device"} == passed | inputs
     assert {tensor for direction, tensor in copied if direction == "to_host"} == passed | {"output"}
-    assert len(copied["to_device", "sums"]) == 4  # one chain has it
+    assert len(copied["to_device", "sums"]) == 4  # only one chain copies it
     assert {copy.memory for copy in times.copies} == {"CUDA"}
 
     alone = {(150, 200): 1.0}

@@ -1,4 +1,4 @@
-"""From tables to plans: a CPU and a GPU with a memory of its own, at sizes measured, between and outside them."""
+"""From tables to plans for a CPU and a GPU with its own memory, at measured sizes, between and outside them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from utils.errors import UserError
 STEPS = (1000, 2000, 3000, 5000, 10000)
 SIZES = [(nodes, edges) for nodes in STEPS for edges in STEPS if edges >= nodes]
 WIDTHS = {"features": 20, "hidden": 8}
-MS_PER_BYTE = 1e-6  # of a copy to the GPU; back it takes half as long
+MS_PER_BYTE = 1e-6  # of a copy to the GPU; a copy back takes half as long
 
 
 def cpu_ms(stage: int, nodes: int, edges: int) -> float:
@@ -98,7 +98,7 @@ def test_plans_over_sizes(results: Path) -> None:
     assert 0 in [row["loss_of_one_plan"] for row in rows]
 
 
-def test_sizes_left_out_of_linear_times_are_met(results: Path) -> None:
+def test_left_out_sizes_of_linear_times_are_predicted_exactly(results: Path) -> None:
     rows = left_out_rows(read_tables([("", results)]))
     assert len({(row["nodes"], row["edges"]) for row in rows}) == 12  # all but the three corners
     assert max(abs(row["error"]) for row in rows) < 1e-6
@@ -115,7 +115,7 @@ def test_two_folders_are_two_units_on_one_processor(tmp_path: Path) -> None:
         read_tables([("", tmp_path / "one"), ("", tmp_path / "two")])
 
 
-def test_a_table_from_elsewhere_has_the_documents_four_values(tmp_path: Path) -> None:
+def test_a_table_from_elsewhere_has_only_the_four_documented_values(tmp_path: Path) -> None:
     files.write_json(tmp_path / "lookup_table.json", {
         f"{nodes},{edges},NPU,{stage}": {"compute_time": 1, "transfer_time": 1, "total_time": 2, "std": 0.1}
         for nodes, edges in SIZES for stage in range(1, 8)})

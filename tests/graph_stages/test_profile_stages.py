@@ -1,6 +1,6 @@
-"""profile_stages.py on real graphs: exports, measures by real runtimes, resumes, falls back, and says what is not there.
+"""profile_stages.py on real graphs: it exports, measures with real runtimes, resumes, falls back, and reports missing units.
 
-Feature widths are small. GPUs and NPUs are not here: tests that need one say so and pretend.
+Feature widths are small. This machine may have no GPU or NPU: tests that need one pretend.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CASES = {"feature_dim": 8, "hidden_dim": 4, "test_cases": [{"nodes": 60, "edges"
 QUICK = ("--warmup", "1", "--runs", "3")
 HIDING = """
 import sys
-import psutil, subprocess, multiprocessing, tempfile, shutil  # theirs depend on the system
+import psutil, subprocess, multiprocessing, tempfile, shutil  # their imports depend on the system
 for name in ("fcntl", "resource", "termios", "pwd", "grp"):
     sys.modules[name] = None
 """  # as on Windows, in the script and in its worker
@@ -96,9 +96,9 @@ def test_export_and_measure(runtime: str, cases: Path, tmp_path: Path) -> None:
     models = Workspace(tmp_path).stage_models / "onnx_models"
     assert len(list(models.glob("*.onnx"))) == 14 + 2 * 7
     before = (models / "stage1_gather_cpu_fp32.onnx").stat().st_mtime_ns
-    again = run_script(*options, "--export", "--measure", "--graph", "power_law", "--threads", "1", "--json")
+    rerun = run_script(*options, "--export", "--measure", "--graph", "power_law", "--threads", "1", "--json")
     assert raw_of(tmp_path) == raw  # nothing was measured again
-    assert (json.loads(again.stdout), (models / "stage1_gather_cpu_fp32.onnx").stat().st_mtime_ns) == (
+    assert (json.loads(rerun.stdout), (models / "stage1_gather_cpu_fp32.onnx").stat().st_mtime_ns) == (
         json.loads(done.stdout), before)
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_is_killed_goes_on(cases: Path, tmp_path: Path) -> None:
                "torch", "--export", "--measure", "--warmup", "1", "--runs", "200"]
     journal = Workspace(tmp_path).stage_results / profiling.JOURNAL
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 300  # importing torch and exporting take most of it where other work runs
+        until = time.monotonic() + 300  # importing torch and exporting take long beside other work
         while not (journal.exists() and read_blocks(journal)) and process.poll() is None and time.monotonic() < until:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
@@ -129,7 +129,7 @@ def task_of(folder: Path, stage: int = 2, **changes: Any) -> StageTask:
                         "runtime": "ort", "warmup": 1, "runs": 4, "models": str(folder), **changes})
 
 
-def test_what_openvino_cant_run_is_run_by_pytorch(tmp_path: Path) -> None:
+def test_pytorch_runs_what_openvino_cant(tmp_path: Path) -> None:
     """This machine has no NPU, so OpenVINO (or its absence) refuses it; the record says why and where the stage ran."""
     measured = measure_stage(task_of(tmp_path, unit="NPU", runtime="openvino"))
     assert (measured.status, len(measured.samples_ms)) == ("ok", 4)
@@ -155,7 +155,7 @@ def test_a_runtime_that_computes_something_else_does_not_count(tmp_path: Path, m
     assert "its output is wrong" in failed.error
 
 
-def test_a_runtime_that_takes_the_process_down_is_replaced_by_pytorch(tmp_path: Path) -> None:
+def test_pytorch_replaces_a_runtime_that_crashes(tmp_path: Path) -> None:
     """The worker is pretended: nothing here crashes by itself."""
     class Crashing:
         def ask(self, request: Any) -> Any:
@@ -173,7 +173,7 @@ def test_a_runtime_that_takes_the_process_down_is_replaced_by_pytorch(tmp_path: 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_thread_of_onnx_runtime_adds_up(stage: int, tmp_path: Path) -> None:
-    """Several lose additions to one node, now and then (microsoft/onnxruntime#18048)."""
+    """Several threads sometimes lose additions to one node (microsoft/onnxruntime#18048)."""
     measured = measure_stage(task_of(tmp_path, stage, threads=2))
     assert (measured.facts["runtime"], measured.facts["threads"], measured.facts["fallback"]) == ("ort", 1, "")
 
@@ -189,7 +189,7 @@ def test_values_stay_on_a_unit_from_stage_to_stage(runtime: str, tmp_path: Path)
 
 
 def test_values_bound_by_onnx_runtime_stay_where_they_are(tmp_path: Path) -> None:
-    """What runs on a GPU, with the memory of the CPU in place of the GPU's."""
+    """The class for a GPU, with the CPU's memory in place of the GPU's."""
     class OnCpu(opening.OrtOnCuda):
         place = ("cpu", 0)
 
@@ -205,10 +205,10 @@ def test_values_bound_by_onnx_runtime_stay_where_they_are(tmp_path: Path) -> Non
 
 
 def test_each_unit_is_compared_with_its_own_canary(cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread's canary is no measure for a runtime that is slower: the second command waits for nothing."""
+    """The canary of one runtime is no standard for a slower one: the second command does not wait."""
     waited: list[float] = []
 
-    def steady(time_ms: Callable[[], Sequence[float]], best_ms: float, *others: object) -> Sequence[float]:
+    def steady(time_ms: Callable[[], Sequence[float]], best_ms: float, *limits: object) -> Sequence[float]:
         waited.append(best_ms)
         return time_ms()
 
@@ -217,7 +217,7 @@ def test_each_unit_is_compared_with_its_own_canary(cases: Path, tmp_path: Path, 
         done = run_script(SCRIPT, "--workspace", tmp_path, "--cases", cases, "--units", "CPU", "--cpu-runtime", runtime,
                           "--export", "--measure", *QUICK)
         assert done.returncode == 0, done.stderr
-        assert waited[0] == 0.0  # nothing is known of this canary
+        assert waited[0] == 0.0  # no earlier time of this canary
         waited.clear()
 
 
@@ -232,16 +232,16 @@ def test_cuda_has_times_with_and_without_copies(tmp_path: Path) -> None:
 def test_units_by_openvinos_names() -> None:
     """The devices are pretended."""
     units = find_units("torch", {"CPU": "a CPU", "GPU.0": "a small one", "GPU.1": "a large one", "NPU": "AI Boost"})
-    here = {unit.name: (unit.present, unit.runtime, unit.inference_precision) for unit in units if unit.name != "CUDA"}
-    assert here == {"CPU": (True, "torch", "f32"), "GPU.0": (True, "openvino", "f16"), "GPU.1": (True, "openvino", "f16"),
-                    "NPU": (True, "openvino", "f16")}
+    listed = {unit.name: (unit.present, unit.runtime, unit.inference_precision) for unit in units if unit.name != "CUDA"}
+    assert listed == {"CPU": (True, "torch", "f32"), "GPU.0": (True, "openvino", "f16"), "GPU.1": (True, "openvino", "f16"),
+                      "NPU": (True, "openvino", "f16")}
     assert [unit.name for unit in choose_units(units, ["GPU"])] == ["GPU.0", "GPU.1"]
     assert [unit.name for unit in choose_units(units, ["NPU", "GPU.1"])] == ["GPU.1", "NPU"]
     with pytest.raises(UserError, match=r"--units TPU: no such unit.*GPU\.1"):
         choose_units(units, ["TPU"])
 
 
-def test_without_a_unit_the_error_names_all_and_why() -> None:
+def test_without_a_unit_the_error_says_why_each_is_missing() -> None:
     absent = [unit for unit in find_units("torch", {}) if unit.name in ("GPU", "NPU")]
     with pytest.raises(UserError, match=r"no unit to measure: GPU: the package openvino.*-stages.*NPU: the package"):
         choose_units(absent, [])
@@ -249,7 +249,7 @@ def test_without_a_unit_the_error_names_all_and_why() -> None:
         choose_units(find_units("torch", {"CPU": "a CPU"}), ["NPU"])
 
 
-def test_a_graph_of_ones_own(cases: Path, tmp_path: Path) -> None:
+def test_a_graph_from_a_file_of_edges(cases: Path, tmp_path: Path) -> None:
     """Of Cora's size, as a file of edges."""
     random = np.random.default_rng(0)
     edges = random.integers(0, 2708, (10556, 2))
@@ -272,7 +272,7 @@ def test_a_graph_of_ones_own(cases: Path, tmp_path: Path) -> None:
     (("--export", "--edges", "none.txt"), 1, "none.txt: no such file"),
     (("--analyze",), 1, "make it with: python graph_stages/profile_stages.py --measure"),
     (("--all", "--runs", "0"), 2, "--runs: '0' is not a whole number, 1 or more")])
-def test_what_a_user_may_get_wrong(options: Sequence[str], code: int, part: str, tmp_path: Path) -> None:
+def test_wrong_options(options: Sequence[str], code: int, part: str, tmp_path: Path) -> None:
     done = run_script(SCRIPT, "--workspace", tmp_path, *options)
     assert done.returncode == code, done.stderr
     last = done.stderr.splitlines()[-1]
@@ -281,7 +281,7 @@ def test_what_a_user_may_get_wrong(options: Sequence[str], code: int, part: str,
 
 
 def test_it_runs_with_what_windows_has(cases: Path, tmp_path: Path) -> None:
-    """Modules of POSIX alone are hidden, in the worker too, and in the script also functions."""
+    """Modules that only POSIX has are hidden, in the worker too; in the script, so are such functions."""
     (tmp_path / "hiding").mkdir()
     (tmp_path / "hiding" / "sitecustomize.py").write_text(HIDING, encoding="utf-8")
     command = [sys.executable, "-c", AS_ON_WINDOWS, "--workspace", str(tmp_path), "--cases", str(cases), "--units", "CPU",
@@ -293,13 +293,13 @@ def test_it_runs_with_what_windows_has(cases: Path, tmp_path: Path) -> None:
 
 
 def test_the_batch_file() -> None:
-    """There is no Windows here to run it: its form, and that its options exist."""
+    """Checks its form and that its options exist, since there is no Windows here to run it."""
     raw = (ROOT / "graph_stages" / "run_profiling.bat").read_bytes()
     text = raw.decode("ascii")
     assert raw.count(b"\n") == raw.count(b"\r\n")
     assert 'set "ENVIRONMENT=MIX"' in text
     assert 'call conda activate "%ENVIRONMENT%"' in text
     assert r"python graph_stages\profile_stages.py %OPTIONS%" in text
-    assert "%~dp0" not in text[text.index("shift\r\n"):]  # that is no longer this file then
+    assert "%~dp0" not in text[text.index("shift\r\n"):]  # after `shift` that is no longer this file
     labels = set(re.findall(r"^:(\w+)", text, re.MULTILINE))
     assert set(re.findall(r"goto (\w+)", text)) == labels == {"next", "ready", "end"}

@@ -46,11 +46,11 @@ def drawn(seed: int, units: int, devices: int) -> PlanningProblem:
     costs = {}
     for number, unit in enumerate(names):
         for stage in range(7):
-            ms, here = draw.uniform(0.1, 4), f"d{draw.randrange(devices)}"
+            ms, device_name = draw.uniform(0.1, 4), f"d{draw.randrange(devices)}"
             if number == 0 or draw.random() < 0.9:
-                memory = HOST if number == 0 or draw.random() < 0.2 else here
+                memory = HOST if number == 0 or draw.random() < 0.2 else device_name
                 after_ms = {name: ms * draw.uniform(0.8, 3) for name in names if name != unit and draw.random() < 0.7}
-                costs[unit, stage] = StageCost(ms, memory, "CPU" if number == 0 else here, after_ms=after_ms)
+                costs[unit, stage] = StageCost(ms, memory, "CPU" if number == 0 else device_name, after_ms=after_ms)
     return PlanningProblem(SEVEN, ("x", "edges"), ("y",), tuple(names), costs, copies["in"], copies["out"])
 
 
@@ -64,7 +64,7 @@ def test_a_stage_may_take_longer_after_another_unit() -> None:
 
 
 def test_units_on_one_processor_matter_to_all_stages_of_a_plan() -> None:
-    """Those on another processor only to the stage right after them."""
+    """Units on another processor matter only to the stage right after them."""
     slow = {"other": 8.0}
     costs = {("CPU", stage): StageCost(3.0, HOST, "CPU", after_ms=slow) for stage in range(3)}
     for processor, latency_ms in (("CPU", 8.0 + 8.0 + 1.0), ("NPU", 3.0 + 3.0 + 1.0)):
@@ -82,8 +82,8 @@ def test_a_tensor_is_copied_once_and_stays_where_it_was() -> None:
         (("x", HOST, "CUDA", 4.0), ("edges", HOST, "CUDA", 0.5)), (), (("b", "CUDA", HOST, 9.0),), ()]
     assert cost.latency_ms == pytest.approx(4.5 + 1 + 2 + 9 + 30)
     assert cost.transfer_ms == pytest.approx(13.5)
-    whole = plan_cost(problem, ("CUDA",) * 3)
-    assert whole.latency_ms == pytest.approx(4.5 + 1 + 2 + 3 + 1.5)  # x once, though two stages read it
+    on_gpu = plan_cost(problem, ("CUDA",) * 3)
+    assert on_gpu.latency_ms == pytest.approx(4.5 + 1 + 2 + 3 + 1.5)  # x once, though two stages read it
 
 
 def test_copies_occupy_both_ends_and_the_busiest_limits_the_throughput() -> None:
@@ -94,7 +94,7 @@ def test_copies_occupy_both_ends_and_the_busiest_limits_the_throughput() -> None
 
 
 def test_two_ways_to_use_a_processor_do_not_overlap() -> None:
-    """As with OpenVINO and PyTorch on one CPU: nothing is copied, nothing runs side by side."""
+    """As with OpenVINO and PyTorch on one CPU: nothing is copied, nothing runs at the same time."""
     problem = three_stages(units=("CPU", "CPU-torch"), costs={
         ("CPU", 0): cpu(1.0), ("CPU", 1): cpu(5.0), ("CPU", 2): cpu(3.0),
         ("CPU-torch", 0): cpu(2.0), ("CPU-torch", 1): cpu(1.0), ("CPU-torch", 2): cpu(4.0)})
@@ -127,7 +127,7 @@ def test_twenty_eight_candidates_of_a_pair() -> None:
     plans = candidate_plans(7, "CPU", "CUDA")
     assert len(plans) == len(set(plans)) == 28
     blocks = {"".join("1" if unit == "CUDA" else "0" for unit in plan).strip("0") for plan in plans}
-    assert blocks == {"1" * length for length in range(1, 8)}  # without a gap; home alone is not among them
+    assert blocks == {"1" * length for length in range(1, 8)}  # without a gap; the home unit alone is not a candidate
     listed = list(possible_plans(drawn(2, 1, 1), "u0"))
     assert [cost.assignment for cost in listed] == [("u0",) * 7]
     assert len(list(possible_plans(three_stages(), "CPU"))) == 1 + 6

@@ -15,20 +15,20 @@ from utils.errors import UserError
 SIZE = GraphSize(nodes=10, edges=30, features=5, hidden=4)
 
 
-def test_each_stage_takes_what_is_there_already() -> None:
-    known = set(GRAPH_INPUTS)
+def test_each_stage_reads_what_earlier_stages_wrote() -> None:
+    available = set(GRAPH_INPUTS)
     for stage in STAGES:
-        assert set(stage.inputs) <= known, stage.name
-        known |= set(stage.outputs)
-    assert known == set(TENSORS)
+        assert set(stage.inputs) <= available, stage.name
+        available |= set(stage.outputs)
+    assert available == set(TENSORS)
     assert (STAGES[-1].outputs, [stage.id for stage in STAGES]) == ((OUTPUT,), [1, 2, 3, 4, 5, 6, 7])
 
 
 def test_bytes() -> None:
-    taken = [stage.bytes_in(SIZE) for stage in STAGES]
-    given = [stage.bytes_out(SIZE) for stage in STAGES]
-    assert taken == [200 + 240, 600 + 240 + 8, 240 + 8, 200 + 40, 200, 200 + 160, 160]
-    assert given == [600, 200, 40, 200, 160, 160, 160]
+    bytes_in = [stage.bytes_in(SIZE) for stage in STAGES]
+    bytes_out = [stage.bytes_out(SIZE) for stage in STAGES]
+    assert bytes_in == [200 + 240, 600 + 240 + 8, 240 + 8, 200 + 40, 200, 200 + 160, 160]
+    assert bytes_out == [600, 200, 40, 200, 160, 160, 160]
 
 
 def test_the_file_holds_samples_and_statistics(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The seven stages: what they compute, on real graphs, as torch, as ONNX Runtime and as OpenVINO run them."""
+"""The seven stages: what they compute on real graphs with torch, ONNX Runtime and OpenVINO."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def by_hand(graph: Graph, weights: Weights) -> Array:
 
 
 def chained(run: Run, unit: str, graph: Graph) -> Array:
-    """The output of the seven stages one after another, each on what the ones before gave."""
+    """The output of the seven stages in a row, each on the outputs of the stages before it."""
     tensors = all_tensors(graph, draw_weights(FEATURES, HIDDEN))
-    given = {name: tensors[name] for name in ("x", "source", "target", "node_count")}
+    tensors_so_far = {name: tensors[name] for name in ("x", "source", "target", "node_count")}
     for stage in STAGES:
-        given[stage.outputs[0]] = run(model_file(unit, stage, size_of(graph), 0), given)
-    return given[OUTPUT]
+        tensors_so_far[stage.outputs[0]] = run(model_file(unit, stage, size_of(graph), 0), tensors_so_far)
+    return tensors_so_far[OUTPUT]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_torchs_stages_are_the_layer_of_torch_geometric(draw: Callable[[], Graph
     np.testing.assert_allclose(output, reference(graph, weights), atol=1e-5)
 
 
-def test_the_stages_are_what_the_formula_says() -> None:
+def test_the_stages_compute_the_formula() -> None:
     graph, weights = draw_power_law(300, 900), draw_weights(FEATURES, HIDDEN)
     np.testing.assert_allclose(all_tensors(graph, weights)[OUTPUT], by_hand(graph, weights), atol=1e-5)
 
@@ -89,10 +89,10 @@ def test_the_stages_are_what_the_formula_says() -> None:
 @pytest.mark.parametrize("unit", ["CPU", "GPU", "NPU"])
 @pytest.mark.parametrize("draw", GRAPHS.values(), ids=GRAPHS)
 def test_onnx_models_compute_the_layer(draw: Callable[[], Graph], unit: str, folder: Path) -> None:
-    """ONNX Runtime runs those for GPU and NPU too: dynamic and static ones, weights in FP32 and FP16."""
-    def run(file: ModelFile, given: dict[str, Array]) -> Array:
-        session = open_session(file.onnx(folder), "cpu", threads=1)  # several lose additions to one node
-        return np.asarray(session.run(None, {port.name: given[port.name] for port in session.get_inputs()})[0])
+    """ONNX Runtime runs the models for GPU and NPU too: dynamic and static, with weights in FP32 and FP16."""
+    def run(file: ModelFile, inputs: dict[str, Array]) -> Array:
+        session = open_session(file.onnx(folder), "cpu", threads=1)  # several threads lose additions to one node
+        return np.asarray(session.run(None, {port.name: inputs[port.name] for port in session.get_inputs()})[0])
 
     graph = draw()
     wanted = by_hand_or_reference(graph)
@@ -102,18 +102,18 @@ def test_onnx_models_compute_the_layer(draw: Callable[[], Graph], unit: str, fol
 @pytest.mark.parametrize("unit", ["CPU", "GPU", "NPU"])
 @pytest.mark.parametrize("draw", GRAPHS.values(), ids=GRAPHS)
 def test_the_ir_computes_the_layer(draw: Callable[[], Graph], unit: str, folder: Path) -> None:
-    """On OpenVINO's CPU device, in single precision: those for GPU and NPU differ by their weights in FP16."""
+    """On OpenVINO's CPU device, in single precision. The models for GPU and NPU differ by their weights in FP16."""
     needs("openvino", "requirements-stages.txt")
     import openvino
 
     core = openvino.Core()
 
-    def run(file: ModelFile, given: dict[str, Array]) -> Array:
+    def run(file: ModelFile, inputs: dict[str, Array]) -> Array:
         assert file.has_ir(folder)
         model = core.read_model(str(file.ir(folder)))
         assert any(port.partial_shape.is_dynamic for port in model.inputs) == (unit != "NPU")
         compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-        return np.array(compiled({port.get_any_name(): given[port.get_any_name()] for port in compiled.inputs})[0])
+        return np.array(compiled({port.get_any_name(): inputs[port.get_any_name()] for port in compiled.inputs})[0])
 
     graph = draw()
     np.testing.assert_allclose(chained(run, unit, graph), by_hand_or_reference(graph), atol=1e-4 if unit == "CPU" else 2e-3)
@@ -124,7 +124,7 @@ def by_hand_or_reference(graph: Graph) -> Array:
     return all_tensors(graph, draw_weights(FEATURES, HIDDEN))[OUTPUT]
 
 
-def test_the_documents_number_of_models() -> None:
+def test_the_documented_number_of_models() -> None:
     sizes = read_cases(ROOT / "graph_stages" / "test_cases.json")
     files = list(model_files(sizes, 0))
     static = [file for file in files if file.form.static]
@@ -149,10 +149,10 @@ def test_weights_are_stored_in_the_precision_of_the_unit(folder: Path) -> None:
 def test_files_of_other_widths_or_cut_short_are_written_again(tmp_path: Path) -> None:
     size = GraphSize(nodes=10, edges=20, features=4, hidden=3)
     files = list(model_files([size], 0))
-    first = export_stages(tmp_path, files)
-    assert (first.onnx_written, first.onnx_kept) == (21, 0)
-    again = export_stages(tmp_path, files)
-    assert (again.onnx_written, again.onnx_kept, again.ir_written) == (0, 21, 0)
+    exported = export_stages(tmp_path, files)
+    assert (exported.onnx_written, exported.onnx_kept) == (21, 0)
+    exported_again = export_stages(tmp_path, files)
+    assert (exported_again.onnx_written, exported_again.onnx_kept, exported_again.ir_written) == (0, 21, 0)
     cut = files[0].onnx(tmp_path)
     cut.write_bytes(cut.read_bytes()[:50])
     assert export_stages(tmp_path, files).onnx_written == 1
@@ -177,23 +177,23 @@ def test_an_edge_list(tmp_path: Path) -> None:
     path.write_text("# a comment\n% another\n\n7 100\n100,7\n9\t7\t0.5\n")
     graph = read_edge_list(path)
     assert (graph.nodes, graph.source.tolist(), graph.target.tolist()) == (3, [0, 2, 1], [2, 0, 0])
-    both = read_edge_list(path, undirected=True)
-    assert (both.source.tolist(), both.target.tolist()) == ([0, 2, 1, 2, 0, 0], [2, 0, 0, 0, 2, 1])
+    both_ways = read_edge_list(path, undirected=True)
+    assert (both_ways.source.tolist(), both_ways.target.tolist()) == ([0, 2, 1, 2, 0, 0], [2, 0, 0, 0, 2, 1])
     assert graph.name.startswith("tiny-")
-    assert both.name != graph.name
+    assert both_ways.name != graph.name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("content", "part"), [
     (b"1 2\n3\n", "line 2: '3' is no edge"), (b"a b\n", "line 1: 'a b' is no edge"), (b"# none\n", "holds no edges"),
     (b"\xff\xfe", "not a text file")])
-def test_an_edge_list_that_is_none(content: bytes, part: str, tmp_path: Path) -> None:
+def test_files_that_are_no_edge_list(content: bytes, part: str, tmp_path: Path) -> None:
     (tmp_path / "edges.txt").write_bytes(content)
     with pytest.raises(UserError, match=part):
         read_edge_list(tmp_path / "edges.txt")
 
 
-def test_cases_that_are_none(tmp_path: Path) -> None:
+def test_files_that_are_no_cases(tmp_path: Path) -> None:
     path = tmp_path / "cases.json"
     path.write_text('{"test_cases": [{"nodes": 10, "edges": 0}], "features": 3}')
     with pytest.raises(UserError, match=r"test_cases\.0\.edges: .*features: unknown key; did you mean feature_dim"):

@@ -34,7 +34,7 @@ class FarStage(OpenedStage):
 
 
 class InProcess:
-    """In place of a worker process."""
+    """Stands in for a worker process."""
 
     def ask(self, request: worker.Request) -> Measurement:
         return worker.answer(worker.Request.model_validate_json(request.model_dump_json()))
@@ -62,8 +62,8 @@ def test_the_worker_times_copies_of_up_to_the_largest_tensor(tmp_path: Path, mon
     assert read_transfers(tmp_path / "none") is None
 
 
-def test_a_copy_takes_what_its_bytes_take() -> None:
-    """Between numbers of bytes that were measured, below and above them."""
+def test_copy_times_follow_the_measured_bytes() -> None:
+    """Between, below and above the numbers of bytes that were measured."""
     record = {"memory": "CUDA", "direction": "to_host"}
     table = TransferTable.model_validate({"records": [
         record | {"bytes": 1000, "samples_ms": [1.0, 1.0, 9.0]}, record | {"bytes": 2000, "samples_ms": [3.0]}]})

@@ -1,4 +1,4 @@
-"""Answers built on a latency's distribution: objectives, a curve over the load, two models side by side, a watched load.
+"""Answers built on a latency's distribution: objectives, a curve over the load, two models that share a GPU, a watched load.
 
 The models and the H200's predictors are real; how an H200 is shared is made up, in the form that training writes.
 """
@@ -50,7 +50,7 @@ WATCH_S = 0.3
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, torch_models: dict[str, Path]) -> Workspace:
-    """The predictors that ship for an H200 with what is made up of its sharing, and `resnet18`."""
+    """The predictors that ship for an H200 with made-up sharing, and `resnet18`."""
     made = Workspace(tmp_path_factory.mktemp("shared"))
     shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET))
     files.write_json(sharing_path(made.predictors(TARGET)), SHARING)
@@ -69,9 +69,9 @@ def shell(workspace: Workspace, script: str, *options: str | Path) -> subprocess
                       *options)
 
 
-def told(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def stdout_of(completed: subprocess.CompletedProcess[str]) -> str:
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def working(model: SharedModel, gpu_ms: float, nodes: int = 31) -> SharedModel:
@@ -95,21 +95,21 @@ def test_work_without_pauses_is_cut_at_the_longest_turn() -> None:
     assert turns([0.5, 1.0], 0.0, 1.0) == pytest.approx(np.full(30, 1.5))
 
 
-def test_a_host_that_is_slower_fills_its_queue_while_the_other_one_has_the_gpu() -> None:
+def test_a_slower_host_fills_its_queue_while_the_other_model_has_the_gpu() -> None:
     """Four nodes of 0.4 ms, dispatched 1, 2, 3 and 4 ms from the start of a run."""
     assert turns([0.4] * 4, 1.0, 0.0) == pytest.approx(np.full(120, 0.4))
     assert turns([0.4] * 4, 1.0, 1.5) == pytest.approx(np.tile([0.4, 1.2], 30))  # from 1.48 ms on, and from 3.38
     assert turns([0.4] * 4, 1.0, 10.0) == pytest.approx(np.full(30, 1.6))
 
 
-def test_what_leaves_the_gpu_nothing_to_do_has_no_turns(model: SharedModel) -> None:
+def test_work_without_gpu_time_has_no_turns(model: SharedModel) -> None:
     nothing = Tracks(np.zeros(3), np.zeros(3), np.full(3, NodeKind.OWN))
     assert len(turns_ms(nothing, FREE, 2.16, 1.0)) == 0
     assert replace(model, tracks=nothing).in_a_loop(model) == (0.0, 1.0, pytest.approx([]))
 
 
-def test_waits_beside_a_model_in_a_loop_are_those_that_an_h200_showed(model: SharedModel) -> None:
-    """Beside 3.1 ms of work on the GPU: 2.42 and 1.2 ms in turn; beside bursts of 0.5 ms: 0.76."""
+def test_waits_beside_a_model_in_a_loop_are_those_of_an_h200(model: SharedModel) -> None:
+    """Beside 3.1 ms of work on the GPU, 2.42 and 1.2 ms in turn; beside bursts of 0.5 ms, 0.76."""
     met = working(model, 3.1).in_a_loop(model)
     assert (met.busy_ms, met.quiet_ms) == (1.0, 0.0)
     assert met.waits_ms == pytest.approx(np.tile([2.42, 1.2], 30))
@@ -119,24 +119,24 @@ def test_waits_beside_a_model_in_a_loop_are_those_that_an_h200_showed(model: Sha
 # two models ----------------------------------------------------------------------------------------------------------------
 
 
-def test_two_models_side_by_side(model: SharedModel, workspace: Workspace) -> None:
+def test_two_models_that_share_the_gpu(model: SharedModel, workspace: Workspace) -> None:
     pair = Predictor(workspace, TARGET).pair("resnet18.onnx", "resnet18.onnx")
-    one, two = pair.models
-    assert one == two
-    assert one.idle_ms == predict("resnet18.onnx", target=TARGET, workspace=workspace).latency_ms
-    assert one.under_load.mean_ms > one.idle_ms
+    first, second = pair.models
+    assert first == second
+    assert first.idle_ms == predict("resnet18.onnx", target=TARGET, workspace=workspace).latency_ms
+    assert first.under_load.mean_ms > first.idle_ms
     assert pair.warnings == model.prediction.warnings
-    assert one.under_load == model.next_to(model.in_a_loop(model), "prediction")
-    assert json.loads(told(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx", "--json"))) == pair.model_dump(
-        mode="json")
-    header, *rows = (line.split("\t") for line in told(
+    assert first.under_load == model.next_to(model.in_a_loop(model), "prediction")
+    report = json.loads(stdout_of(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx", "--json")))
+    assert report == pair.model_dump(mode="json")
+    header, *rows = (line.split("\t") for line in stdout_of(
         shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx")).splitlines())
     assert header == ["model", "beside", "alone (ms)", "mean (ms)", "p50 (ms)", "p95 (ms)", "p99 (ms)", "mean / alone"]
     assert rows == [rows[0]] * 2
 
 
-def test_each_waits_for_the_others_turns(model: SharedModel) -> None:
-    """1 ms of work waits once, for the 0.5 ms of the other one and a switch; 5 ms three times (slices of 2 ms)."""
+def test_each_model_waits_for_the_other_ones_turns(model: SharedModel) -> None:
+    """1 ms of work waits once, for the other model's 0.5 ms and a switch; 5 ms waits three times (slices of 2 ms)."""
     short, middle, long = (working(model, gpu_ms) for gpu_ms in (0.5, 1.0, 5.0))
     assert middle.next_to(short.in_a_loop(middle), "prediction").percentiles_ms[50] == pytest.approx(1.0 + 0.76, abs=0.05)
     assert long.next_to(short.in_a_loop(long), "prediction").percentiles_ms[50] == pytest.approx(5.0 + 3 * 0.76, abs=0.05)
@@ -148,7 +148,7 @@ def test_a_target_whose_sharing_is_not_known(torch_models: dict[str, Path], tmp_
 
 
 def unshared(folder: Path) -> Workspace:
-    """The predictors that ship, without what there may be of sharing."""
+    """The predictors that ship, without their sharing."""
     workspace = Workspace(folder)
     shutil.copytree(SHIPPED / TARGET, workspace.predictors(TARGET), ignore=shutil.ignore_patterns("sharing.json"))
     return workspace
@@ -163,16 +163,16 @@ def test_an_objective_under_load_and_idle(model: SharedModel) -> None:
     missed = check_slo(loaded, 5.0)
     assert (missed.met, missed.latency_ms, missed.headroom_ms, missed.headroom_percent) == (
         False, pytest.approx(9.5), pytest.approx(-4.5), pytest.approx(-90.0))
-    kept = check_slo(loaded, 5.0, 40.0)
-    assert (kept.met, kept.headroom_ms, kept.headroom_percent) == (True, pytest.approx(1.0), pytest.approx(20.0))
+    met = check_slo(loaded, 5.0, 40.0)
+    assert (met.met, met.headroom_ms, met.headroom_percent) == (True, pytest.approx(1.0), pytest.approx(20.0))
     alone = check_slo(model.prediction, 2 * model.prediction.latency_ms, 99.0)
     assert (alone.met, alone.latency_ms, alone.headroom_percent) == (True, model.prediction.latency_ms, pytest.approx(50.0))
     assert alone.could_be_ms == model.prediction.interval_ms[1]
-    assert kept.could_be_ms == pytest.approx(4.0 * 6.0 / 5.0)
+    assert met.could_be_ms == pytest.approx(4.0 * 6.0 / 5.0)
 
 
 def test_the_highest_load_that_meets_an_objective(model: SharedModel) -> None:
-    """Alone 1 ms, beside work that never pauses 3.4 at worst: once more than 5 % of the runs meet it, p95 is above 1.1."""
+    """Alone 1 ms, beside work that never pauses at most 3.4 ms. Once more than 5 % of the runs meet it, p95 is above 1.1."""
     worked = working(model, 1.0)
     assert highest_busy_share(worked, 0.99) is None
     assert highest_busy_share(worked, 3.5) == 1.0
@@ -188,8 +188,8 @@ def test_the_highest_load_that_meets_an_objective(model: SharedModel) -> None:
 def test_a_highest_load_that_is_not_known(workspace: Workspace, tmp_path: Path, torch_models: dict[str, Path]) -> None:
     predictor = Predictor(workspace, TARGET)
     copied = predictor.run("resnet18.onnx", run_mode=RunMode(io="host"))
-    found = predictor.objective(copied, 5.0)
-    assert found.unknown_because == "a model run with tensors on the host was not measured while the GPU was shared"
+    objective = predictor.objective(copied, 5.0)
+    assert objective.unknown_because == "a model run with tensors on the host was not measured while the GPU was shared"
     unknown = Predictor(unshared(tmp_path), TARGET).objective(torch_models["resnet18"], 5.0)
     assert (unknown.met, unknown.highest_busy_share) == (True, None)
     assert "nothing was learned of how it is shared" in (unknown.unknown_because or "")
@@ -202,12 +202,12 @@ def test_the_command_says_whether_an_objective_is_met(workspace: Workspace, mode
     expected = run.prediction
     shared = expected.under_load
     assert shared == model.at_share(0.4).model_copy(update={"told_by": "metrics"})
-    asked = ("--metrics", tmp_path / "busy.json", "--slo-ms", "2", "--slo-percentile", "90")
-    (found,) = json.loads(told(shell(workspace, "predict_model_latency", *asked, "--json")))
-    assert found["slo"] == predictor.objective(run, 2.0, 90.0).model_dump(mode="json")
-    assert found["slo"]["latency_ms"] == shared.percentile_ms(90)
-    assert {name: part for name, part in found.items() if name != "slo"} == expected.model_dump(mode="json")
-    table, _, verdict = told(shell(workspace, "predict_model_latency", *asked, "--top", "0")).rstrip().rpartition("\n")
+    options = ("--metrics", tmp_path / "busy.json", "--slo-ms", "2", "--slo-percentile", "90")
+    (answer,) = json.loads(stdout_of(shell(workspace, "predict_model_latency", *options, "--json")))
+    assert answer["slo"] == predictor.objective(run, 2.0, 90.0).model_dump(mode="json")
+    assert answer["slo"]["latency_ms"] == shared.percentile_ms(90)
+    assert {name: part for name, part in answer.items() if name != "slo"} == expected.model_dump(mode="json")
+    table, _, verdict = stdout_of(shell(workspace, "predict_model_latency", *options, "--top", "0")).rstrip().rpartition("\n")
     header, row = (line.split("\t") for line in table.splitlines())
     columns = dict(zip(header, row, strict=True))
     assert [float(columns[f"{name} (ms)"]) for name in ("mean", "p50", "p95", "p99")] == pytest.approx(
@@ -235,8 +235,8 @@ def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_pat
     assert (last.mean_ms, last.p95_ms) == (always.mean_ms, always.percentile_ms(95))
     means = [point.mean_ms for point in curve.points]
     assert means == sorted(means)
-    written = told(shell(workspace, "load_curve", "--points", "5", "--json", "--out", tmp_path / "curve.csv", "--plot",
-                         tmp_path / "curve.png", "--slo-ms", "5"))
+    written = stdout_of(shell(workspace, "load_curve", "--points", "5", "--json", "--out", tmp_path / "curve.csv", "--plot",
+                              tmp_path / "curve.png", "--slo-ms", "5"))
     assert json.loads(written) == curve.model_dump(mode="json")
     header, *rows = (line.split(",") for line in (tmp_path / "curve.csv").read_text().splitlines())
     assert (header[-1], {row[-1] for row in rows}) == ("rough_estimate", {"False"})
@@ -254,10 +254,10 @@ def test_readings_that_fail_are_reported_and_counted(model: SharedModel) -> None
     over = threading.Event()
 
     def ask() -> object:
-        found = next(answers)
-        if isinstance(found, UserError):
-            raise found
-        return found
+        outcome = next(answers)
+        if isinstance(outcome, UserError):
+            raise outcome
+        return outcome
 
     watch = Watch(ask, interval_s=0.001, limit_ms=5.0)  # type: ignore[arg-type]
     assert watch.trouble() == "no prediction so far"
@@ -277,7 +277,7 @@ def test_readings_that_fail_are_reported_and_counted(model: SharedModel) -> None
 @pytest.mark.parametrize("mode", ["mps", "mig"])
 def test_a_mode_of_sharing_that_was_not_measured_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch,
                                                             mode: str) -> None:
-    """FAKE: this machine is taken for the target, and its GPU to be shared so."""
+    """Pretended: this machine is the target, and its GPU is shared in this mode."""
     target = fitted_for(workspace, TARGET).target
     monkeypatch.setattr("inference.core.targets.local_targets", lambda: (target,))
     monkeypatch.setattr("inference.sharing.co_runner.sharing_mode", lambda: mode)
@@ -288,7 +288,7 @@ def test_a_mode_of_sharing_that_was_not_measured_is_refused(workspace: Workspace
 
 
 @pytest.mark.parametrize("share", [60.0, -0.1, float("nan")])
-def test_a_load_that_cannot_be_is_refused(workspace: Workspace, share: float) -> None:
+def test_an_impossible_load_is_refused(workspace: Workspace, share: float) -> None:
     with pytest.raises(UserError, match=f"{BUSY}: the device reports"):
         predict("resnet18.onnx", target=TARGET, load={BUSY: share}, workspace=workspace)
 
@@ -299,7 +299,7 @@ def test_a_shared_target_needs_one_metric(workspace: Workspace) -> None:
 
 def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedModel, tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the load is known, a line an interval and the prediction to scrape; then lines that say why not, and 503."""
+    """While the load is known: a line per interval and the prediction to scrape. Then lines that give the reason, and 503."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     replayed = Exporter(recorded(tmp_path / "gpu.jsonl", [{BUSY: 0.4, "DCGM_FI_DEV_GPU_UTIL": 50.0}] * int(60 / STEP_S)),
                         device_labels("GPU-a"))
@@ -339,10 +339,10 @@ def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedMod
             wait_for(lambda: requests.get(address, timeout=5).status_code == 503, seconds=10 * STALE * WATCH_S)
             assert "the last prediction is" in requests.get(address, timeout=5).text
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=20)
-            assert process.returncode == 0, said
-            assert "failed" in said.splitlines()[-1]
-            assert "Traceback" not in said
+            _, stderr = process.communicate(timeout=20)
+            assert process.returncode == 0, stderr
+            assert "failed" in stderr.splitlines()[-1]
+            assert "Traceback" not in stderr
         finally:
             process.kill()
             process.communicate()

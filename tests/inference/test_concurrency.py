@@ -42,24 +42,24 @@ def record_files(workspace: Workspace) -> list[Path]:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_threads_give_what_one_gives(strict: bool, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_predict_the_same_as_one(strict: bool, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     models = record_files(workspace)
     alone = [predict(model, target=TARGET, workspace=workspace, strict=strict).latency_ms for model in models]
-    monkeypatch.setattr(sources, "KEPT_FILES", 3)  # what is remembered is thrown away all the time
+    monkeypatch.setattr(sources, "KEPT_FILES", 3)  # the caches are emptied all the time
     monkeypatch.setattr(predictors, "REMEMBERED_KERNELS", 4)
     monkeypatch.setattr(predictors, "REMEMBERED_LOADS", 1)
-    before = sys.getswitchinterval()
+    interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(THREADS) as threads:
-            found = list(threads.map(lambda turn: predict(models[turn % len(models)], target=TARGET, workspace=workspace,
-                                                          strict=strict).latency_ms, range(THREADS * EACH)))
+            latencies_ms = list(threads.map(lambda turn: predict(models[turn % len(models)], target=TARGET, workspace=workspace,
+                                                                 strict=strict).latency_ms, range(THREADS * EACH)))
     finally:
-        sys.setswitchinterval(before)
-    assert found == [alone[turn % len(models)] for turn in range(THREADS * EACH)]
+        sys.setswitchinterval(interval_s)
+    assert latencies_ms == [alone[turn % len(models)] for turn in range(THREADS * EACH)]
 
 
-def test_processes_give_what_one_gives(workspace: Workspace) -> None:
+def test_processes_predict_the_same_as_one(workspace: Workspace) -> None:
     models = record_files(workspace)[:3]
     alone = [predict(model, target=TARGET, workspace=workspace).latency_ms for model in models]
     running = [subprocess.Popen([sys.executable, "-c", ONE_PROCESS, str(workspace.root), TARGET, *map(str, models)], cwd=ROOT,
@@ -68,7 +68,7 @@ def test_processes_give_what_one_gives(workspace: Workspace) -> None:
         assert [float(line) for line in process.communicate()[0].split()] == alone
 
 
-def test_a_long_life_takes_no_more_memory(workspace: Workspace) -> None:
+def test_many_predictions_take_no_more_memory(workspace: Workspace) -> None:
     records = read_model_records(workspace, flavour_of("cpu"))
 
     def predicted(count: int) -> None:
@@ -76,6 +76,6 @@ def test_a_long_life_takes_no_more_memory(workspace: Workspace) -> None:
             predict(records[turn % len(records)], target=TARGET, workspace=workspace, strict=turn % 2 == 0)
 
     predicted(200)
-    before = psutil.Process().memory_info().rss
+    before_bytes = psutil.Process().memory_info().rss
     predicted(2000)
-    assert psutil.Process().memory_info().rss - before < 10 << 20
+    assert psutil.Process().memory_info().rss - before_bytes < 10 << 20

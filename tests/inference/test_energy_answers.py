@@ -1,4 +1,4 @@
-"""Energy on a CPU from the dataset to the evaluator. The energies are made up, as all times of this dataset are."""
+"""Energy on a CPU from the dataset to the evaluator. The energies are made up, like all times of this dataset."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def energy_j(record: ModelRecord) -> float:
 
 
 def measurement(record: ModelRecord, doubt: str = "") -> Measurement:
-    found, run_ms = energy_j(record), model_ms(record)
-    quantities = {"energy_j": found, "power_w": 1e3 * found / run_ms, "idle_w": IDLE_W, "window_s": 3.0, "runs": 3e3 / run_ms}
+    run_j, run_ms = energy_j(record), model_ms(record)
+    quantities = {"energy_j": run_j, "power_w": 1e3 * run_j / run_ms, "idle_w": IDLE_W, "window_s": 3.0, "runs": 3e3 / run_ms}
     return Measurement(subject="model", id=record.model, label="energy", context=record.model, place="alone", error=doubt,
                        samples_ms=(run_ms,), quantities={name: (value,) for name, value in quantities.items()})
 
 
 @pytest.fixture(scope="module")
 def workspace(trained_workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """The trained workspace with the energy of each model, of which one reading is doubtful."""
+    """The trained workspace with the energy of each model; one of the readings is doubtful."""
     made = Workspace(tmp_path_factory.mktemp("energy") / "workspace")
     shutil.copytree(trained_workspace.root, made.root)
     folder, records = made.dataset(TARGET), read_model_records(made, flavour_of("cpu"))
@@ -73,29 +73,29 @@ def test_learned_predicted_and_judged(workspace: Workspace) -> None:
     assert len(learned["models"]) == 17  # of 18, one reading is doubtful
     assert learned["left_out"]["mape"] < 0.02
 
-    record = next(one for one in read_model_records(workspace, flavour_of("cpu")) if one.model == "bnet_c32")
-    found = Predictor(workspace, TARGET).energy("bnet_c32.onnx")
-    assert found.energy_j == pytest.approx(energy_j(record), rel=0.05)
-    assert found.energy_per_item_j == found.energy_j / 2
-    assert found.interval_j[0] < energy_j(record) < found.interval_j[1]
-    assert found.rough_estimate  # the energy was learned from 17 models, too few to say how far it may be off
-    assert found.interval_j[1] >= 2 * found.energy_j
+    record = next(candidate for candidate in read_model_records(workspace, flavour_of("cpu")) if candidate.model == "bnet_c32")
+    energy = Predictor(workspace, TARGET).energy("bnet_c32.onnx")
+    assert energy.energy_j == pytest.approx(energy_j(record), rel=0.05)
+    assert energy.energy_per_item_j == energy.energy_j / 2
+    assert energy.interval_j[0] < energy_j(record) < energy.interval_j[1]
+    assert energy.rough_estimate  # the energy was learned from 17 models, too few to tell its error
+    assert energy.interval_j[1] >= 2 * energy.energy_j
 
     done = run_script("inference/predict_model_latency.py", "--workspace", workspace.root, "--target", TARGET, "--model",
                       "dynnet.onnx", "--dim", "batch=1,4,16", "--energy", "--json")
-    curve = [one["energy"] for one in json.loads(done.stdout)]
-    assert [one["batch"] for one in curve] == [1, 4, 16]
+    curve = [answer["energy"] for answer in json.loads(done.stdout)]
+    assert [point["batch"] for point in curve] == [1, 4, 16]
     assert curve[0]["energy_j"] < curve[1]["energy_j"] < curve[2]["energy_j"]
 
     done = run_script("evaluator.py", "--workspace", workspace.root, "--target", TARGET, "--recorded", "--json")
     assert done.returncode == 0, done.stderr
     judged = json.loads(done.stdout)
-    idle = {one["model"]: one for one in judged["comparisons"] if one["level"] == 0}
+    idle = {row["model"]: row for row in judged["comparisons"] if row["level"] == 0}
     assert idle["bnet_c32"]["measured_energy_j"] == pytest.approx(energy_j(record), rel=1e-6)
     assert idle["bnet_c32"]["energy_error"] == pytest.approx(
         idle["bnet_c32"]["predicted_energy_j"] / idle["bnet_c32"]["measured_energy_j"] - 1)
-    assert sum("energy_error" in one for one in judged["comparisons"]) == len(idle) - 1  # idle ones, without the doubtful one
-    [summary] = [one for one in judged["summaries"] if one["group"] == "all models" and one["level"] == 0]
+    assert sum("energy_error" in row for row in judged["comparisons"]) == len(idle) - 1  # idle rows but the doubtful one
+    [summary] = [row for row in judged["summaries"] if row["group"] == "all models" and row["level"] == 0]
     assert (summary["energy"]["count"], summary["energy"]["mape"] < 0.05) == (len(idle) - 1, True)
     table = run_script("evaluator.py", "--workspace", workspace.root, "--target", TARGET, "--recorded").stdout
     assert "measured (J)\tpredicted (J)\tenergy error" in table
@@ -108,29 +108,29 @@ def test_more_power_than_was_ever_measured_is_marked(workspace: Workspace) -> No
     most_w = max(model.power_w for model in learned.models)
     try:
         files.write_json(path, learned.model_copy(update={"coefficients": {"run_s": 10 * most_w}}))
-        found = Predictor(workspace, TARGET).energy("anet_c16.onnx")
+        energy = Predictor(workspace, TARGET).energy("anet_c16.onnx")
     finally:
         files.write_json(path, learned)
-    assert f"took more than {most_w:.0f} W" in found.warnings[-1]
-    assert found.rough_estimate
-    assert found.power_interval_w[0] < 1.05 * most_w  # what is plausible is in the range
+    assert f"took more than {most_w:.0f} W" in energy.warnings[-1]
+    assert energy.rough_estimate
+    assert energy.power_interval_w[0] < 1.05 * most_w  # what is plausible is in the range
 
 
 def test_no_power_is_above_the_limit(workspace: Workspace) -> None:
-    """A run that would draw twice the limit takes what the limit leaves; it may take longer, and then more energy."""
+    """A run that would draw twice the limit draws the limit. It may take longer, and then more energy."""
     path = energy_path(workspace.predictors(TARGET))
     learned = read_energy(path.parent)
     most_w = max(model.power_w for model in learned.models)
     try:
         files.write_json(path, learned.model_copy(update={"coefficients": {"run_s": 2 * most_w - IDLE_W}, "limit_w": most_w}))
-        found = Predictor(workspace, TARGET).energy("anet_c16.onnx")
+        energy = Predictor(workspace, TARGET).energy("anet_c16.onnx")
     finally:
         files.write_json(path, learned)
-    assert found.mean_power_w == pytest.approx(most_w)
-    assert found.power_interval_w[1] == pytest.approx(most_w)
-    assert found.interval_j[1] >= 1.99 * found.energy_j
-    assert f"would draw {2 * most_w:.0f} W, and the device's power limit is {most_w:.0f} W" in found.warnings[-1]
-    assert found.rough_estimate
+    assert energy.mean_power_w == pytest.approx(most_w)
+    assert energy.power_interval_w[1] == pytest.approx(most_w)
+    assert energy.interval_j[1] >= 1.99 * energy.energy_j
+    assert f"would draw {2 * most_w:.0f} W, and the device's power limit is {most_w:.0f} W" in energy.warnings[-1]
+    assert energy.rough_estimate
 
 
 def test_energy_next_to_other_work_is_refused(workspace: Workspace, tmp_path: Path) -> None:

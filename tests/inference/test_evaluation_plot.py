@@ -1,4 +1,4 @@
-"""The evaluation's picture: which ticks, which models are named, and numbers that cover nothing."""
+"""The evaluation's picture: its ticks, the models it names, and their numbers, which cover nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from inference.evaluation.plot import LEAST_TICKS, NAMED, Point, draw, number_po
 def made(count: int, low_ms: float = 1.0, decades: float = 2.0) -> list[Point]:
     chance = random.Random(1)
     measured = [low_ms * 10 ** chance.uniform(0, decades) for _ in range(count)]
-    return [Point(f"model_{number}", one, one * (1 + chance.gauss(0, 0.08)), number % 5 == 0)
-            for number, one in enumerate(measured)]
+    return [Point(f"model_{number}", time_ms, time_ms * (1 + chance.gauss(0, 0.08)), number % 5 == 0)
+            for number, time_ms in enumerate(measured)]
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [
@@ -53,4 +53,4 @@ def test_numbers_cover_no_point_and_no_other_number() -> None:
     places = [tuple(axes.transData.transform((point.measured_ms, point.predicted_ms))) for point in points]
     plt.close(figure)
     for number, centre in enumerate(centres):
-        assert all(math.dist(centre, other) > 8 for other in places + centres[:number])
+        assert all(math.dist(centre, place) > 8 for place in places + centres[:number])

@@ -58,34 +58,35 @@ def shell(workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedP
 
 def test_a_model_is_predicted_and_measured(workspace: Workspace) -> None:
     names = [Path("anet_c16.onnx"), Path(f"{HELD_OUT}_c40.onnx")]
-    found = evaluate(workspace, names, target=TARGET, plan=QUICK)
-    assert [one.model for one in found.comparisons] == ["anet_c16", f"{HELD_OUT}_c40"]
-    assert [one.held_out for one in found.comparisons] == [False, True]
-    for one in found.comparisons:
-        assert one.predicted_ms == predict(f"{one.model}.onnx", target=TARGET, workspace=workspace).latency_ms
-        assert one.strict_ms == predict(f"{one.model}.onnx", target=TARGET, workspace=workspace, strict=True).latency_ms
-        assert one.measured_ms > 0
-        assert one.runs >= 2 * 3
-        assert one.error == pytest.approx(one.predicted_ms / one.measured_ms - 1)
-        assert one.strict_error == pytest.approx(one.strict_ms / one.measured_ms - 1)
-    assert (found.source, found.way, found.load, found.failures) == ("measured", "with tensors on the device", "idle", {})
-    assert {summary.group: summary.lookup.count for summary in found.summaries} == {
+    evaluation = evaluate(workspace, names, target=TARGET, plan=QUICK)
+    assert [row.model for row in evaluation.comparisons] == ["anet_c16", f"{HELD_OUT}_c40"]
+    assert [row.held_out for row in evaluation.comparisons] == [False, True]
+    for row in evaluation.comparisons:
+        assert row.predicted_ms == predict(f"{row.model}.onnx", target=TARGET, workspace=workspace).latency_ms
+        assert row.strict_ms == predict(f"{row.model}.onnx", target=TARGET, workspace=workspace, strict=True).latency_ms
+        assert row.measured_ms > 0
+        assert row.runs >= 2 * 3
+        assert row.error == pytest.approx(row.predicted_ms / row.measured_ms - 1)
+        assert row.strict_error == pytest.approx(row.strict_ms / row.measured_ms - 1)
+    assert (evaluation.source, evaluation.way) == ("measured", "with tensors on the device")
+    assert (evaluation.load, evaluation.failures) == ("idle", {})
+    assert {summary.group: summary.lookup.count for summary in evaluation.summaries} == {
         "all models": 2, "not held out": 1, "held out": 1}
 
 
-def test_host_copies_are_asked_for_and_told(workspace: Workspace) -> None:
+def test_host_copies_are_measured_and_reported(workspace: Workspace) -> None:
     run_mode = RunMode(io="host")
-    found = evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, run_mode=run_mode, plan=QUICK)
-    assert found.way == "with tensors on the host"
+    evaluation = evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, run_mode=run_mode, plan=QUICK)
+    assert evaluation.way == "with tensors on the host"
     recorded = evaluate(workspace, [], target=TARGET, recorded=True, run_mode=run_mode)
-    assert {one.level for one in recorded.comparisons} == {0.0}
+    assert {row.level for row in recorded.comparisons} == {0.0}
     assert recorded.summaries[0].lookup.mape < 0.05
 
 
-def test_dynamic_models_take_a_row_a_size(workspace: Workspace) -> None:
-    found = evaluate(workspace, [Path("dynnet.onnx"), Path("anet_c16.onnx")], dims={"batch": [1, 4]},
+def test_dynamic_models_have_a_row_per_size(workspace: Workspace) -> None:
+    evaluation = evaluate(workspace, [Path("dynnet.onnx"), Path("anet_c16.onnx")], dims={"batch": [1, 4]},
                                target=TARGET, plan=QUICK)
-    assert [(one.model, one.batch) for one in found.comparisons] == [
+    assert [(row.model, row.batch) for row in evaluation.comparisons] == [
         ("dynnet@batch=1,dynamic", 1), ("dynnet@batch=4,dynamic", 4), ("anet_c16", 1)]
     with pytest.raises(UserError, match="height"):
         evaluate(workspace, [Path("dynnet.onnx"), Path("anet_c16.onnx")], target=TARGET,
@@ -96,9 +97,9 @@ def test_a_failing_model_costs_only_itself(workspace: Workspace, tmp_path: Path)
     conv_net(tmp_path / "good.onnx")
     (tmp_path / "broken.onnx").write_text("no model")
     conv_net(tmp_path / "open.onnx", batch="batch")
-    found = evaluate(workspace, [tmp_path], target=TARGET, plan=QUICK)
-    assert [one.model for one in found.comparisons] == ["good"]
-    assert set(found.failures) == {"broken.onnx", "open.onnx"}
+    evaluation = evaluate(workspace, [tmp_path], target=TARGET, plan=QUICK)
+    assert [row.model for row in evaluation.comparisons] == ["good"]
+    assert set(evaluation.failures) == {"broken.onnx", "open.onnx"}
     (tmp_path / "good.onnx").unlink()
     with pytest.raises(UserError, match=r"broken\.onnx, open\.onnx failed"):
         evaluate(workspace, [tmp_path], target=TARGET)
@@ -117,23 +118,23 @@ def test_a_model_that_takes_its_process_down_costs_only_itself(workspace: Worksp
     conv_net(tmp_path / "good.onnx")
     done = shell(workspace, tmp_path, "--rounds", "2", "--budget-s", "0.02", "--json")
     assert done.returncode == 1, done.stderr
-    told = json.loads(done.stdout)
-    assert [one["model"] for one in told["comparisons"]] == ["good"]
-    assert told["comparisons"][0]["runs"] >= 2 * 3
-    assert set(told["failures"]) == {"divides"}
-    assert "SIGFPE" in told["failures"]["divides"]
+    report = json.loads(done.stdout)
+    assert [row["model"] for row in report["comparisons"]] == ["good"]
+    assert report["comparisons"][0]["runs"] >= 2 * 3
+    assert set(report["failures"]) == {"divides"}
+    assert "SIGFPE" in report["failures"]["divides"]
     assert "1 failed: divides" in done.stderr
     assert "Traceback" not in done.stderr
     written = json.loads((workspace.evaluation / TARGET / "evaluation.json").read_text())
-    assert written["failures"] == told["failures"]
+    assert written["failures"] == report["failures"]
 
 
-def test_a_model_that_never_ends_is_given_up(tmp_path: Path) -> None:
+def test_a_model_that_never_ends_times_out(tmp_path: Path) -> None:
     """A real loop without an end."""
     endless(tmp_path / "endless.onnx")
     model, failures = EvaluatedModel(analyze(tmp_path / "endless.onnx", "cpu"), tmp_path / "endless.onnx"), Failures()
     with Worker(60) as worker:
-        worker.canary_ms("cpu")  # what starting the process takes does not count here
+        worker.canary_ms("cpu")  # starting the process does not count here
         worker.timeout_s = 1
         measure_here([model], worker, "cpu", RunMode(), QUICK, 0.0, failures)
     assert (model.failed, model.samples_ms) == (True, [])
@@ -141,10 +142,10 @@ def test_a_model_that_never_ends_is_given_up(tmp_path: Path) -> None:
 
 
 def test_recorded_measurements_are_compared_level_by_level(workspace: Workspace) -> None:
-    found = evaluate(workspace, [], target=TARGET, recorded=True)
-    assert len(found.comparisons) == 2 * 19
-    idle = next(one for one in found.comparisons if one.model == "bnet_c32" and one.level == 0)
-    loaded = next(one for one in found.comparisons if one.model == "bnet_c32" and one.level == 0.5)
+    evaluation = evaluate(workspace, [], target=TARGET, recorded=True)
+    assert len(evaluation.comparisons) == 2 * 19
+    idle = next(row for row in evaluation.comparisons if row.model == "bnet_c32" and row.level == 0)
+    loaded = next(row for row in evaluation.comparisons if row.model == "bnet_c32" and row.level == 0.5)
     record = analyze(workspace.models / "bnet_c32.onnx", "cpu")
     assert idle.measured_ms == pytest.approx(model_ms(record), rel=1e-5)
     assert idle.spread == pytest.approx(0.1)  # samples at 0.9, 1.0 and 1.1 of the median
@@ -152,18 +153,18 @@ def test_recorded_measurements_are_compared_level_by_level(workspace: Workspace)
     assert loaded.measured_ms == pytest.approx(model_ms(record, 0.5), rel=1e-5)
     assert loaded.predicted_ms == predict(record, target=TARGET, workspace=workspace, load={METRIC: 0.5}).latency_ms
     assert loaded.measured_share == 0
-    held_out = [one for one in found.comparisons if one.held_out]
-    assert {one.model for one in held_out} == {f"{HELD_OUT}_c40"}
-    assert all(one.measured_memory_mib is None for one in found.comparisons)
-    errors = [abs(one.error) for one in found.comparisons if one.level == 0]
-    whole = next(summary for summary in found.summaries if summary.group == "all models" and summary.level == 0)
-    assert whole.lookup.mape == pytest.approx(sum(errors) / len(errors))
-    assert whole.lookup.worst == pytest.approx(max(errors))
-    assert whole.lookup.within_5 == pytest.approx(sum(error <= 0.05 for error in errors) / len(errors))
+    held_out = [row for row in evaluation.comparisons if row.held_out]
+    assert {row.model for row in held_out} == {f"{HELD_OUT}_c40"}
+    assert all(row.measured_memory_mib is None for row in evaluation.comparisons)
+    errors = [abs(row.error) for row in evaluation.comparisons if row.level == 0]
+    of_all = next(summary for summary in evaluation.summaries if summary.group == "all models" and summary.level == 0)
+    assert of_all.lookup.mape == pytest.approx(sum(errors) / len(errors))
+    assert of_all.lookup.worst == pytest.approx(max(errors))
+    assert of_all.lookup.within_5 == pytest.approx(sum(error <= 0.05 for error in errors) / len(errors))
 
 
 def test_other_labels_of_a_model_are_not_its_latency(workspace: Workspace) -> None:
-    """On a GPU a block holds the host's time of a model too."""
+    """On a GPU a block also holds the host's time of a model."""
     folder = workspace.dataset(TARGET)
     block = read_journal(folder)[0]
     name = next(m.id for m in block.measurements if m.subject == "model")
@@ -171,19 +172,19 @@ def test_other_labels_of_a_model_are_not_its_latency(workspace: Workspace) -> No
     with_host = block.model_copy(update={"measurements": (*block.measurements, host)})
     records = {record.model: record for record in read_model_records(workspace, flavour_of("cpu"))}
     files.write_text(journal_path(workspace.root / "other"), with_host.model_dump_json() + "\n")
-    found = models_in_dataset(workspace.root / "other", {name: records[name]}, (), "latency")
-    assert [model.record.model for model in found] == [name]
-    assert min(found[0].samples_ms) > 1e-3
+    models = models_in_dataset(workspace.root / "other", {name: records[name]}, (), "latency")
+    assert [model.record.model for model in models] == [name]
+    assert min(models[0].samples_ms) > 1e-3
 
 
-def test_all_sessions_that_a_disturbed_host_did_not_hold_up_are_compared(workspace: Workspace) -> None:
+def test_sessions_beside_a_disturbed_host_are_not_compared(workspace: Workspace) -> None:
     """On a GPU a model that was timed beside a disturbed host is timed again."""
     folder = workspace.dataset(TARGET)
     block = read_journal(folder)[0]
-    whole = next(m for m in block.measurements if m.subject == "model" and m.label == "latency")
+    latency = next(m for m in block.measurements if m.subject == "model" and m.label == "latency")
     records = {record.model: record for record in read_model_records(workspace, flavour_of("cpu"))}
     times = [(0.3, 9.0), (0.0, 1.0), (0.1, 5.0)]
-    lines = [block.model_copy(update={"measurements": (whole.model_copy(update={
+    lines = [block.model_copy(update={"measurements": (latency.model_copy(update={
         "disturbance": disturbance, "samples_ms": (time, time)}),)}).model_dump_json() + "\n" for disturbance, time in times]
     files.write_text(journal_path(workspace.root / "again"), "".join(lines))
     (model,) = models_in_dataset(workspace.root / "again", records, (), "latency")
@@ -191,25 +192,25 @@ def test_all_sessions_that_a_disturbed_host_did_not_hold_up_are_compared(workspa
 
 
 def test_recorded_measurements_of_named_models(workspace: Workspace) -> None:
-    found = evaluate(workspace, [Path("anet_c8.onnx"), Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET,
+    evaluation = evaluate(workspace, [Path("anet_c8.onnx"), Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET,
                                recorded=True)
-    assert {one.model for one in found.comparisons} == {"anet_c8"}
-    assert "holds no good measurement" in found.failures["dynnet@batch=1,dynamic"]
+    assert {row.model for row in evaluation.comparisons} == {"anet_c8"}
+    assert "holds no good measurement" in evaluation.failures["dynnet@batch=1,dynamic"]
     with pytest.raises(UserError, match="dynnet@batch=1,dynamic failed"):
         evaluate(workspace, [Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET, recorded=True)
 
 
 def test_another_machine_is_compared_with_records_only(workspace: Workspace, tmp_path: Path) -> None:
-    there = Target.model_validate(local_target("cpu").model_dump() | {"device_name": "Some Other CPU"})
-    other = Workspace(tmp_path)
-    shutil.copytree(workspace.kernel_records, other.kernel_records)
-    shutil.copytree(workspace.predictors(TARGET), other.predictors(there.name))
-    shutil.copytree(workspace.dataset(TARGET), other.dataset(there.name))
-    for path in (other.predictors(there.name) / "predictors.json", other.dataset(there.name) / "dataset.json"):
-        files.write_json(path, files.with_digest(files.read_json(path) | {"target": there.model_dump()}))
+    elsewhere = Target.model_validate(local_target("cpu").model_dump() | {"device_name": "Some Other CPU"})
+    copy = Workspace(tmp_path)
+    shutil.copytree(workspace.kernel_records, copy.kernel_records)
+    shutil.copytree(workspace.predictors(TARGET), copy.predictors(elsewhere.name))
+    shutil.copytree(workspace.dataset(TARGET), copy.dataset(elsewhere.name))
+    for path in (copy.predictors(elsewhere.name) / "predictors.json", copy.dataset(elsewhere.name) / "dataset.json"):
+        files.write_json(path, files.with_digest(files.read_json(path) | {"target": elsewhere.model_dump()}))
     with pytest.raises(UserError, match=r"is not this machine .*--recorded"):
-        evaluate(other, [workspace.models / "anet_c8.onnx"])
-    assert len(evaluate(other, [], recorded=True).comparisons) == 2 * 19
+        evaluate(copy, [workspace.models / "anet_c8.onnx"])
+    assert len(evaluate(copy, [], recorded=True).comparisons) == 2 * 19
 
 
 def test_the_command_writes_table_json_and_plot(workspace: Workspace) -> None:
@@ -239,61 +240,62 @@ def test_wrong_usage_is_reported(workspace: Workspace) -> None:
         assert shell(workspace, *arguments).returncode == 2
 
 
-def test_recorded_loads_are_told_apart_by_background(workspace: Workspace, tmp_path: Path) -> None:
-    """What was measured beside `products` is made twice as slow beside `net`, which is held out."""
-    other = Workspace(tmp_path)
-    shutil.copytree(workspace.kernel_records, other.kernel_records)
-    shutil.copytree(workspace.predictors(TARGET), other.predictors(TARGET))
+def test_recorded_loads_are_separated_by_background(workspace: Workspace, tmp_path: Path) -> None:
+    """Measurements beside `net`, which is held out, are twice as slow as those beside `products`."""
+    copy = Workspace(tmp_path)
+    shutil.copytree(workspace.kernel_records, copy.kernel_records)
+    shutil.copytree(workspace.predictors(TARGET), copy.predictors(TARGET))
     idle, loaded = read_journal(workspace.dataset(TARGET))
     beside = loaded.model_copy(update={"background_name": "products"})
     slower = tuple(m.model_copy(update={"samples_ms": tuple(2 * sample for sample in m.samples_ms)})
                    for m in loaded.measurements)
     held_out = loaded.model_copy(update={"background_name": "net", "measurements": slower})
-    files.write_text(journal_path(other.dataset(TARGET)),
+    files.write_text(journal_path(copy.dataset(TARGET)),
                      "".join(block.model_dump_json() + "\n" for block in (idle, beside, held_out)))
     backgrounds = {"products": Background(name="products"), "net": Background(name="net", kind="memory")}
     header = read_header(workspace.dataset(TARGET)).model_copy(
         update={"backgrounds": backgrounds, "held_out_backgrounds": ("net",)})
-    files.write_json(header_path(other.dataset(TARGET)), header)
-    found = evaluate(other, [], target=TARGET, recorded=True)
-    assert len(found.comparisons) == 3 * 19
-    of_one = {one.background: one for one in found.comparisons if one.model == "bnet_c32"}
-    assert {name: (one.level, one.background_held_out) for name, one in of_one.items()} == {
+    files.write_json(header_path(copy.dataset(TARGET)), header)
+    evaluation = evaluate(copy, [], target=TARGET, recorded=True)
+    assert len(evaluation.comparisons) == 3 * 19
+    of_bnet = {comparison.background: comparison for comparison in evaluation.comparisons if comparison.model == "bnet_c32"}
+    assert {name: (comparison.level, comparison.background_held_out) for name, comparison in of_bnet.items()} == {
         "": (0.0, False), "products": (0.5, False), "net": (0.5, True)}
-    assert of_one["net"].measured_ms == pytest.approx(2 * of_one["products"].measured_ms)
-    assert of_one["net"].predicted_ms == of_one["products"].predicted_ms  # the metrics beside them are the same
-    whole = {summary.background: summary for summary in found.summaries if summary.group == "all models"}
-    assert {name: summary.lookup.count for name, summary in whole.items()} == {"": 19, "products": 19, "net": 19}
-    assert whole["net"].strict.mape > whole["products"].strict.mape + 0.3
-    shown = [row["background"] for row in summary_table(found.summaries) if row["models"] == "all models"]
+    assert of_bnet["net"].measured_ms == pytest.approx(2 * of_bnet["products"].measured_ms)
+    assert of_bnet["net"].predicted_ms == of_bnet["products"].predicted_ms  # the metrics beside them are the same
+    of_all = {summary.background: summary for summary in evaluation.summaries if summary.group == "all models"}
+    assert {name: summary.lookup.count for name, summary in of_all.items()} == {"": 19, "products": 19, "net": 19}
+    assert of_all["net"].strict.mape > of_all["products"].strict.mape + 0.3
+    shown = [row["background"] for row in summary_table(evaluation.summaries) if row["models"] == "all models"]
     assert shown == ["", "", "net (held out)", "net (held out)", "products", "products"]
-    assert {(row["level"], row["background"]) for row in table(found.comparisons)} == {
+    assert {(row["level"], row["background"]) for row in table(evaluation.comparisons)} == {
         (0.0, ""), (0.5, "products"), (0.5, "net (held out)")}
 
 
 def test_the_evaluator_puts_the_device_under_load_itself(workspace: Workspace) -> None:
-    """Idle, then beside a real stressor: metrics of it alone tell the predictions, what was measured is a mean."""
+    """Idle, then beside a real stressor: the predictions use only metrics of it, and the measurement is a mean."""
     config = CollectorConfig(device="cpu", levels=(0.0, 0.5), window_s=0.3, stress=StressConfig(settle_s=0.2))
-    found = evaluate(workspace, [Path("anet_c8.onnx"), Path("anet_c16.onnx")], target=TARGET,
+    evaluation = evaluate(workspace, [Path("anet_c8.onnx"), Path("anet_c16.onnx")], target=TARGET,
                                loads=EvaluationLoads(under_load=config), plan=MeasuringPlan(rounds=1, budget_s=0.05))
-    assert [(one.model, one.level, one.background) for one in found.comparisons] == [
+    assert [(row.model, row.level, row.background) for row in evaluation.comparisons] == [
         ("anet_c8", 0.0, ""), ("anet_c16", 0.0, ""), ("anet_c8", 0.5, "compute"), ("anet_c16", 0.5, "compute")]
-    idle, _, loaded, other = found.comparisons
-    assert (found.load, idle.load, idle.measured_ms, loaded.measured_ms) == ("by level", {}, idle.median_ms, loaded.mean_ms)
+    idle, _, loaded, loaded_too = evaluation.comparisons
+    assert (evaluation.load, idle.load) == ("by level", {})
+    assert (idle.measured_ms, loaded.measured_ms) == (idle.median_ms, loaded.mean_ms)
     assert 0.2 < loaded.load[METRIC] <= 1.0
-    assert other.load == loaded.load
+    assert loaded_too.load == loaded.load
     assert loaded.predicted_ms == predict("anet_c8.onnx", target=TARGET, workspace=workspace, load=loaded.load).latency_ms
     assert (loaded.told_by, loaded.p50_error) == (None, None)
-    assert {(summary.level, summary.background) for summary in found.summaries} == {(0.0, ""), (0.5, "compute")}
+    assert {(summary.level, summary.background) for summary in evaluation.summaries} == {(0.0, ""), (0.5, "compute")}
 
 
 def test_distributions_are_scored_by_percentiles(torch_models: dict[str, Path]) -> None:
-    """What the shipped H200's predictors say beside other work, against latencies of which a tenth is twice as long."""
-    path, other = torch_models["resnet18"], CoRunner(1.0, 0.0, np.array([0.7, 1.4]))
-    expected = predict(path, target="nvidia-h200", co_runner=other)
+    """Predictions for the shipped H200 beside other work, against latencies of which a tenth is twice as long."""
+    path, co_runner = torch_models["resnet18"], CoRunner(1.0, 0.0, np.array([0.7, 1.4]))
+    expected = predict(path, target="nvidia-h200", co_runner=co_runner)
     assert expected.under_load is not None
-    model = EvaluatedModel(record=analyze(path, "cuda"), level=1.0, background="compute", co_runner=other, with_lookup=expected,
-                           strict=expected, samples_ms=[1.0] * 90 + [2.0] * 10)
+    model = EvaluatedModel(record=analyze(path, "cuda"), level=1.0, background="compute", co_runner=co_runner,
+                           with_lookup=expected, strict=expected, samples_ms=[1.0] * 90 + [2.0] * 10)
     compared = compare(model, ())
     assert compared is not None
     assert (compared.told_by, compared.measured_ms) == ("probe", pytest.approx(1.1))
@@ -309,14 +311,14 @@ def test_distributions_are_scored_by_percentiles(torch_models: dict[str, Path]) 
     assert row["p50 error"] == percent(compared.p50_error)
 
 
-def test_what_predictions_warn_of_is_reported_once(torch_models: dict[str, Path]) -> None:
+def test_warnings_of_predictions_are_reported_once(torch_models: dict[str, Path]) -> None:
     """Metrics alone, beside two models: one warning about both."""
     models = []
     for name in ("resnet18", "mobilenet_v3_small"):
         record = analyze(torch_models[name], "cuda")
-        told = predict(record, target="nvidia-h200", load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5})
-        models.append(EvaluatedModel(record=record, level=0.5, with_lookup=told, strict=told, samples_ms=[1.0]))
-    compared = [one for model in (*models, models[0]) if (one := compare(model, ()))]
+        prediction = predict(record, target="nvidia-h200", load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5})
+        models.append(EvaluatedModel(record=record, level=0.5, with_lookup=prediction, strict=prediction, samples_ms=[1.0]))
+    compared = [row for model in (*models, models[0]) if (row := compare(model, ()))]
     warned = warned_of(compared)
     (of_metrics,) = [names for warning, names in warned.items() if "metrics do not show" in warning]
     assert of_metrics == [compared[0].model, compared[1].model]
@@ -345,8 +347,8 @@ def loads_of(text: str, folder: Path, **more: object) -> EvaluationLoads:
     ("{levels: [0, 0.5], stress: {backgrounds: [{name: deep, queue: deep}]}}", "queue deep: only a GPU has a queue"),
     ("{levels: [0, 0.5], stress: {backgrounds: [{name: other, kind: model, model: nowhere.onnx}]}}", "nowhere.onnx"),
 ])
-def test_loads_that_cannot_be_had_are_reported_before_anything_is_measured(workspace: Workspace, tmp_path: Path, text: str,
-                                                                           reason: str) -> None:
+def test_impossible_loads_are_reported_before_anything_is_measured(workspace: Workspace, tmp_path: Path, text: str,
+                                                                   reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads_of(text, tmp_path))
 
@@ -356,41 +358,41 @@ TWO_LEVELS = "{device: cpu, levels: [0.5, 0.0], window_s: 0.2, stress: {settle_s
 
 def test_a_load_that_breaks_down_costs_only_its_level(workspace: Workspace, tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stressor is killed while the first level's models are measured: what they took then is no latency under load."""
+    """The stressor is killed while the first level's models are measured: their times are no latencies under load."""
     measured = measure_here
 
-    def kill_and_measure(models: list[EvaluatedModel], *rest: Any) -> None:
+    def kill_and_measure(models: list[EvaluatedModel], *options: Any) -> None:
         if models[0].level:
             children = [child for child in psutil.Process().children(recursive=True)
                         if "resource_tracker" not in " ".join(child.cmdline())]  # Python's own, of earlier pools
             for child in children:
                 child.kill()
             psutil.wait_procs(children)
-        measured(models, *rest)
+        measured(models, *options)
 
     monkeypatch.setattr("inference.evaluation.evaluate.measure_here", kill_and_measure)
     loads = loads_of(TWO_LEVELS, tmp_path)
-    found = evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
-    assert [(one.level, one.background) for one in found.comparisons] == [(0.0, "")]
-    assert list(found.failures) == ["level 0.5, compute"]
-    assert "the stressor ended" in found.failures["level 0.5, compute"]
+    evaluation = evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
+    assert [(row.level, row.background) for row in evaluation.comparisons] == [(0.0, "")]
+    assert list(evaluation.failures) == ["level 0.5, compute"]
+    assert "the stressor ended" in evaluation.failures["level 0.5, compute"]
 
 
 def asking(port: int) -> InferenceConfig:
-    """A config whose Prometheus is at a port of this machine, and that would have predictions for an idle device without it."""
+    """A config with a Prometheus at a port of this machine. If that fails, predictions are for an idle device."""
     return InferenceConfig(prometheus=PrometheusConfig(url=f"http://127.0.0.1:{port}", window_s=0.1, max_age_s=0.1,
                                                        probe_max_age_s=None, on_failure="idle"))
 
 
-def test_a_started_load_is_never_taken_for_idle(workspace: Workspace, tmp_path: Path) -> None:
-    """A Prometheus that scrapes nothing."""
+def test_under_a_started_load_a_missing_reading_is_an_error(workspace: Workspace, tmp_path: Path) -> None:
+    """The Prometheus scrapes nothing."""
     with prometheus(tmp_path, {}) as port:
         loads = loads_of(TWO_LEVELS, tmp_path, config=asking(port))
         with pytest.raises(UserError, match=r"no model could be evaluated: level 0\.5, compute, level 0 failed"):
             evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
 
 
-def test_a_prometheus_that_is_not_there_is_reported_before_any_load_is_started(
+def test_a_missing_prometheus_is_reported_before_any_load_is_started(
         workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EvaluationLoads, "running", lambda *_: pytest.fail("a load was started"))
     loads = loads_of(TWO_LEVELS, tmp_path, config=asking(9))
@@ -398,10 +400,10 @@ def test_a_prometheus_that_is_not_there_is_reported_before_any_load_is_started(
         evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
 
 
-def test_a_probe_that_never_waited_met_an_idle_device(tmp_path: Path) -> None:
+def test_a_device_is_idle_if_the_probe_never_waited(tmp_path: Path) -> None:
     record = analyze(conv_net(tmp_path / "net.onnx"), "cpu")
     assert EvaluatedModel(record=record, co_runner=CoRunner(0.0, 1.0, np.zeros(0))).idle
-    assert EvaluatedModel(record=record, co_runner=CoRunner(0.5, 49.5, np.array([0.2]))).idle  # a run that took long for itself
+    assert EvaluatedModel(record=record, co_runner=CoRunner(0.5, 49.5, np.array([0.2]))).idle  # a slow run without other work
     assert not EvaluatedModel(record=record, co_runner=CoRunner(1.0, 0.0, np.array([0.5]))).idle
     engine = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
     assert [EvaluatedModel(record=record, load=load).idle for load in ({}, {engine: 6e-5}, {engine: 0.1}, {METRIC: 0.0})] == [
@@ -410,8 +412,8 @@ def test_a_probe_that_never_waited_met_an_idle_device(tmp_path: Path) -> None:
     assert (loaded.idle, loaded.name, EvaluatedModel(record=record).name) == (False, "net at level 0.5, compute", "net")
 
 
-def test_a_fault_at_one_model_costs_only_it(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as the features of a scalar once were. The fault is put in here."""
+def test_a_bug_at_one_model_costs_only_that_model(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, the features of a scalar were such a fault. This one is made up."""
     from inference.evaluation import evaluated_models
 
     def faulty(source: Any, **more: Any) -> Any:
@@ -420,6 +422,6 @@ def test_a_fault_at_one_model_costs_only_it(workspace: Workspace, monkeypatch: p
         return predict(source, **more)
 
     monkeypatch.setattr(evaluated_models, "predict", faulty)
-    found = evaluate(workspace, [Path("anet_c16.onnx"), Path(f"{HELD_OUT}_c40.onnx")], target=TARGET, plan=QUICK)
-    assert [one.model for one in found.comparisons] == [f"{HELD_OUT}_c40"]
-    assert "IndexError: tuple index out of range (a bug in Hase" in found.failures["anet_c16"]
+    evaluation = evaluate(workspace, [Path("anet_c16.onnx"), Path(f"{HELD_OUT}_c40.onnx")], target=TARGET, plan=QUICK)
+    assert [row.model for row in evaluation.comparisons] == [f"{HELD_OUT}_c40"]
+    assert "IndexError: tuple index out of range (a bug in Hase" in evaluation.failures["anet_c16"]

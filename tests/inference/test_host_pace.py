@@ -1,6 +1,6 @@
 """The host's pace: measured, kept in a file, and taken into account by predictions for the shipped H200.
 
-FAKE where a test says so: the GPU that is not there; its probe then runs on the CPU provider, or reads what the test says.
+Where a test says FAKE, the GPU is pretended: its probe runs on the CPU provider, or gives made-up readings.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from utils.fingerprint import has_cuda
 from utils.paths import SHIPPED, Workspace
 
 TARGET, DEVICE = "nvidia-h200-cuda-ort1.31-all", "NVIDIA H200"
-SHORT = small_model()  # so small that the host decides
+SHORT = small_model()  # so small that the host sets the latency
 LONG = small_model(channels=256, side=224, batch=32)  # so large that the GPU does
-USUAL_US = read_composition(SHIPPED / TARGET).probe_us or 0.0  # there, as an H200's predictors say
+USUAL_US = read_composition(SHIPPED / TARGET).probe_us or 0.0  # as in an H200's predictors
 ENGINE = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 METRICS = {ENGINE: 0.4, "DCGM_FI_DEV_GPU_UTIL": 50.0}
 MAX_AGE_S = 3600.0  # of paces by way of a Prometheus: longer than all tests of this file take
@@ -59,7 +59,7 @@ Made = Callable[..., MachinePace]
 
 @pytest.fixture(scope="module")
 def made() -> Made:
-    """A record measured here with the CPU provider, FAKE as if beside an H200."""
+    """Makes records that were measured here with the CPU provider; FAKE: beside an H200."""
     measured = measure_pace("cpu", 0.05)
     machine = measured.machine.model_copy(update={"device_name": DEVICE, "uuid": "GPU-here"})
 
@@ -90,12 +90,12 @@ def shell(script: str, workspace: Workspace, *options: str | Path) -> subprocess
 
 
 def test_the_pace_is_the_probes_median_and_is_kept(tmp_path: Path) -> None:
-    found = measure_pace("cpu", 0.3)
-    assert 0.2 * host_probe("cpu").good_s < found.probe_us / 1e6 < 50 * host_probe("cpu").good_s
-    assert (found.readings >= 3, found.of_this_boot, found.device) == (True, True, "cpu")
-    assert 0 <= found.age_s < 60
-    files.write_json(tmp_path / "machine.json", found)
-    assert read_pace(tmp_path / "machine.json") == found
+    pace = measure_pace("cpu", 0.3)
+    assert 0.2 * host_probe("cpu").good_s < pace.probe_us / 1e6 < 50 * host_probe("cpu").good_s
+    assert (pace.readings >= 3, pace.of_this_boot, pace.device) == (True, True, "cpu")
+    assert 0 <= pace.age_s < 60
+    files.write_json(tmp_path / "machine.json", pace)
+    assert read_pace(tmp_path / "machine.json") == pace
     text = (tmp_path / "machine.json").read_text()
     (tmp_path / "machine.json").write_text(text.replace('"probe_us": ', '"probe_us": 1'))
     with pytest.raises(UserError, match=r"changed by hand.*make it anew: python benchmark/host_pace.py --out"):
@@ -113,7 +113,7 @@ def test_a_reading_is_the_slower_of_two_neighbours() -> None:
 
 
 def test_all_windows_count_beside_a_model() -> None:
-    """FAKE: a host that is never as fast as it was."""
+    """FAKE: a host that never becomes fast again."""
     from measuring.run_times import Effort
 
     probe = HostProbe(lambda: 3e-4, [2e-4] * 100)
@@ -123,14 +123,14 @@ def test_all_windows_count_beside_a_model() -> None:
 
 
 @pytest.mark.skipif(has_cuda(), reason="needs a machine without a GPU")
-def test_without_a_gpu_the_script_says_so(tmp_path: Path) -> None:
+def test_without_a_gpu_the_script_is_an_error(tmp_path: Path) -> None:
     done = shell("benchmark/host_pace.py", Workspace(tmp_path))
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
     assert "needs a GPU" in done.stderr
     assert not Workspace(tmp_path).host_pace.exists()
 
 
-def test_the_script_writes_where_predictions_look_and_prints_the_ratio(
+def test_the_script_writes_the_file_that_predictions_read_and_prints_the_ratio(
         made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """FAKE: the GPU, and what its host takes."""
     monkeypatch.setattr("runtimes.ort.probes.has_cuda", lambda: True)
@@ -138,9 +138,9 @@ def test_the_script_writes_where_predictions_look_and_prints_the_ratio(
     monkeypatch.setattr(benchmark.host_pace, "measure_pace", lambda seconds: made(1.2))
     monkeypatch.setattr(sys, "argv", ["host_pace.py", "--workspace", str(tmp_path), "--json"])
     assert benchmark.host_pace.main() == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["ratio"], told["target"], told["version"]) == (pytest.approx(1.2), TARGET, 2)
-    assert told["probe_us"] == read_pace(Workspace(tmp_path).host_pace).probe_us == pytest.approx(1.2 * USUAL_US)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ratio"], report["target"], report["version"]) == (pytest.approx(1.2), TARGET, 2)
+    assert report["probe_us"] == read_pace(Workspace(tmp_path).host_pace).probe_us == pytest.approx(1.2 * USUAL_US)
     monkeypatch.setattr(sys, "argv", ["host_pace.py", "--workspace", str(tmp_path), "--out", str(tmp_path / "machine.json")])
     assert benchmark.host_pace.main() == 0
     assert "probe_us" in capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_the_hosts_costs_are_taken_at_the_pace() -> None:
     costs = fitted_for(Workspace(), TARGET).composition.costs
     assert costs
     assert slow.composition.costs == costs.at_pace(1.5)
-    assert slow.latency_ms == pytest.approx(1.5 * usual.latency_ms, rel=0.02)  # the host alone, but for the GPU's pauses
+    assert slow.latency_ms == pytest.approx(1.5 * usual.latency_ms, rel=0.02)  # the host's time and the GPU's pauses
     assert (slow.host_pace, slow.host_pace_source, usual.host_pace) == (1.5, "given", 1.0)
     assert not [warning for warning in slow.warnings if NOT_KNOWN in warning]
     assert predicted(LONG, 1.5).latency_ms == pytest.approx(predicted(LONG, 1.0).latency_ms, rel=0.02)
@@ -180,21 +180,21 @@ def test_an_unknown_pace_widens_the_interval_where_it_matters() -> None:
     slow = predicted(SHORT, 1.5)  # a pace far from the usual one is less sure, too
     assert slow.interval_ms[1] / slow.latency_ms > 1.5 ** (1 + PACE_POWER) / 1.5 * 0.99
     assert slow.interval_ms[0] / slow.latency_ms < 1.5 ** (1 - PACE_POWER) / 1.5 * 1.01
-    wider = [(found.interval_ms[1] - found.interval_ms[0]) for found in (predicted(LONG), predicted(LONG, 1.0))]
+    wider = [(prediction.interval_ms[1] - prediction.interval_ms[0]) for prediction in (predicted(LONG), predicted(LONG, 1.0))]
     assert wider[0] < 1.1 * wider[1]
 
 
 def test_a_cuda_graphs_replay_does_not_wait_for_the_host() -> None:
     graph = RunMode(cuda_graph=True)
-    found, given = predicted(SHORT, run_mode=graph), predicted(SHORT, 1.6, run_mode=graph)
-    assert (found.latency_ms, found.interval_ms) == (given.latency_ms, given.interval_ms)
-    assert (found.host_pace, found.host_pace_source, given.host_pace) == (None, None, None)
-    assert any("does not wait for its host" in warning for warning in given.warnings)
-    assert not any(NOT_KNOWN in warning for warning in found.warnings)
+    unknown, slow = predicted(SHORT, run_mode=graph), predicted(SHORT, 1.6, run_mode=graph)
+    assert (unknown.latency_ms, unknown.interval_ms) == (slow.latency_ms, slow.interval_ms)
+    assert (unknown.host_pace, unknown.host_pace_source, slow.host_pace) == (None, None, None)
+    assert any("does not wait for its host" in warning for warning in slow.warnings)
+    assert not any(NOT_KNOWN in warning for warning in unknown.warnings)
 
 
 @pytest.mark.parametrize("pace", [0.0, -1.0, 300.0, float("nan")])
-def test_what_is_no_ratio_is_refused(pace: float) -> None:
+def test_impossible_ratios_are_refused(pace: float) -> None:
     with pytest.raises(UserError, match="a ratio to the usual pace is expected"):
         predicted(SHORT, pace)
 
@@ -203,17 +203,17 @@ def test_what_is_no_ratio_is_refused(pace: float) -> None:
 def test_the_command_takes_a_ratio_or_a_machines_file(made: Made, tmp_path: Path) -> None:
     onnx.save(SHORT, tmp_path / "short.onnx")
     files.write_json(tmp_path / "machine.json", made(1.25, taken=datetime(2026, 1, 1, tzinfo=UTC), boot_id="another"))
-    other = made().machine.model_copy(update={"device_name": "NVIDIA A100"})
-    files.write_json(tmp_path / "a100.json", made(1.25, machine=other))
+    a100 = made().machine.model_copy(update={"device_name": "NVIDIA A100"})
+    files.write_json(tmp_path / "a100.json", made(1.25, machine=a100))
     files.write_json(tmp_path / "odd.json", made(30.0))
     with pytest.raises(UserError, match="is 30 times that; "):
         pace_of_file(tmp_path / "odd.json", fitted_for(Workspace(), TARGET))
     ask = ("inference/predict_model_latency.py", Workspace(tmp_path), "--target", "h200", "--model", tmp_path / "short.onnx")
     of_file = shell(*ask, "--machine", tmp_path / "machine.json", "--json")
     assert of_file.returncode == 0, of_file.stderr
-    (told,) = json.loads(of_file.stdout)
-    assert (told["host_pace"], told["host_pace_source"]) == (pytest.approx(1.25), "file")
-    assert told["latency_ms"] == pytest.approx(predicted(SHORT, 1.25).latency_ms)
+    (answer,) = json.loads(of_file.stdout)
+    assert (answer["host_pace"], answer["host_pace_source"]) == (pytest.approx(1.25), "file")
+    assert answer["latency_ms"] == pytest.approx(predicted(SHORT, 1.25).latency_ms)
     refused = shell(*ask, "--machine", tmp_path / "a100.json")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1)
     assert "measured with a NVIDIA A100" in refused.stderr
@@ -231,7 +231,7 @@ def test_the_command_takes_a_ratio_or_a_machines_file(made: Made, tmp_path: Path
 ])
 @pytest.mark.usefixtures("here")
 def test_a_recent_file_of_this_boot_is_read(change: str, is_read: bool, made: Made, tmp_path: Path) -> None:
-    """Times are computed here, not in the list above: that is read when the tests are collected, long before they run."""
+    """Times are computed here, since the list above is made when tests are collected, long before they run."""
     workspace = Workspace(tmp_path)
     changes: dict[str, dict[str, object]] = {
         "none": {}, "another boot": {"boot_id": "another"},
@@ -240,9 +240,9 @@ def test_a_recent_file_of_this_boot_is_read(change: str, is_read: bool, made: Ma
         "another GPU": {"machine": made().machine.model_copy(update={"uuid": "GPU-elsewhere"})}}
     assert predicted(SHORT, workspace=workspace).host_pace_source == "unknown"
     files.write_json(workspace.host_pace, made(1.3, **changes[change]))
-    told = predicted(SHORT, workspace=workspace)
-    assert told.host_pace_source == ("file" if is_read else "unknown")
-    assert told.latency_ms == pytest.approx(predicted(SHORT, 1.3 if is_read else 1.0).latency_ms)
+    prediction = predicted(SHORT, workspace=workspace)
+    assert prediction.host_pace_source == ("file" if is_read else "unknown")
+    assert prediction.latency_ms == pytest.approx(predicted(SHORT, 1.3 if is_read else 1.0).latency_ms)
     assert predicted(SHORT, 1.1, workspace=workspace).host_pace == 1.1
 
 
@@ -251,24 +251,24 @@ def test_a_file_is_not_read_elsewhere(made: Made, tmp_path: Path) -> None:
     assert recent_pace(fitted_for(Workspace(), TARGET), Workspace(tmp_path)) == HostPace(None, "unknown")
 
 
-def test_measured_on_request_on_the_target_alone(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pace_is_measured_on_request_and_only_on_the_target(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """FAKE: what the host of the GPU takes."""
     fitted = fitted_for(Workspace(), TARGET)
     with pytest.raises(UserError, match=r"has to be measured on the machine in question.*--machine"):
         measured_pace(fitted)
     monkeypatch.setattr(inference.core.host_pace, "is_here", lambda _: True)
-    asked: list[float] = []
+    seconds_asked: list[float] = []
 
     def fake(seconds: float) -> MachinePace:
-        asked.append(seconds)
-        return made(1 + len(asked) / 10)
+        seconds_asked.append(seconds)
+        return made(1 + len(seconds_asked) / 10)
 
     monkeypatch.setattr("runtimes.ort.probes.measure_pace", fake)
     assert PaceAsked("measure").now(fitted, AS_USUAL) == (pytest.approx(1.1), "measured")
     watched = PaceAsked(watched=True)
     assert [watched.now(fitted, AS_USUAL) for _ in range(2)] == [
         (pytest.approx(ratio), "measured") for ratio in (1.2, 1.3)]
-    assert asked == [2.0, 0.3, 0.3]
+    assert seconds_asked == [2.0, 0.3, 0.3]
     assert not watched.of_prometheus(fitted, AS_USUAL)
     assert [PaceAsked(option, watched=True).is_followed(fitted, AS_USUAL) for option in (None, "measure", 1.1)] == [
         True, True, False]
@@ -282,7 +282,7 @@ def test_measured_on_request_on_the_target_alone(made: Made, monkeypatch: pytest
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A Prometheus that knows the exporters of several devices, FAKE: their metrics are replayed, and their hosts made up."""
+    """A Prometheus that scrapes the exporters of several devices; FAKE: their metrics are replayed, their hosts made up."""
     folder, now = tmp_path_factory.mktemp("paces"), time.time()
     exporters = {
         name: Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * READINGS), device_labels(f"GPU-{name}"),
@@ -292,11 +292,12 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
             "none": HostProbed(float("nan"), now), "silent": None}.items()}
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("NO_PROXY", "127.0.0.1,localhost")
-        with prometheus(folder / "prometheus", {name: (one.address, "metrics") for name, one in exporters.items()}) as found:
-            wait_for(lambda: value(found, "count(up == 1)") == len(exporters))
-            yield found
-    for one in exporters.values():
-        one.close()
+        addresses = {name: (exporter.address, "metrics") for name, exporter in exporters.items()}
+        with prometheus(folder / "prometheus", addresses) as server:
+            wait_for(lambda: value(server, "count(up == 1)") == len(exporters))
+            yield server
+    for exporter in exporters.values():
+        exporter.close()
 
 
 def config(port: int, name: str) -> InferenceConfig:
@@ -306,23 +307,23 @@ def config(port: int, name: str) -> InferenceConfig:
 
 
 @pytest.mark.slow
-def test_prometheus_tells_the_pace(port: int, tmp_path: Path) -> None:
+def test_the_pace_comes_from_prometheus(port: int, tmp_path: Path) -> None:
     onnx.save(SHORT, tmp_path / "short.onnx")
     (tmp_path / "config.yaml").write_text(config(port, "slow").model_dump_json())
     ask = ("inference/predict_model_latency.py", Workspace(tmp_path), "--target", "h200", "--model", tmp_path / "short.onnx",
            "--config", tmp_path / "config.yaml", "--json")
     done = shell(*ask)
     assert done.returncode == 0, done.stderr
-    (told,) = json.loads(done.stdout)
-    assert (told["host_pace"], told["host_pace_source"]) == (pytest.approx(1.2), "measured")
-    assert told["latency_ms"] == pytest.approx(predict(SHORT, target=TARGET, host_pace=1.2, load={ENGINE: 0.4}).latency_ms)
-    (given,) = json.loads(shell(*ask, "--host-pace", "1.1").stdout)
-    assert (given["host_pace"], given["host_pace_source"]) == (1.1, "given")
+    (measured,) = json.loads(done.stdout)
+    assert (measured["host_pace"], measured["host_pace_source"]) == (pytest.approx(1.2), "measured")
+    assert measured["latency_ms"] == pytest.approx(predict(SHORT, target=TARGET, host_pace=1.2, load={ENGINE: 0.4}).latency_ms)
+    (explicit,) = json.loads(shell(*ask, "--host-pace", "1.1").stdout)
+    assert (explicit["host_pace"], explicit["host_pace_source"]) == (1.1, "given")
     assert current_load(config(port, "slow"), fields=[ENGINE]).host_probe_us is None  # nobody asked for it
 
 
 @pytest.mark.slow
-def test_a_pace_that_is_old_or_not_there_or_none(port: int) -> None:
+def test_a_pace_that_is_old_or_missing_or_invalid(port: int) -> None:
     old = current_load(config(port, "old"), fields=[ENGINE], pace=True)
     assert old.host_probe_us is None
     assert "host_pace_max_age_s is 3600: it is taken as not known" in old.notices[0]
@@ -332,7 +333,7 @@ def test_a_pace_that_is_old_or_not_there_or_none(port: int) -> None:
         current_load(config(port, "none"), fields=[ENGINE], pace=True)
 
 
-def test_the_exporter_measures_now_and_then() -> None:
+def test_the_exporter_measures_the_pace() -> None:
     """On the CPU provider, instead of a GPU; a failure is kept and leaves the last reading as it was."""
     paces = PaceSampler("cpu", every_s=60.0)
     assert paces.fresh() is None
@@ -350,7 +351,7 @@ def test_the_exporter_measures_now_and_then() -> None:
         assert (done.returncode, "needs a GPU" in done.stderr) == (1, True)
 
 
-def test_a_watched_prediction_says_its_pace() -> None:
+def test_a_watched_prediction_reports_its_pace() -> None:
     watch = Watch(lambda: predicted(SHORT, 1.2), 1.0)
     assert watch.read().host_pace == 1.2
     served = {family.name: family.samples[0].value for family in PredictedLatency(watch).collect()}
@@ -364,9 +365,9 @@ def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) ->
     model, fitted = EvaluatedModel(analyze(tmp_path / "short.onnx", "cuda"), tmp_path / "short.onnx"), fitted_for(Workspace(),
                                                                                                                   TARGET)
     with Worker(60.0) as worker:
-        (found,) = time_session(model, worker, "cpu", AS_USUAL, 0.05, watch_host=True).measurements
-    assert found.probe_us
-    assert 1.0 < found.probe_us < 1e5
+        (measurement,) = time_session(model, worker, "cpu", AS_USUAL, 0.05, watch_host=True).measurements
+    assert measurement.probe_us
+    assert 1.0 < measurement.probe_us < 1e5
     assert not at_measured_pace(model, fitted, AS_USUAL)
     model.probes_us = [1.1 * USUAL_US, 1.3 * USUAL_US, 1.2 * USUAL_US]
     assert at_measured_pace(model, fitted, AS_USUAL)
@@ -383,7 +384,7 @@ def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_cpu_target_has_no_host_of_its_own(trained_workspace: Workspace) -> None:
     model = trained_workspace.models / "anet_c8.onnx"
-    found = predict(model, workspace=trained_workspace)
-    assert (found.host_pace, found.host_pace_source) == (None, None)
+    prediction = predict(model, workspace=trained_workspace)
+    assert (prediction.host_pace, prediction.host_pace_source) == (None, None)
     with pytest.raises(UserError, match="a CPU target's host is the target itself"):
         predict(model, workspace=trained_workspace, host_pace=1.1)

@@ -71,7 +71,7 @@ def test_in_place_work_takes_no_second_buffer() -> None:
     # Relu takes over a, which nobody reads later
     assert peak_kib([("Conv", "x", "a"), ("Relu", "a", "b"), ("Conv", "b", "y")], {"x": 1, "a": 10, "b": 10, "y": 2},
                     ["x"], ["y"]) == 13
-    # but not where a is read again, nor the caller's input
+    # but not where a is read again, and not the caller's input
     assert peak_kib([("Conv", "x", "a"), ("Relu", "a", "b"), ("Conv", "a b", "y")], {"x": 1, "a": 10, "b": 10, "y": 2},
                     ["x"], ["y"]) == 23
     assert peak_kib([("Relu", "x", "a"), ("Conv", "a", "y")], {"x": 10, "a": 10, "y": 2}, ["x"], ["y"]) == 22
@@ -99,14 +99,14 @@ def test_outputs_stay_and_unread_tensors_go() -> None:
 
 
 def plain_activations(record: ModelRecord) -> Activations:
-    """The same by the definition, node by node in quadratic time: which buffers are yet to be read, and how large they are."""
-    kept = {*record.inputs, *record.outputs}
+    """The same by the definition, node by node in quadratic time: which buffers are read later, and how large they are."""
+    lasting = {*record.inputs, *record.outputs}
     sizes = {name: tensor.bytes for name, tensor in record.inputs.items()}
     buffer_of = {name: name for name in sizes}
-    made: dict[str, int] = {}
+    made_at: dict[str, int] = {}
 
     def reads_left(buffer: str, since: int) -> int:
-        names = {name for name, found in buffer_of.items() if found == buffer}
+        names = {name for name, its_buffer in buffer_of.items() if its_buffer == buffer}
         return sum(name in names for node in record.nodes[since:] for name in node.inputs)
 
     for step, node in enumerate(record.nodes):
@@ -114,30 +114,30 @@ def plain_activations(record: ModelRecord) -> Activations:
         layout = layout_of(kernel)
         for place, (name, tensor) in enumerate(zip(node.outputs, kernel.outputs, strict=False)):
             shared: list[str] = []
-            if place == 0 and name not in kept:
+            if place == 0 and name not in lasting:
                 inputs = [buffer_of.get(read) for read in node.inputs]
                 shared = [buffer for buffer in inputs[:1] if buffer] if layout.renames else [
                     buffer for slot in layout.in_place if slot < len(inputs) and (buffer := inputs[slot])
-                    and buffer not in kept and reads_left(buffer, step) == 1 and sizes[buffer] == tensor.bytes]
+                    and buffer not in lasting and reads_left(buffer, step) == 1 and sizes[buffer] == tensor.bytes]
             if name:
                 buffer_of[name] = shared[0] if shared else name
                 if not shared:
-                    sizes[name], made[name] = tensor.bytes, step
-    intermediate, lent = ([sum(sizes[name] for name, first in made.items() if first <= step and (name in kept) is caller
+                    sizes[name], made_at[name] = tensor.bytes, step
+    intermediate, lent = ([sum(sizes[name] for name, first in made_at.items() if first <= step and (name in lasting) is caller
                                and (caller or first == step or reads_left(name, step)))
                            for step in range(len(record.nodes))] for caller in (False, True))
-    given = sum(sizes[name] for name in record.inputs)
-    return Activations(max(given + a + b for a, b in zip(intermediate, lent, strict=True)), max(intermediate))
+    inputs_bytes = sum(sizes[name] for name in record.inputs)
+    return Activations(max(inputs_bytes + a + b for a, b in zip(intermediate, lent, strict=True)), max(intermediate))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", TORCH_MODELS)
 def test_whole_models_against_the_definition(torch_models: dict[str, Path], name: str, provider: str) -> None:
-    found = analyze(torch_models[name], provider)
-    assert live_activations(found) == plain_activations(found)
-    known = {kernel_id: layout_of(kernel) for kernel_id, kernel in found.kernels.items()}
-    assert peak_memory(found, layouts=known) == peak_memory(found)
+    model = analyze(torch_models[name], provider)
+    assert live_activations(model) == plain_activations(model)
+    layouts = {kernel_id: layout_of(kernel) for kernel_id, kernel in model.kernels.items()}
+    assert peak_memory(model, layouts=layouts) == peak_memory(model)
 
 
 def test_the_parts_add_up() -> None:
@@ -150,7 +150,7 @@ def test_the_parts_add_up() -> None:
     assert peak_memory(model, 5.0).peak_mib == 16 + 5
 
 
-def test_on_cuda_the_arena_takes_more_and_the_libraries_their_part() -> None:
+def test_on_cuda_the_arena_and_the_libraries_take_more() -> None:
     model = record([("Conv", "x", "a"), ("Conv", "a", "y")], {"x": 1024, "a": 4096, "y": 2048}, ["x"], ["y"])
     flavour = Flavour(device="cuda", runtime_version="1.31")
     assert peak_memory(model.model_copy(update={"flavour": flavour})).model_dump() == {
@@ -159,24 +159,25 @@ def test_on_cuda_the_arena_takes_more_and_the_libraries_their_part() -> None:
     assert peak_memory(relu.model_copy(update={"flavour": flavour})).workspace_mib == 0  # neither cuDNN nor cuBLAS
 
 
-def test_what_loading_leaves_goes_by_the_kind_of_weight() -> None:
+def test_memory_left_after_loading_depends_on_the_kind_of_weight() -> None:
     def left_mib(op_type: str, dtype: str, mib: int) -> float:
         weight = KernelInput(dtype=dtype, shape=(mib * 2**20 // (1 if dtype == "int8" else 4),), constant=True)
-        one = record([(op_type, "x", "y")], {"x": 1, "y": 1}, ["x"], ["y"])
-        kernels = {name: kernel.model_copy(update={"inputs": (*kernel.inputs, weight)}) for name, kernel in one.kernels.items()}
-        return peak_memory(one.model_copy(update={"kernels": kernels})).loading_mib
+        model = record([(op_type, "x", "y")], {"x": 1, "y": 1}, ["x"], ["y"])
+        kernels = {name: kernel.model_copy(update={"inputs": (*kernel.inputs, weight)})
+                   for name, kernel in model.kernels.items()}
+        return peak_memory(model.model_copy(update={"kernels": kernels})).loading_mib
 
     assert [left_mib(*case) for case in (("Conv", "float32", 10), ("MatMul", "float32", 10), ("QLinearConv", "int8", 10))] == [
         pytest.approx(2 + 18), 2 + 5, 2 + 10]
-    assert left_mib("MatMul", "float32", 32) == 2  # so large a weight is mapped apart, and given back
+    assert left_mib("MatMul", "float32", 32) == 2  # such a large weight has its own mapping, which is given back
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is measured as Linux reports it")
-def test_the_error_is_measured_in_a_process_of_its_own(torch_models: dict[str, Path], tmp_path: Path) -> None:
-    found = memory_error.row(torch_models["resnet18"], {})
-    assert found["held (MiB)"] > found["weights (MiB)"] > 40
-    assert found["predicted (MiB)"] == pytest.approx(found["held (MiB)"], rel=0.3)  # what loading leaves differs by the run
+def test_the_error_is_measured_in_a_separate_process(torch_models: dict[str, Path], tmp_path: Path) -> None:
+    row = memory_error.row(torch_models["resnet18"], {})
+    assert row["held (MiB)"] > row["weights (MiB)"] > 40
+    assert row["predicted (MiB)"] == pytest.approx(row["held (MiB)"], rel=0.3)  # the rest after loading differs from run to run
     with pytest.raises(UserError, match="its run failed"):
         memory_error.held_mib(tmp_path / "missing.onnx", {})
 
@@ -212,7 +213,7 @@ def measured_mib(small: Path, large: Path, how: str) -> float:
 
 
 def products(path: Path, side: int, count: int) -> Path:
-    """A model with activations of `side` × `side`: x, `count` products of it, and all of them side by side as output."""
+    """A model with activations of `side` × `side`: x, `count` products of it, and their concatenation as output."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [side if side > 8 else 1, side])
     nodes = [helper.make_node("MatMul", ["x", f"w{i}"], [f"t{i}"]) for i in range(count)]
     nodes.append(helper.make_node("Concat", [f"t{i}" for i in range(count)], ["y"], axis=0))
@@ -227,12 +228,12 @@ def products(path: Path, side: int, count: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is compared as Linux reports it")
-def test_it_is_what_onnx_runtime_holds(tmp_path: Path) -> None:
+def test_the_prediction_is_what_onnx_runtime_holds(tmp_path: Path) -> None:
     small, large = products(tmp_path / "small.onnx", 8, 1), products(tmp_path / "large.onnx", 2048, 3)
     predicted = peak_memory(analyze(large, "cpu"))
     assert predicted.weights_mib == pytest.approx(48, abs=0.1)
     assert predicted.activations_mib == pytest.approx(16 + 3 * 16 + 48, abs=0.1)
     assert predicted.arena_mib == pytest.approx(3 * 16, abs=0.1)
-    # without the arena each tensor is its own allocation, given back when it dies: what is left is the plan itself
+    # without the arena each tensor is its own allocation, given back after its last use: the rest is the plan itself
     assert measured_mib(small, large, "bare") == pytest.approx(predicted.weights_mib + predicted.activations_mib, rel=0.05)
     assert measured_mib(small, large, "arena") == pytest.approx(predicted.peak_mib - predicted.loading_mib, rel=0.2)

@@ -1,4 +1,4 @@
-"""Kernels measured for a prediction: which, by whom, what becomes of them, and what stays as it was."""
+"""Kernels measured for a prediction: which ones, on which machine, what they change, and what stays the same."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def command(script: str, workspace: Workspace, *arguments: str | Path) -> subpro
 
 
 def measured_here(workspace: Workspace) -> list[Block]:
-    """The blocks of the journal that are really measured; the others are made up."""
+    """The blocks of the journal that were really measured; the rest are made up."""
     return [block for block in read_journal(workspace.dataset(TARGET)) if block.machine == machine("cpu").uuid]
 
 
@@ -68,37 +68,37 @@ def run_ms(workspace: Workspace) -> dict[str, float]:
 
 
 def contents(folder: Path, but: str = "\0") -> dict[str, bytes]:
-    """The files of a folder, those left out whose names begin with `but`."""
+    """The files of a folder, without those whose names begin with `but`."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(but)}
 
 
-def test_the_command_measures_what_never_was(workspace: Workspace) -> None:
+def test_the_command_measures_unmeasured_kernels(workspace: Workspace) -> None:
     path = conv_net(workspace.root / "newnet.onnx", channels=20, size=12)
     record = analyze(path, "cpu")
     folder, sidecar = workspace.predictors(TARGET), read_sidecar(workspace.predictors(TARGET))
     learned = contents(folder, but="measured-")
     before = read_predictors(folder).measured
-    unknown = set(record.kernels) - set(before)
-    asked = ("--model", path, "--target", TARGET, "--measure-missing", "--json")  # a machine with a GPU is another target too
-    done = command("inference/predict_model_latency.py", workspace, *asked)
+    missing = set(record.kernels) - set(before)
+    options = ("--model", path, "--target", TARGET, "--measure-missing", "--json")  # a machine with a GPU is a second target
+    done = command("inference/predict_model_latency.py", workspace, *options)
     assert done.returncode == 0, done.stderr
-    told = re.search(rf"measured {len(unknown)} kernels in (\d+\.\d) s; (\d+\.\d) s in all", done.stderr)
-    assert told
-    assert 0 < float(told[1]) <= float(told[2])
-    (found,) = json.loads(done.stdout)
-    assert found["time_share"] == pytest.approx({"measured": 1.0, "predicted": 0.0, "estimated": 0.0})
+    report = re.search(rf"measured {len(missing)} kernels in (\d+\.\d) s; (\d+\.\d) s in all", done.stderr)
+    assert report
+    assert 0 < float(report[1]) <= float(report[2])
+    (answer,) = json.loads(done.stdout)
+    assert answer["time_share"] == pytest.approx({"measured": 1.0, "predicted": 0.0, "estimated": 0.0})
     times = run_ms(workspace)
-    assert set(times) == unknown
-    assert {kernel["id"]: kernel["latency_ms"] for kernel in found["kernels"] if kernel["id"] in unknown} == pytest.approx(
+    assert set(times) == missing
+    assert {kernel["id"]: kernel["latency_ms"] for kernel in answer["kernels"] if kernel["id"] in missing} == pytest.approx(
         times, abs=1e-6)
-    used = found["composition"]
+    used = answer["composition"]
     assert used["label"] == "run"
     summed = sum((times | {name: labels["run"] for name, labels in before.items()})[node.kernel_id] for node in record.nodes)
-    assert found["latency_ms"] == pytest.approx(used["alpha"] * summed + used["beta_ms"], rel=1e-3)
+    assert answer["latency_ms"] == pytest.approx(used["alpha"] * summed + used["beta_ms"], rel=1e-3)
 
     assert {block.level for block in measured_here(workspace)} == {0.0}
     described = {entry.kernel.id: entry for entry in read_kernels(workspace.dataset(TARGET))}
-    assert {described[name].models for name in unknown} == {("newnet",)}
+    assert {described[name].models for name in missing} == {("newnet",)}
     renewed = read_sidecar(folder)
     assert contents(folder, but="measured-") | {"predictors.json": b""} == learned | {"predictors.json": b""}
     assert renewed == sidecar.model_copy(
@@ -106,13 +106,13 @@ def test_the_command_measures_what_never_was(workspace: Workspace) -> None:
     assert {name: times for name, times in read_predictors(folder).measured.items() if name in before} == before
 
     journal = journal_path(workspace.dataset(TARGET)).read_bytes()
-    again = command("inference/predict_model_latency.py", workspace, *asked)
-    assert again.stdout == done.stdout
-    assert "nothing to measure" in again.stderr
+    rerun = command("inference/predict_model_latency.py", workspace, *options)
+    assert rerun.stdout == done.stdout
+    assert "nothing to measure" in rerun.stderr
     assert journal_path(workspace.dataset(TARGET)).read_bytes() == journal
 
 
-def test_the_composition_holds_and_the_training_is_out_of_date(workspace: Workspace) -> None:
+def test_the_composition_stays_and_the_training_is_out_of_date(workspace: Workspace) -> None:
     settings = read_config(workspace.root / "training.yaml", TrainingConfig)
     assert kept_sidecar(workspace, read_training_set(workspace, TARGET), settings) is not None
     conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
@@ -128,21 +128,21 @@ def test_the_composition_holds_and_the_training_is_out_of_date(workspace: Worksp
 def test_several_sizes_at_once(workspace: Workspace) -> None:
     sizes = [{"batch": 3}, {"batch": 5}]
     records = [analyze(workspace.models / "dynnet.onnx", "cpu", dims) for dims in sizes]
-    known = read_predictors(workspace.predictors(TARGET)).measured
-    unknown = {name for record in records for name in record.kernels} - set(known)
+    measured = read_predictors(workspace.predictors(TARGET)).measured
+    missing = {name for record in records for name in record.kernels} - set(measured)
     filled = measure_missing("dynnet.onnx", sizes, target=TARGET, workspace=workspace, config=CONFIG)
-    assert (filled.measured, filled.left) == (len(unknown), ())
+    assert (filled.measured, filled.left) == (len(missing), ())
     assert 0 < filled.measuring_s < filled.seconds
-    assert [len({m.id for m in block.measurements}) for block in measured_here(workspace)] == [len(unknown)]
+    assert [len({m.id for m in block.measurements}) for block in measured_here(workspace)] == [len(missing)]
     described = {entry.kernel.id: entry.models for entry in read_kernels(workspace.dataset(TARGET))}
-    assert {model for name in unknown for model in described[name]} == {"dynnet@batch=3,dynamic", "dynnet@batch=5,dynamic"}
+    assert {model for name in missing for model in described[name]} == {"dynnet@batch=3,dynamic", "dynnet@batch=5,dynamic"}
     for dims in sizes:
-        found = predict("dynnet.onnx", dims=dims, target=TARGET, workspace=workspace)
-        assert found.time_share["measured"] == pytest.approx(1.0)
+        prediction = predict("dynnet.onnx", dims=dims, target=TARGET, workspace=workspace)
+        assert prediction.time_share["measured"] == pytest.approx(1.0)
 
 
 def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace) -> None:
-    """The file of one is damaged, and one holds a subgraph, so that it can't be built."""
+    """The file of one kernel is damaged. Another one holds a subgraph, so it can't be built."""
     record = analyze(conv_net(workspace.root / "newnet.onnx", channels=20, size=12), "cpu")
     damaged, looping = [name for name, kernel in record.kernels.items() if kernel.type == "Conv_Relu"]
     loop = record.kernels[looping].model_copy(update={"id": "loop", "attributes": {"body": {"graph": "0"}}})
@@ -157,13 +157,13 @@ def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace) ->
     assert set(first.left) == {damaged, "loop"}
     assert first.measured > 1
     assert (second.measured, set(second.left)) == (0, {damaged, "loop"})
-    found = predict(record, target=TARGET, workspace=workspace)
-    assert {kernel.id for kernel in found.kernels if kernel.provenance == "predicted"} == {damaged, "loop"}
-    assert found.time_share["estimated"] == 0
+    prediction = predict(record, target=TARGET, workspace=workspace)
+    assert {kernel.id for kernel in prediction.kernels if kernel.provenance == "predicted"} == {damaged, "loop"}
+    assert prediction.time_share["estimated"] == 0
 
 
-def test_what_was_measured_but_not_noted_down_is_looked_up(workspace: Workspace) -> None:
-    """As after a kill between the two."""
+def test_kernels_measured_but_not_noted_are_looked_up(workspace: Workspace) -> None:
+    """As after a kill between measuring and noting."""
     record = analyze(conv_net(workspace.root / "newnet.onnx", channels=20, size=12), "cpu")
     missing = missing_kernels.missing_kernels(fitted_for(workspace, TARGET), [record])
     missing_kernels.build(missing, record.flavour, workspace)
@@ -176,7 +176,7 @@ def test_what_was_measured_but_not_noted_down_is_looked_up(workspace: Workspace)
     assert predict(record, target=TARGET, workspace=workspace).kernel_count["predicted"] == 0
 
 
-def test_a_model_held_out_is_looked_up_and_not_learned_from(workspace: Workspace) -> None:
+def test_a_held_out_model_is_looked_up_but_not_learned_from(workspace: Workspace) -> None:
     path = conv_net(workspace.models / f"{HELD_OUT}_c44.onnx", channels=44, size=12)
     for _ in range(2):
         measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG)
@@ -188,20 +188,20 @@ def test_a_model_held_out_is_looked_up_and_not_learned_from(workspace: Workspace
 
 def test_shipped_predictors_are_copied_and_a_dataset_begins(workspace: Workspace, tmp_path: Path,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped, own = tmp_path / "shipped", Workspace(tmp_path / "own")
+    shipped, local = tmp_path / "shipped", Workspace(tmp_path / "own")
     shutil.copytree(workspace.predictors(TARGET), shipped / TARGET)
     monkeypatch.setattr(targets, "SHIPPED", shipped)
-    before, known = contents(shipped / TARGET), read_predictors(shipped / TARGET).measured
+    before, shipped_times = contents(shipped / TARGET), read_predictors(shipped / TARGET).measured
     path = conv_net(tmp_path / "newnet.onnx", channels=20, size=12)
-    assert measure_missing(path, workspace=own, config=CONFIG).left == ()
+    assert measure_missing(path, workspace=local, config=CONFIG).left == ()
     assert contents(shipped / TARGET) == before
-    header = read_header(own.dataset(TARGET))
+    header = read_header(local.dataset(TARGET))
     assert header.labels == ("run",)
-    assert {m.label for block in measured_here(own) for m in block.measurements} == {"run"}
-    looked_up = read_predictors(own.predictors(TARGET)).measured
-    assert {name: looked_up[name] for name in known} == known
-    assert set(looked_up) - set(known) == set(run_ms(own))
-    assert predict(path, workspace=own).time_share["measured"] == pytest.approx(1.0)
+    assert {m.label for block in measured_here(local) for m in block.measurements} == {"run"}
+    looked_up = read_predictors(local.predictors(TARGET)).measured
+    assert {name: looked_up[name] for name in shipped_times} == shipped_times
+    assert set(looked_up) - set(shipped_times) == set(run_ms(local))
+    assert predict(path, workspace=local).time_share["measured"] == pytest.approx(1.0)
 
 
 def test_a_dataset_without_the_label_is_reported(workspace: Workspace) -> None:
@@ -218,20 +218,20 @@ def test_another_machine_s_target_is_refused(workspace: Workspace, monkeypatch: 
         done = command("inference/predict_model_latency.py", workspace, "--model", "anet_c16.onnx", "--measure-missing",
                        "--target", "nvidia-h200")
         assert (done.returncode, done.stdout) == (1, "")
-        told = rf"error: kernels of target nvidia-h200-\S+ can only be measured on such a machine.* {TARGET}"
-        assert re.match(told, done.stderr)
-    other = local_target("cpu").model_copy(update={"threads": 96})
+        message = rf"error: kernels of target nvidia-h200-\S+ can only be measured on such a machine.* {TARGET}"
+        assert re.match(message, done.stderr)
+    another_target = local_target("cpu").model_copy(update={"threads": 96})
     for module in (missing_kernels, targets):
-        monkeypatch.setattr(module, "local_targets", lambda: (other,))
+        monkeypatch.setattr(module, "local_targets", lambda: (another_target,))
     with pytest.raises(UserError, match=f"kernels of target {TARGET} can only be measured on such a machine"):
         measure_missing("anet_c16.onnx", target=TARGET, workspace=workspace, config=CONFIG)
 
 
 def test_a_record_of_another_flavour_is_refused(workspace: Workspace) -> None:
     record = analyze(workspace.models / "anet_c16.onnx", "cpu")
-    other = record.model_copy(update={"flavour": record.flavour.model_copy(update={"instruction_set": "sse"})})
+    another_record = record.model_copy(update={"flavour": record.flavour.model_copy(update={"instruction_set": "sse"})})
     with pytest.raises(UserError, match=r"the record is of a cpu-sse-\S+ graph"):
-        measure_missing(other, target=TARGET, workspace=workspace, config=CONFIG)
+        measure_missing(another_record, target=TARGET, workspace=workspace, config=CONFIG)
 
 
 @pytest.mark.parametrize("option", [["--strict"], ["--metrics", "load.json"]])
@@ -242,14 +242,14 @@ def test_where_nothing_is_looked_up_there_is_nothing_to_measure(workspace: Works
 
 
 def test_in_a_pipeline_launches_are_looked_up_too(workspace: Workspace) -> None:
-    """A GPU's look-up, made up here: one kernel lacks its launches, one is known, and one gives the GPU nothing to do."""
+    """A GPU's look-up, made up here: one kernel lacks its launches, one has them, and one leaves the GPU idle."""
     fitted = fitted_for(workspace, TARGET)
-    lacking, known = conv(), relu()
-    view = describe_kernel("Flatten", "", 13, {}, [known.inputs[0]], [Tensor(dtype="float32", shape=(1, 16384))])
+    lacking, measured = conv(), relu()
+    view = describe_kernel("Flatten", "", 13, {}, [measured.inputs[0]], [Tensor(dtype="float32", shape=(1, 16384))])
     predictors = read_predictors(fitted.predictors.folder)
-    predictors.measured = {lacking.id: {"gpu": 0.1}, known.id: {"gpu": 0.1, "launches": 2.0}}
+    predictors.measured = {lacking.id: {"gpu": 0.1}, measured.id: {"gpu": 0.1, "launches": 2.0}}
     on_gpu = Fitted(fitted.target, predictors, fitted.composition.model_copy(update={"kind": "pipeline", "label": "gpu"}),
                     fitted.uncertainty)
-    assert set(missing_kernels.missing_kernels(on_gpu, [chain("net", [lacking, known, view])])) == {lacking.id}
-    assert set(missing_kernels.missing_kernels(fitted, [chain("net", [lacking, known, view])])) == {
-        lacking.id, known.id, view.id}
+    assert set(missing_kernels.missing_kernels(on_gpu, [chain("net", [lacking, measured, view])])) == {lacking.id}
+    assert set(missing_kernels.missing_kernels(fitted, [chain("net", [lacking, measured, view])])) == {
+        lacking.id, measured.id, view.id}

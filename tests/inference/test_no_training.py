@@ -1,4 +1,4 @@
-"""A model answered where nothing was learned: its kernels are measured in it, and put together with stated constants."""
+"""A prediction without training: the kernels are measured in the model and composed with stated constants."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ CONFIG = CollectorConfig.model_validate({"window_s": 0.2, "attempts": 1, "patien
 
 
 def test_its_kernels_are_measured_in_the_model(workspace: Workspace) -> None:
-    """A network and a recurrent one after it: what one brought serves the other, and a third one's are estimates."""
+    """A convolutional network, then a recurrent one. Both keep their kernels; those of a third model are estimates."""
     paths = [conv_net(workspace.root / "net.onnx", channels=32, size=32, extra="Erf"), recurrent(workspace.root / "gru.onnx")]
     for path in paths:
         record = analyze(path, "cpu")
         filled = measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG)
         assert (filled.measured, filled.left) == (len(record.kernels), ())
-        found = predict(path, target=TARGET, workspace=workspace)
-        assert found.composition.assumed
-        assert found.time_share["measured"] == pytest.approx(1.0)
-        assert found.latency_ms == pytest.approx(found.kernel_sum_ms)
-        assert found.interval_ms == pytest.approx((0.75 * found.latency_ms, 1.3 * found.latency_ms))
-        assert not found.rough_estimate
-        assert any("no model was ever measured on this machine" in text for text in found.warnings)
+        prediction = predict(path, target=TARGET, workspace=workspace)
+        assert prediction.composition.assumed
+        assert prediction.time_share["measured"] == pytest.approx(1.0)
+        assert prediction.latency_ms == pytest.approx(prediction.kernel_sum_ms)
+        assert prediction.interval_ms == pytest.approx((0.75 * prediction.latency_ms, 1.3 * prediction.latency_ms))
+        assert not prediction.rough_estimate
+        assert any("no model was ever measured on this machine" in text for text in prediction.warnings)
         assert measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG).measured == 0
     blocks = read_journal(workspace.dataset(TARGET))
     assert {(m.subject, m.context) for block in blocks for m in block.measurements} == {("kernel", "net"), ("kernel", "gru")}
     assert read_header(workspace.dataset(TARGET)).labels == (*DEFAULT_LABELS, "unprofiled")
-    other = predict(conv_net(workspace.root / "other.onnx", channels=24, size=20), target=TARGET, workspace=workspace)
-    assert other.rough_estimate
-    assert "Conv_Relu" in other.estimated_operators
+    unmeasured = predict(conv_net(workspace.root / "other.onnx", channels=24, size=20), target=TARGET, workspace=workspace)
+    assert unmeasured.rough_estimate
+    assert "Conv_Relu" in unmeasured.estimated_operators
 
 
 def test_two_nodes_of_a_kernel_are_both_counted(workspace: Workspace) -> None:
-    """Each sample of a kernel is a mean over its nodes, so that median times number is what they take together."""
+    """Each sample of a kernel is a mean over its nodes, so the median times their number is their time together."""
     path = conv_net(workspace.root / "net.onnx", channels=16)
     record = analyze(path, "cpu")
     measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG)
@@ -67,14 +67,14 @@ def test_sizes_of_a_dynamic_model(workspace: Workspace, static: bool) -> None:
     path, sizes = conv_net(workspace.root / "net.onnx", batch="batch", channels=8), [{"batch": 2}, {"batch": 3}]
     assert measure_missing(path, sizes, target=TARGET, workspace=workspace, config=CONFIG, static=static).left == ()
     for dims in sizes:
-        found = predict(path, dims=dims, target=TARGET, workspace=workspace, static=static)
-        assert found.time_share["measured"] == pytest.approx(1.0)
+        prediction = predict(path, dims=dims, target=TARGET, workspace=workspace, static=static)
+        assert prediction.time_share["measured"] == pytest.approx(1.0)
     contexts = {m.context for block in read_journal(workspace.dataset(TARGET)) for m in block.measurements}
     assert all(context.startswith("net@batch=") for context in contexts)
 
 
 def test_a_record_has_no_model_to_measure_in(workspace: Workspace) -> None:
-    """Its kernels are measured in a carrier then."""
+    """Its kernels are measured in a carrier instead."""
     record = analyze(conv_net(workspace.root / "net.onnx", channels=8), "cpu")
     assert measure_missing(record, target=TARGET, workspace=workspace, config=CONFIG).left == ()
     contexts = {m.context for block in read_journal(workspace.dataset(TARGET)) for m in block.measurements}
@@ -85,15 +85,15 @@ def test_a_record_has_no_model_to_measure_in(workspace: Workspace) -> None:
 @pytest.mark.skipif(has_cuda(), reason="this machine's target is its GPU")
 def test_the_command_in_a_fresh_workspace(workspace: Workspace) -> None:
     path = conv_net(workspace.root / "net.onnx", channels=16)
-    asked = ("inference/predict_model_latency.py", workspace, "--model", path)
-    without = command(*asked)
-    assert without.returncode == 0  # for the only target that is shipped, as it says
+    arguments = ("inference/predict_model_latency.py", workspace, "--model", path)
+    without = command(*arguments)
+    assert without.returncode == 0  # a prediction for the only target that is shipped
     assert "the only target that comes with Hase (--measure-missing has" in without.stderr
-    done = command(*asked, "--measure-missing")
+    done = command(*arguments, "--measure-missing")
     assert done.returncode == 0, done.stderr
     assert "nothing was learned of this machine" in done.stderr
     assert done.stdout.splitlines()[1].split("\t")[0] == "net"
-    assert command(*asked).stdout.splitlines()[:2] == done.stdout.splitlines()[:2]
+    assert command(*arguments).stdout.splitlines()[:2] == done.stdout.splitlines()[:2]
 
 
 def test_another_target_begins_nothing(workspace: Workspace, tmp_path: Path) -> None:

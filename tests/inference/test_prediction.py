@@ -1,4 +1,4 @@
-"""The predictor: what it adds up, what it says about it, what it caches, and what it refuses."""
+"""Predictions: their sums, what they report, what is cached, and what is refused."""
 
 from __future__ import annotations
 
@@ -54,31 +54,33 @@ def shell(workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedP
 
 
 def test_a_measured_model_is_alpha_times_its_kernels_plus_beta(workspace: Workspace, record: ModelRecord) -> None:
-    found = predict(record, target=TARGET, workspace=workspace)
+    prediction = predict(record, target=TARGET, workspace=workspace)
     summed = sum(made_up_ms(record.kernel_of(node)) for node in record.nodes)
-    assert found.kernel_sum_ms == pytest.approx(summed, rel=1e-5)
-    assert found.latency_ms == pytest.approx(found.composition.alpha * found.kernel_sum_ms + found.composition.beta_ms)
-    assert found.latency_ms == pytest.approx(model_ms(record), rel=0.02)  # α and β of the made-up models are found again
-    assert found.sum_latency_ms == found.latency_ms
-    assert found.load == "idle"
-    assert found.time_share == pytest.approx({"measured": 1.0, "predicted": 0.0, "estimated": 0.0})
-    assert found.kernel_count == {"measured": len(record.nodes), "predicted": 0, "estimated": 0}
-    assert sum(kernel.total_ms for kernel in found.kernels) == pytest.approx(found.kernel_sum_ms)
-    assert sum(kernel.share for kernel in found.kernels) == pytest.approx(1)
-    assert [kernel.share for kernel in found.kernels] == sorted((kernel.share for kernel in found.kernels), reverse=True)
-    assert (found.batch, found.items_per_second) == (1, pytest.approx(1000 / found.latency_ms))
-    assert found.target == TARGET
+    assert prediction.kernel_sum_ms == pytest.approx(summed, rel=1e-5)
+    fitted = prediction.composition
+    assert prediction.latency_ms == pytest.approx(fitted.alpha * prediction.kernel_sum_ms + fitted.beta_ms)
+    assert prediction.latency_ms == pytest.approx(model_ms(record), rel=0.02)  # the fit finds α and β of the made-up models
+    assert prediction.sum_latency_ms == prediction.latency_ms
+    assert prediction.load == "idle"
+    assert prediction.time_share == pytest.approx({"measured": 1.0, "predicted": 0.0, "estimated": 0.0})
+    assert prediction.kernel_count == {"measured": len(record.nodes), "predicted": 0, "estimated": 0}
+    assert sum(kernel.total_ms for kernel in prediction.kernels) == pytest.approx(prediction.kernel_sum_ms)
+    assert sum(kernel.share for kernel in prediction.kernels) == pytest.approx(1)
+    shares = [kernel.share for kernel in prediction.kernels]
+    assert shares == sorted(shares, reverse=True)
+    assert (prediction.batch, prediction.items_per_second) == (1, pytest.approx(1000 / prediction.latency_ms))
+    assert prediction.target == TARGET
 
 
 def test_strict_looks_nothing_up(workspace: Workspace, record: ModelRecord) -> None:
-    found = predict(record, target=TARGET, workspace=workspace, strict=True)
-    assert found.strict
-    assert found.time_share["measured"] == 0 == found.kernel_count["measured"]
-    assert sum(found.time_share.values()) == pytest.approx(1)
-    assert found.latency_ms == pytest.approx(model_ms(record), rel=0.3)
+    prediction = predict(record, target=TARGET, workspace=workspace, strict=True)
+    assert prediction.strict
+    assert prediction.time_share["measured"] == 0 == prediction.kernel_count["measured"]
+    assert sum(prediction.time_share.values()) == pytest.approx(1)
+    assert prediction.latency_ms == pytest.approx(model_ms(record), rel=0.3)
 
 
-def test_under_load_nothing_is_looked_up_and_more_time_is_taken(workspace: Workspace, record: ModelRecord) -> None:
+def test_under_load_nothing_is_looked_up_and_runs_take_longer(workspace: Workspace, record: ModelRecord) -> None:
     idle = predict(record, target=TARGET, workspace=workspace)
     loaded = predict(record, target=TARGET, workspace=workspace, load={METRIC: 0.5, "unheard_of": 1.0})
     assert loaded.kernel_count["measured"] == 0
@@ -98,48 +100,48 @@ def test_numpy_in_and_out_adds_the_copies(workspace: Workspace, record: ModelRec
 
 @pytest.mark.parametrize(("run_mode", "message"), [
     (RunMode(cuda_graph=True), "no model was measured with cuda_graph"), (RunMode(io="host", cuda_graph=True), "fixed places")])
-def test_a_way_that_was_not_measured_is_refused(workspace: Workspace, record: ModelRecord, run_mode: RunMode,
-                                                message: str) -> None:
+def test_a_run_mode_that_was_not_measured_is_refused(workspace: Workspace, record: ModelRecord, run_mode: RunMode,
+                                                     message: str) -> None:
     with pytest.raises(UserError, match=message):
         predict(record, target=TARGET, workspace=workspace, run_mode=run_mode)
 
 
 def test_an_unknown_kernel_type_is_named_and_estimated(workspace: Workspace) -> None:
     model = conv_net(workspace.root / "odd.onnx", extra="Erf")
-    found = predict(model, target=TARGET, workspace=workspace)
-    assert found.estimated_operators == ("Erf",)
-    assert found.kernel_count["estimated"] == 1
-    assert 0 < found.time_share["estimated"] < 1
-    assert any("Erf" in warning for warning in found.warnings)
-    assert next(kernel for kernel in found.kernels if kernel.type == "Erf").latency_ms > 0
+    prediction = predict(model, target=TARGET, workspace=workspace)
+    assert prediction.estimated_operators == ("Erf",)
+    assert prediction.kernel_count["estimated"] == 1
+    assert 0 < prediction.time_share["estimated"] < 1
+    assert any("Erf" in warning for warning in prediction.warnings)
+    assert next(kernel for kernel in prediction.kernels if kernel.type == "Erf").latency_ms > 0
 
 
 def test_the_longest_path_is_used_where_the_composition_says_so(workspace: Workspace, record: ModelRecord) -> None:
     used = fitted_for(workspace, TARGET).composition.model_copy(
         update={"kind": "critical_path", "alpha": 2.0, "beta_ms": 1.0})
-    found = predict(record, target=TARGET, workspace=workspace, composition=used)
-    assert found.critical_path_ms == pytest.approx(found.kernel_sum_ms)  # a chain
-    assert found.latency_ms == pytest.approx(2.0 * found.kernel_sum_ms + 1.0)
-    assert found.composition.kind == "critical_path"
-    assert found.sum_latency_ms == pytest.approx(predict(record, target=TARGET, workspace=workspace).latency_ms, rel=1e-3)
+    prediction = predict(record, target=TARGET, workspace=workspace, composition=used)
+    assert prediction.critical_path_ms == pytest.approx(prediction.kernel_sum_ms)  # a chain
+    assert prediction.latency_ms == pytest.approx(2.0 * prediction.kernel_sum_ms + 1.0)
+    assert prediction.composition.kind == "critical_path"
+    assert prediction.sum_latency_ms == pytest.approx(predict(record, target=TARGET, workspace=workspace).latency_ms, rel=1e-3)
 
 
-def test_the_plain_sum_stands_beside_another_composition(workspace: Workspace) -> None:
+def test_the_plain_sum_is_shown_beside_another_composition(workspace: Workspace) -> None:
     folder = workspace.predictors(TARGET)
     fitted = read_composition(folder)
     path = fitted.model_copy(update={"kind": "critical_path", "alpha": 2.0, "beta_ms": 1.0})
     files.write_json(composition_path(folder), path)
     try:
-        asked = ("--model", "anet_c16.onnx", "--target", TARGET, "--show-sum")
-        header, row = (line.split("\t") for line in shell(workspace, *asked, "--top", "0").stdout.splitlines())
-        [found] = json.loads(shell(workspace, *asked, "--json").stdout)
+        options = ("--model", "anet_c16.onnx", "--target", TARGET, "--show-sum")
+        header, row = (line.split("\t") for line in shell(workspace, *options, "--top", "0").stdout.splitlines())
+        [answer] = json.loads(shell(workspace, *options, "--json").stdout)
     finally:
         files.write_json(composition_path(folder), fitted)
     shown = dict(zip(header, row, strict=True))
     plain = next(c for c in fitted.candidates if (c.label, c.kind) == (fitted.label, "sum"))
-    assert found["sum_latency_ms"] == pytest.approx(plain.alpha * found["kernel_sum_ms"] + plain.beta_ms)
-    assert float(shown["α·Σ+β (ms)"]) == pytest.approx(found["sum_latency_ms"], rel=1e-3)
-    assert float(shown["latency (ms)"]) == pytest.approx(2.0 * found["kernel_sum_ms"] + 1.0, rel=1e-3)
+    assert answer["sum_latency_ms"] == pytest.approx(plain.alpha * answer["kernel_sum_ms"] + plain.beta_ms)
+    assert float(shown["α·Σ+β (ms)"]) == pytest.approx(answer["sum_latency_ms"], rel=1e-3)
+    assert float(shown["latency (ms)"]) == pytest.approx(2.0 * answer["kernel_sum_ms"] + 1.0, rel=1e-3)
 
 
 def test_path_model_and_record_give_the_same(workspace: Workspace, record: ModelRecord) -> None:
@@ -155,23 +157,23 @@ def test_path_model_and_record_give_the_same(workspace: Workspace, record: Model
 
 
 def test_many_records_at_once(workspace: Workspace, record: ModelRecord) -> None:
-    other = analyze(workspace.models / "bnet_c32.onnx", "cpu")
-    found = Predictor(workspace, TARGET).predict_many([record, other] * 100)
-    alone = [predict(one, target=TARGET, workspace=workspace) for one in (record, other)]
-    assert found == alone * 100
+    second = analyze(workspace.models / "bnet_c32.onnx", "cpu")
+    predictions = Predictor(workspace, TARGET).predict_many([record, second] * 100)
+    alone = [predict(model, target=TARGET, workspace=workspace) for model in (record, second)]
+    assert predictions == alone * 100
 
 
-def test_copies_share_nothing_and_are_predicted_alike(workspace: Workspace, record: ModelRecord) -> None:
-    """What `prediction_speed.py` times: as many kernels of their own as if each record were read from a file."""
-    many = copies(record, 3)
-    assert [one.model for one in many] == [f"{record.model}_{number}" for number in range(3)]
-    assert len({id(kernel) for one in many for kernel in one.kernels.values()}) == 3 * len(record.kernels)
+def test_copies_share_nothing_and_have_the_same_predictions(workspace: Workspace, record: ModelRecord) -> None:
+    """What `prediction_speed.py` times: the copies share no kernels, as if each record were read from a file."""
+    records = copies(record, 3)
+    assert [copied.model for copied in records] == [f"{record.model}_{number}" for number in range(3)]
+    assert len({id(kernel) for copied in records for kernel in copied.kernels.values()}) == 3 * len(record.kernels)
     alone = predict(record, target=TARGET, workspace=workspace)
-    assert Predictor(workspace, TARGET).predict_many(many) == [
-        alone.model_copy(update={"model": one.model}) for one in many]
+    assert Predictor(workspace, TARGET).predict_many(records) == [
+        alone.model_copy(update={"model": copied.model}) for copied in records]
 
 
-def test_the_speed_beside_a_load_is_timed_too(workspace: Workspace, tmp_path: Path) -> None:
+def test_the_speed_under_a_load_is_timed_too(workspace: Workspace, tmp_path: Path) -> None:
     files.write_json(tmp_path / "busy.json", {METRIC: 0.4})
     rows = json.loads(printed("inference/prediction_speed.py", "--workspace", workspace.root, "--model", "anet_c16.onnx",
                               "--target", TARGET, "--repeats", "1", "--json", "--metrics", tmp_path / "busy.json"))
@@ -183,11 +185,11 @@ def test_the_speed_beside_a_load_is_timed_too(workspace: Workspace, tmp_path: Pa
 
 def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRecord, tmp_path: Path,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that pretends to be a GPU of a made-up target, first with the cuDNN that was measured, then with another."""
-    there = local_target("cpu").model_dump() | {
+    """This machine pretends to be a GPU of a made-up target, first with the cuDNN of its dataset, then with another one."""
+    facts = local_target("cpu").model_dump() | {
         "device_name": "Some GPU", "flavour": flavour_of("cuda").model_dump(), "threads": 0}
-    target, other = Target.model_validate(there), Workspace(tmp_path)
-    folder = other.predictors(target.name)
+    target, gpu_workspace = Target.model_validate(facts), Workspace(tmp_path)
+    folder = gpu_workspace.predictors(target.name)
     shutil.copytree(workspace.predictors(TARGET), folder)
     sidecar = json.loads((folder / "predictors.json").read_text())
     sidecar["machines"][-1]["versions"]["cudnn"] = "9.19.0.56"
@@ -199,23 +201,24 @@ def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRe
     monkeypatch.setattr(targets, "local_targets", lambda: (target,))
 
     def interval(cudnn: str, strict: bool) -> tuple[list[float], bool]:
-        """The interval as multiples of the prediction, and whether the reader is told of another cuDNN."""
+        """The interval as multiples of the prediction, and whether another cuDNN was noticed."""
         monkeypatch.setattr(targets, "package_version", lambda _: cudnn)
         on_gpu = record.model_copy(update={"flavour": target.flavour, "nodes": tuple(
             node.model_copy(update={"provider": "cuda"}) for node in record.nodes)})
-        found = predict(on_gpu, target=target.name, workspace=other, strict=strict)
-        assert found.interval_ms is not None
-        assert fitted_for(other, target.name).other_cudnn is any("the interval is widened" in text for text in found.warnings)
-        return [end / found.latency_ms for end in found.interval_ms], fitted_for(other, target.name).other_cudnn
+        prediction = predict(on_gpu, target=target.name, workspace=gpu_workspace, strict=strict)
+        assert prediction.interval_ms is not None
+        noticed = fitted_for(gpu_workspace, target.name).other_cudnn
+        assert noticed is any("the interval is widened" in text for text in prediction.warnings)
+        return [end / prediction.latency_ms for end in prediction.interval_ms], noticed
 
     assert interval("9.19.1.2", True) == (pytest.approx([0.9, 1.2]), False)
     assert interval("9.20.0.1", True) == (pytest.approx([0.9 ** 2, 1.2 ** 2]), True)
-    assert interval("9.20.0.1", False) == (pytest.approx([0.4 ** 2, 1.0]), True)  # it holds the prediction
-    monkeypatch.setattr(targets, "local_targets", lambda: ())  # asked from elsewhere: what was measured is what is predicted
+    assert interval("9.20.0.1", False) == (pytest.approx([0.4 ** 2, 1.0]), True)  # the interval includes the prediction
+    monkeypatch.setattr(targets, "local_targets", lambda: ())  # on another machine the prediction is for the measured cuDNN
     assert interval("9.20.0.1", True)[0] == pytest.approx([0.9, 1.2])
 
 
-def test_a_file_is_read_once_and_again_when_it_changed(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_once_and_again_after_a_change(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     path = conv_net(workspace.root / "changing.onnx", channels=16)
     first = predict(path, target=TARGET, workspace=workspace)
     with monkeypatch.context() as patched:
@@ -248,10 +251,10 @@ def test_new_predictors_are_noticed(workspace: Workspace, record: ModelRecord, t
 
 def test_dynamic_dimensions(workspace: Workspace) -> None:
     path = workspace.models / "dynnet.onnx"
-    one, four = (predict(path, dims={"batch": size}, target=TARGET, workspace=workspace) for size in (1, 4))
-    assert (one.batch, four.batch, four.dims) == (1, 4, {"batch": 4})
-    assert four.latency_ms > one.latency_ms
-    assert four.memory.activations_mib == pytest.approx(4 * one.memory.activations_mib)
+    single, batch_of_4 = (predict(path, dims={"batch": size}, target=TARGET, workspace=workspace) for size in (1, 4))
+    assert (single.batch, batch_of_4.batch, batch_of_4.dims) == (1, 4, {"batch": 4})
+    assert batch_of_4.latency_ms > single.latency_ms
+    assert batch_of_4.memory.activations_mib == pytest.approx(4 * single.memory.activations_mib)
     with pytest.raises(UserError, match="batch"):
         predict(path, target=TARGET, workspace=workspace)
     with pytest.raises(UserError, match=r"height.*batch"):
@@ -268,63 +271,63 @@ def test_a_dynamic_model_suggests_its_sizes(workspace: Workspace) -> None:
     helper.set_model_props(model, {DEFAULT_DIMS_KEY: json.dumps({"batch": 2})})
     onnx.save(model, path)
     done = shell(workspace, "--model", path)
-    assert "batch=2" in done.stderr  # the choice is said, when the model is first read
+    assert "batch=2" in done.stderr  # the choice is reported when the model is first read
     assert predict(path, target=TARGET, workspace=workspace).dims == {"batch": 2}
     assert predict(path, dims={"batch": 3}, target=TARGET, workspace=workspace).dims == {"batch": 3}
 
 
 @pytest.mark.skipif(has_cuda(), reason="the graph is derived only where there is no GPU")
 def test_a_gpu_s_graph_is_derived_without_one(workspace: Workspace, tmp_path: Path) -> None:
-    there = local_target("cpu").model_dump() | {
+    facts = local_target("cpu").model_dump() | {
         "device_name": "Some GPU", "flavour": flavour_of("cuda").model_dump(), "threads": 0}
-    target, other = Target.model_validate(there), Workspace(tmp_path)
-    shutil.copytree(workspace.predictors(TARGET), other.predictors(target.name))
-    sidecar = other.predictors(target.name) / "predictors.json"
+    target, gpu_workspace = Target.model_validate(facts), Workspace(tmp_path)
+    shutil.copytree(workspace.predictors(TARGET), gpu_workspace.predictors(target.name))
+    sidecar = gpu_workspace.predictors(target.name) / "predictors.json"
     files.write_json(sidecar, files.with_digest(files.read_json(sidecar) | {"target": target.model_dump()}))
-    found = predict(workspace.models / "anet_c16.onnx", workspace=other)
-    assert found.target == target.name
-    assert {"Conv", "Relu"} <= {kernel.type for kernel in found.kernels}  # which the CPU runs as one
-    assert any("another device" in warning for warning in found.warnings)
-    assert any("derived" in warning for warning in found.warnings)
+    prediction = predict(workspace.models / "anet_c16.onnx", workspace=gpu_workspace)
+    assert prediction.target == target.name
+    assert {"Conv", "Relu"} <= {kernel.type for kernel in prediction.kernels}  # the CPU runs them as one
+    assert any("another device" in warning for warning in prediction.warnings)
+    assert any("derived" in warning for warning in prediction.warnings)
 
 
 def test_another_element_type_or_version_is_refused_unless_forced(workspace: Workspace, record: ModelRecord) -> None:
-    half = conv_net(workspace.root / "half.onnx", element=TensorProto.FLOAT16)
+    float16_model = conv_net(workspace.root / "half.onnx", element=TensorProto.FLOAT16)
     with pytest.raises(UserError, match=r"float16.*--force"):
-        predict(half, target=TARGET, workspace=workspace)
-    assert any("float16" in warning for warning in predict(half, target=TARGET, workspace=workspace, force=True).warnings)
+        predict(float16_model, target=TARGET, workspace=workspace)
+    forced = predict(float16_model, target=TARGET, workspace=workspace, force=True)
+    assert any("float16" in warning for warning in forced.warnings)
 
     older = record.model_copy(update={"flavour": record.flavour.model_copy(update={"runtime_version": "1.2"})})
     with pytest.raises(UserError, match=r"1\.2.*--force"):
         predict(older, target=TARGET, workspace=workspace)
     assert any("1.2" in warning for warning in predict(older, target=TARGET, workspace=workspace, force=True).warnings)
 
-    other = record.model_copy(update={"flavour": record.flavour.model_copy(update={"device": "cuda"})})
+    on_cuda = record.model_copy(update={"flavour": record.flavour.model_copy(update={"device": "cuda"})})
     with pytest.raises(UserError, match="cuda graph"):
-        predict(other, target=TARGET, workspace=workspace, force=True)
+        predict(on_cuda, target=TARGET, workspace=workspace, force=True)
 
 
 def test_a_kernel_beyond_the_data_is_reported(workspace: Workspace, record: ModelRecord) -> None:
-    """Far larger a batch than any that was measured: the warning says which kernels, and how much of the time they are."""
+    """Far larger a batch than any that was measured: the warning says which kernels they are and their share of the time."""
     name, kernel = next((name, kernel) for name, kernel in record.kernels.items() if kernel.op_type == "Conv")
     batch, *sizes = kernel.inputs[0].shape
     wide = kernel.inputs[0].model_copy(update={"shape": (5000 * batch, *sizes)})
     larger = kernel.model_copy(update={"id": "larger", "inputs": (wide, *kernel.inputs[1:])})
     nodes = tuple(node.model_copy(update={"kernel_id": "larger"}) if node.kernel_id == name else node for node in record.nodes)
     kernels = {"larger" if key == name else key: larger if key == name else value for key, value in record.kernels.items()}
-    usual, odd = (predict(one, target=TARGET, workspace=workspace, strict=True)
-                  for one in (record, record.model_copy(update={"kernels": kernels, "nodes": nodes})))
+    usual, odd = (predict(model, target=TARGET, workspace=workspace, strict=True)
+                  for model in (record, record.model_copy(update={"kernels": kernels, "nodes": nodes})))
     assert not any("beyond what was measured" in text for text in usual.warnings)
     assert any(text.startswith("1 of its kernels, ") and text.endswith("less sure: larger") for text in odd.warnings)
 
 
 def test_shipped_targets(tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictors that come with Hase are taken when they are named, also by a part of only one of them, or where there is but
-    one."""
+    """Shipped predictors are used if they are named, also by a part that only one name has, or if there is only one target."""
     shipped, elsewhere = tmp_path / "shipped", Workspace(tmp_path / "elsewhere")
     monkeypatch.setattr(targets, "SHIPPED", shipped)
-    another = fitted_for(workspace, TARGET).target.model_copy(update={"device_name": "another"})
-    monkeypatch.setattr(targets, "local_targets", lambda: (another,))  # this machine is none of them
+    other_target = fitted_for(workspace, TARGET).target.model_copy(update={"device_name": "another"})
+    monkeypatch.setattr(targets, "local_targets", lambda: (other_target,))  # this machine is neither of them
     for name in ("gpu-a-cuda", "gpu-b-cuda"):
         shutil.copytree(workspace.predictors(TARGET), shipped / name)
     for part in ("gpu-a", "gpu-a-cuda", "u-A-"):
@@ -335,16 +338,16 @@ def test_shipped_targets(tmp_path: Path, workspace: Workspace, monkeypatch: pyte
         choose_target(elsewhere, "gpu-")
     with pytest.raises(UserError, match=r"collector\.py.*or predict for a target that Hase ships.*gpu-a-cuda, gpu-b-cuda"):
         choose_target(elsewhere, None)
-    found = fitted_for(elsewhere, "gpu-a")
-    measured_on = found.predictors.sidecar.machines[-1].device_name
-    assert any(f"hold for {measured_on} with ONNX Runtime" in text for text in found.notices)
-    assert fitted_for(workspace, TARGET).predictors.sidecar == found.predictors.sidecar
+    fitted = fitted_for(elsewhere, "gpu-a")
+    measured_on = fitted.predictors.sidecar.machines[-1].device_name
+    assert any(f"hold for {measured_on} with ONNX Runtime" in text for text in fitted.notices)
+    assert fitted_for(workspace, TARGET).predictors.sidecar == fitted.predictors.sidecar
     shutil.rmtree(shipped / "gpu-b-cuda")
     assert choose_target(elsewhere, None) == ("gpu-a-cuda", (
-        f"no predictors for this machine ({another.name}): predicted for gpu-a-cuda, the only target that comes with Hase "
+        f"no predictors for this machine ({other_target.name}): predicted for gpu-a-cuda, the only target that comes with Hase "
         "(--measure-missing has the model's kernels measured here instead)",))
     shutil.copytree(shipped / "gpu-a-cuda", shipped / "a-gpu-a")
-    assert choose_target(elsewhere, "gpu-a") == ("gpu-a-cuda", ())  # how a name begins comes before what is in it
+    assert choose_target(elsewhere, "gpu-a") == ("gpu-a-cuda", ())  # the beginning of a name counts before its middle
 
 
 def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +382,7 @@ def test_the_load_comes_from_a_file_or_is_idle(tmp_path: Path) -> None:
     metrics.write_text(json.dumps({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6, "unheard_of": 60}))
     assert current_load(config, metrics) == LoadReading({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL": 60.0, "unheard_of": 60.0})
     for bad in ("[]", "{}", '{"a": "x"}', '{"a": NaN}', '{"a": true}', "no json", json.dumps({METRIC: 60}),
-                '{"DCGM_FI_DEV_GPU_UTIL": 60, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6}',  # the same twice
+                '{"DCGM_FI_DEV_GPU_UTIL": 60, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6}',  # the same metric twice
                 '{"DCGM_FI_DEV_SM_CLOCK_HERTZ": 2147483632}'):  # a blank
         metrics.write_text(bad)
         with pytest.raises(UserError, match=r"metrics\.json"):
@@ -407,8 +410,8 @@ def test_an_empty_file(workspace: Workspace, tmp_path: Path) -> None:
 
 
 def test_a_truncated_file(workspace: Workspace, tmp_path: Path) -> None:
-    whole = conv_net(tmp_path / "whole.onnx").read_bytes()
-    (tmp_path / "cut.onnx").write_bytes(whole[: len(whole) // 2])
+    content = conv_net(tmp_path / "whole.onnx").read_bytes()
+    (tmp_path / "cut.onnx").write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=r"cut\.onnx"):
         predict(tmp_path / "cut.onnx", target=TARGET, workspace=workspace)
 
@@ -441,7 +444,7 @@ def test_the_command_prints_what_predict_returns(workspace: Workspace) -> None:
     assert json.loads(done.stdout) == [json.loads(expected.model_dump_json())]
 
 
-def test_the_command_gives_a_row_a_batch(workspace: Workspace) -> None:
+def test_the_command_prints_a_row_per_batch(workspace: Workspace) -> None:
     done = shell(workspace, "--model", "dynnet.onnx", "--dim", "batch=1,2,4")
     assert done.returncode == 0, done.stderr
     header, *rows = (line.split("\t") for line in done.stdout.splitlines())
@@ -459,7 +462,7 @@ def test_the_command_shows_the_dominating_kernels(workspace: Workspace) -> None:
     assert "Conv" in table[1]
 
 
-def test_the_command_tells_bad_input_in_one_line(workspace: Workspace, tmp_path: Path) -> None:
+def test_the_command_reports_bad_input_in_one_line(workspace: Workspace, tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("not a model at all")
     for arguments in (["--model", tmp_path / "text.onnx"], ["--model", "anet_c16.onnx", "--dim", "batch=3"],
                       ["--model", "anet_c16.onnx", "--target", "none-such"]):
@@ -484,8 +487,8 @@ def test_the_command_draws_a_prediction_beside_a_real_run(workspace: Workspace, 
     assert [min(event["ts"] for event in spans[pid]) for pid in spans] == [0, 0]
     assert [(event["name"], event["tid"], event["ts"], event["dur"]) for event in spans[2]] == [
         ("run", 1, 0, 90), ("cudaLaunchKernel", 1, 10, 4), ("gemm", 2, 20, 30)]
-    found = predict("anet_c16.onnx", target=TARGET, workspace=workspace)
-    assert sum(event["dur"] for event in spans[1]) == pytest.approx(1000 * found.kernel_sum_ms, abs=0.01)
+    prediction = predict("anet_c16.onnx", target=TARGET, workspace=workspace)
+    assert sum(event["dur"] for event in spans[1]) == pytest.approx(1000 * prediction.kernel_sum_ms, abs=0.01)
     alone = shell(workspace, *options[:-1], tmp_path / "alone.json")
     assert alone.returncode == 0, alone.stderr
     assert files.read_json(tmp_path / "alone.json")["traceEvents"] == [event for event in events if event["pid"] == 1]

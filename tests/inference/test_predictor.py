@@ -1,4 +1,4 @@
-"""`Predictor`: its methods say what the functions say, it reads each file once, and a run needs no second prediction.
+"""`Predictor`: its methods answer like the functions, it reads each file once, and a run needs no second prediction.
 
 The records are of real models, the predictors those that ship for an H200, which is shared in time slices.
 """
@@ -45,12 +45,12 @@ sys.addaudithook(count_open)  # there is no way to remove one
 def reads(folder: Path) -> Iterator[Counter[str]]:
     """Counts how often Python opens each file in `folder`; by name."""
     global opened  # an audit hook takes no argument of ours
-    found = Counter[str]()
+    counts = Counter[str]()
     opened = Counter()
     try:
-        yield found
+        yield counts
     finally:
-        found.update({Path(path).name: count for path, count in opened.items() if Path(path).is_relative_to(folder)})
+        counts.update({Path(path).name: count for path, count in opened.items() if Path(path).is_relative_to(folder)})
         opened = None
 
 
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
-    """A workspace with predictors of its own, which no other test has read."""
+    """A workspace with its own predictors, which no other test has read."""
     made = Workspace(tmp_path)
     shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET))
     return made
@@ -72,57 +72,58 @@ def record(folder: Path, name: str = "resnet18@batch=1") -> ModelRecord:
 
 
 @pytest.mark.parametrize("name", inference.__all__)
-def test_what_the_package_offers_is_there(name: str) -> None:
+def test_the_package_offers_its_names(name: str) -> None:
     assert getattr(inference, name).__name__ == name
 
 
 @pytest.mark.slow
-def test_the_function_and_the_methods_say_the_same(folder: Path) -> None:
-    one, two = record(folder), record(folder, "bert_mask_static")
+def test_the_function_and_the_methods_give_the_same(folder: Path) -> None:
+    first, second = record(folder), record(folder, "bert_mask_static")
     predictor = Predictor(target="h200")
-    assert predictor.predict(one) == predict(one, target=TARGET) == predictor.run(one).prediction
-    assert predictor.predict(one, load=BUSY, host_pace=1.2) == predict(one, target=TARGET, load=BUSY, host_pace=1.2)
-    assert predictor.predict_many([one, two], run_mode=RunMode(io="host")) == [
-        predict(model, target=TARGET, run_mode=RunMode(io="host")) for model in (one, two)]
-    pair = predictor.pair(one, two)
-    assert [model.model for model in pair.models] == [one.model, two.model]
-    assert pair.models == predictor.pair(two, one).models[::-1]
-    assert Predictor(target=TARGET, strict=True).predict(one) == predict(one, target=TARGET, strict=True)
+    assert predictor.predict(first) == predict(first, target=TARGET) == predictor.run(first).prediction
+    assert predictor.predict(first, load=BUSY, host_pace=1.2) == predict(first, target=TARGET, load=BUSY, host_pace=1.2)
+    assert predictor.predict_many([first, second], run_mode=RunMode(io="host")) == [
+        predict(model, target=TARGET, run_mode=RunMode(io="host")) for model in (first, second)]
+    pair = predictor.pair(first, second)
+    assert [model.model for model in pair.models] == [first.model, second.model]
+    assert pair.models == predictor.pair(second, first).models[::-1]
+    assert Predictor(target=TARGET, strict=True).predict(first) == predict(first, target=TARGET, strict=True)
 
 
 @pytest.mark.slow
 def test_files_are_read_once(folder: Path, workspace: Workspace) -> None:
-    """Predictors, composition, sharing and doubt, whatever is asked; and by a second predictor not at all."""
-    one = record(folder)
-    with reads(workspace.predictors(TARGET)) as found:
+    """Predictors, composition, sharing and uncertainty, whatever the question; a second predictor reads none of them."""
+    model = record(folder)
+    with reads(workspace.predictors(TARGET)) as opened_files:
         predictor = Predictor(workspace, TARGET)
-        run = predictor.run(one)
-        predictor.predict(one, load=BUSY)
-        predictor.predict_many([one, record(folder, "bert_mask_static")])
+        run = predictor.run(model)
+        predictor.predict(model, load=BUSY)
+        predictor.predict_many([model, record(folder, "bert_mask_static")])
         predictor.curve(run, 3)
-        predictor.pair(run, one)
+        predictor.pair(run, model)
         predictor.objective(run, 5.0)
-    assert {"predictors.json", "composition.json", "sharing.json"} <= set(found)
-    assert {name: count for name, count in found.items() if count > 1} == {}
-    with reads(workspace.predictors(TARGET)) as again:
-        assert Predictor(workspace, TARGET).predict(one) == run.prediction
-    assert not again
+    assert {"predictors.json", "composition.json", "sharing.json"} <= set(opened_files)
+    assert {name: count for name, count in opened_files.items() if count > 1} == {}
+    with reads(workspace.predictors(TARGET)) as opened_again:
+        assert Predictor(workspace, TARGET).predict(model) == run.prediction
+    assert not opened_again
 
 
 def test_nothing_is_read_before_the_first_question(workspace: Workspace) -> None:
-    with reads(workspace.predictors(TARGET)) as found:
+    with reads(workspace.predictors(TARGET)) as opened_files:
         Predictor(workspace, TARGET)
-    assert not found
-    predictor = Predictor(workspace, "no such target")  # and so nothing is refused
+    assert not opened_files
+    predictor = Predictor(workspace, "no such target")  # so nothing is refused yet
     with pytest.raises(UserError, match="target no such target: no predictors for it"):
         _ = predictor.fitted
 
 
 def test_a_run_needs_no_second_prediction(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = record(folder)
+    model_record = record(folder)
     predictor = Predictor(target=TARGET)
-    curve, pair, objective = predictor.curve(one, 3), predictor.pair(one, one), predictor.objective(one, 5.0)
-    alone, loaded = predictor.run(one), predictor.run(one, load=BUSY)
+    curve, objective = predictor.curve(model_record, 3), predictor.objective(model_record, 5.0)
+    pair = predictor.pair(model_record, model_record)
+    alone, loaded = predictor.run(model_record), predictor.run(model_record, load=BUSY)
     monkeypatch.setattr(Predictor, "runs", lambda *_, **__: pytest.fail("predicted again"))
     assert (predictor.curve(alone, 3), predictor.pair(alone, alone)) == (curve, pair)
     assert predictor.objective(alone, 5.0) == objective
@@ -132,7 +133,7 @@ def test_a_run_needs_no_second_prediction(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["resnet18@batch=1", "detect_one_stage_nms", "recommender_dlrm@batch=64,dynamic"])
-def test_a_run_is_what_its_prediction_says(folder: Path, name: str) -> None:
+def test_a_run_agrees_with_its_prediction(folder: Path, name: str) -> None:
     """Its tracks hold the prediction's kernels in the order of the record, and its timeline ends with its latency."""
     run = Predictor(target=TARGET).run(record(folder, name))
     times = {(kernel.id, kernel.provider): (kernel.latency_ms, kernel.launches) for kernel in run.prediction.kernels}
@@ -144,11 +145,11 @@ def test_a_run_is_what_its_prediction_says(folder: Path, name: str) -> None:
     assert costs is not None
     begins_ms = min(event["ts"] for event in spans if event["tid"] == 1) / 1000 - costs.start_ms  # the host's first dispatch
     ends_ms = max(event["ts"] + event["dur"] for event in spans) / 1000 + costs.end_ms
-    assert ends_ms - begins_ms == pytest.approx(run.alone_ms, abs=0.01)  # but for the GPU's last pause
+    assert ends_ms - begins_ms == pytest.approx(run.alone_ms, abs=0.01)  # except for the GPU's last pause
 
 
 def test_a_curve_of_a_long_loop_begins_with_its_latency(folder: Path) -> None:
-    """40 000 trips: too many to be simulated node by node next to other work, so the rest is added."""
+    """40 000 iterations are too many to simulate node by node beside other work, so the rest is added."""
     looped = record(folder, "loop_trips_by_input@trips=20")
     nodes = tuple(node.model_copy(update={"runs": 2000 * node.runs}) if node.inside else node for node in looped.nodes)
     predictor = Predictor(target=TARGET)
@@ -157,24 +158,24 @@ def test_a_curve_of_a_long_loop_begins_with_its_latency(folder: Path) -> None:
 
 
 def test_a_watch_follows_a_training(folder: Path, workspace: Workspace) -> None:
-    """A predictor that is not renewed keeps to what it read."""
-    one = record(folder)
+    """A predictor that is not renewed keeps the files it read."""
+    model_record = record(folder)
     predictor = Predictor(workspace, TARGET)
-    before = predictor.predict(one).latency_ms
-    watch = predictor.watch(one, lambda: {"load": {}, "host_pace": 1.0}, 1.0, limit_ms=2 * before)
+    before = predictor.predict(model_record).latency_ms
+    watch = predictor.watch(model_record, lambda: {"load": {}, "host_pace": 1.0}, 1.0, limit_ms=2 * before)
     assert watch.read().mean_ms == before
     path = workspace.predictors(TARGET) / "composition.json"
     fitted = read_composition(path.parent)
     assert fitted.costs is not None
     files.write_json(path, fitted.model_copy(update={"costs": fitted.costs.at_pace(2.0)}))
-    assert predictor.predict(one).latency_ms == before
+    assert predictor.predict(model_record).latency_ms == before
     reading = watch.read()
-    assert reading.mean_ms == predict(one, target=TARGET, host_pace=2.0).latency_ms > before
+    assert reading.mean_ms == predict(model_record, target=TARGET, host_pace=2.0).latency_ms > before
     assert reading.slo is not None
 
 
 def test_errors_are_those_of_the_functions(folder: Path, workspace: Workspace) -> None:
-    one = record(folder)
+    model_record = record(folder)
     predictor = Predictor(workspace, TARGET)
     for options, message in (
             ({"host_pace": 150.0}, "host pace 150: a ratio"),
@@ -183,23 +184,23 @@ def test_errors_are_those_of_the_functions(folder: Path, workspace: Workspace) -
             ({"dims": {"batch": 3}}, "a record's shapes are fixed"),
             ({"load": {"DCGM_FI_DEV_POWER_USAGE": 300.0}}, "doesn't say how busy")):
         with pytest.raises(UserError, match=message) as by_method:
-            predictor.predict(one, **options)
+            predictor.predict(model_record, **options)
         with pytest.raises(UserError, match=message) as by_function:
-            predict(one, workspace=workspace, target=TARGET, **options)
+            predict(model_record, workspace=workspace, target=TARGET, **options)
         assert str(by_method.value) == str(by_function.value)
     with pytest.raises(TypeError, match="batch"):
-        predictor.predict(one, batch=3)  # type: ignore[call-arg]
+        predictor.predict(model_record, batch=3)  # type: ignore[call-arg]
     sharing_path(workspace.predictors(TARGET)).unlink()
     assert read_sharing(workspace.predictors(TARGET)) is None
     predictor.renew()
     for ask in (predictor.shared, predictor.curve, lambda model: predictor.pair(model, model)):
         with pytest.raises(NotShared, match="nothing was learned of how it is shared"):
-            ask(one)
-    assert "nothing was learned" in str(predictor.objective(one, 5.0).unknown_because)
+            ask(model_record)
+    assert "nothing was learned" in str(predictor.objective(model_record, 5.0).unknown_because)
 
 
 def test_a_raised_prediction_keeps_its_run(folder: Path) -> None:
-    """What `make_monotonic` makes of predictions at several sizes goes with the run, and the objective is checked with it."""
+    """A run keeps the prediction that `make_monotonic` raised, and the objective is checked against it."""
     predictor = Predictor(target=TARGET)
     run = predictor.run(record(folder))
     raised = run._replace(prediction=run.prediction.model_copy(update={"latency_ms": 9.0}))

@@ -1,4 +1,4 @@
-"""The live load from a real Prometheus: known means, and each way in which it can't be had, told apart."""
+"""The live load from a real Prometheus: known means, and a message for each way in which it can be missing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SM, ENGINE = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 TWELVE = tuple(FIELDS)[:12]
 KNOWN = {name: FIELDS[name].maximum * (1 + place) / 20 for place, name in enumerate(TWELVE)}
 TOKEN = "t0ken.of-a_user"
-BREAKING = ("killed", "stalled", "garbled", "locked")  # what becomes of exporters that were well
+BREAKING = ("killed", "stalled", "garbled", "locked")  # what happens to exporters that worked
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +86,7 @@ def exporters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ex
 
 @pytest.fixture(scope="module")
 def made_up() -> Iterator[MadeUpExporter]:
-    """What the exporter never does: values that are none, frozen fields, MIG instances, two names at once, faults."""
+    """What the exporter never serves: invalid values, frozen fields, MIG instances, two names at once, faults."""
     def page(name: str, values: dict[str, float | str], **how: Any) -> Page:
         return Page(device_labels(f"GPU-{name}"), values, **how)
 
@@ -116,13 +116,13 @@ def made_up() -> Iterator[MadeUpExporter]:
 def port(exporters: dict[str, Exporter], made_up: MadeUpExporter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     targets = {name: (exporter.address, "metrics") for name, exporter in exporters.items()}
     targets |= {name: (made_up.address, name) for name in made_up.pages} | {"again": targets["shared"]}
-    with prometheus(tmp_path_factory.mktemp("prometheus"), targets) as found:
-        wait_for(lambda: value(found, "count(up == 1)") == len(targets) - 1)  # all but the page that is locked
-        yield found
+    with prometheus(tmp_path_factory.mktemp("prometheus"), targets) as server_port:
+        wait_for(lambda: value(server_port, "count(up == 1)") == len(targets) - 1)  # all but the locked page
+        yield server_port
 
 
 def config(port: int, gpu: Any = None, **more: Any) -> PrometheusConfig:
-    """Of the Prometheus at `port`, over all that it knows."""
+    """A config for the Prometheus at `port`, with a window over all its samples."""
     return PrometheusConfig.model_validate(
         {"url": f"http://127.0.0.1:{port}", "gpu": gpu, "window_s": EVER_S, "max_age_s": 5, "timeout_s": 10, **more})
 
@@ -131,20 +131,20 @@ def latest(server: Server, *fields: str) -> dict[str, float]:
     return values(PrometheusSource(server, fields).latest())
 
 
-def read(given: PrometheusConfig, *fields: str) -> dict[str, float]:
-    return latest(Server(given), *(fields or (UTIL,)))
+def read(settings: PrometheusConfig, *fields: str) -> dict[str, float]:
+    return latest(Server(settings), *(fields or (UTIL,)))
 
 
-def refusal(given: PrometheusConfig, *fields: str) -> str:
+def refusal(settings: PrometheusConfig, *fields: str) -> str:
     """Why there are no metrics."""
-    with pytest.raises(PrometheusError) as told:
-        read(given, *fields)
-    return str(told.value)
+    with pytest.raises(PrometheusError) as raised:
+        read(settings, *fields)
+    return str(raised.value)
 
 
-def well(given: PrometheusConfig) -> bool:
+def works(settings: PrometheusConfig) -> bool:
     try:
-        return bool(read(given))
+        return bool(read(settings))
     except PrometheusError:
         return False
 
@@ -160,18 +160,18 @@ def test_twelve_fields_of_one_gpu_among_others(port: int) -> None:
 
 
 @pytest.mark.parametrize("window_s", [EVER_S, 2.0])
-def test_the_mean_is_that_of_the_windows_samples(port: int, window_s: float) -> None:
-    """Of a metric that only rises, so that Prometheus's own mean just before and just after are bounds."""
+def test_the_mean_is_over_the_samples_of_the_window(port: int, window_s: float) -> None:
+    """The metric only rises, so Prometheus's own means just before and just after are bounds."""
     over = f'_over_time({UTIL}{{UUID="GPU-rising"}}[{window_s * 1e3:.0f}ms])'
     wait_for(lambda: (value(port, "count" + over) or 0) >= 6)
     before = value(port, "avg" + over), value(port, "count" + over)
-    found = PrometheusSource(Server(config(port, "GPU-rising", window_s=window_s, max_age_s=2)), [UTIL]).latest()[UTIL]
+    mean = PrometheusSource(Server(config(port, "GPU-rising", window_s=window_s, max_age_s=2)), [UTIL]).latest()[UTIL]
     after = value(port, "avg" + over), value(port, "count" + over)
-    assert (before[0] or 0.0) - 1e-9 <= found.value <= (after[0] or 0.0) + 1e-9
-    assert (before[1] or 0.0) - 1 <= found.readings <= (after[1] or 0.0) + 1
+    assert (before[0] or 0.0) - 1e-9 <= mean.value <= (after[0] or 0.0) + 1e-9
+    assert (before[1] or 0.0) - 1 <= mean.readings <= (after[1] or 0.0) + 1
 
 
-def test_a_window_that_is_opened_and_closed(port: int) -> None:
+def test_opening_and_closing_a_window(port: int) -> None:
     mean = PrometheusSource(Server(config(port, "GPU-live")), [SM]).window(1.0)[SM]
     assert mean.value == pytest.approx(KNOWN[SM])
     assert 3 <= mean.readings <= 6  # a scrape every 0.2 s
@@ -180,9 +180,9 @@ def test_a_window_that_is_opened_and_closed(port: int) -> None:
 
 
 def test_old_and_new_names_and_units(port: int) -> None:
-    told = {UTIL: 40.0, CLOCK: 1980.0, POWER: 312.5, SM: 0.25}
+    expected = {UTIL: 40.0, CLOCK: 1980.0, POWER: 312.5, SM: 0.25}
     assert value(port, 'DCGM_FI_DEV_SM_CLOCK_HERTZ{UUID="GPU-renamed"}') == pytest.approx(1.98e9)
-    assert read(config(port, "GPU-renamed"), *told) == pytest.approx(told)
+    assert read(config(port, "GPU-renamed"), *expected) == pytest.approx(expected)
     assert read(config(port, "GPU-both")) == {UTIL: 30.0}  # both at once: the old one
 
 
@@ -200,26 +200,26 @@ def test_parts_of_a_gpu_and_its_users(port: int) -> None:
 def test_two_requests_over_one_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HASE_TEST_TOKEN", TOKEN)
     recorder = Recorder(port, TOKEN)
-    given = config(port, "GPU-live", url=recorder.url, token_env="HASE_TEST_TOKEN")
+    settings = config(port, "GPU-live", url=recorder.url, token_env="HASE_TEST_TOKEN")
     for _ in range(3):
-        assert latest(server_for(given), *TWELVE) == pytest.approx(KNOWN)
+        assert latest(server_for(settings), *TWELVE) == pytest.approx(KNOWN)
     assert (recorder.connections, recorder.requests) == (1, 6)
     recorder.close()
 
 
 @pytest.mark.parametrize("names", ["old", "new"])
 def test_the_exporters_own_command(names: str, tmp_path: Path) -> None:
-    """What it serves is what is read here, by construction of names and labels; and nothing once its readings end."""
+    """Its samples are read, with their names and labels; and none after its readings have ended."""
     prometheus_or_skip()
     process, url = start_exporter(recorded(tmp_path / "yesterday.jsonl", [KNOWN] * int(8 / STEP_S)), "--names", names)
     try:
         with prometheus(tmp_path / "prometheus", {"hase": (url.split("/")[2], "metrics")}) as port:
-            given = config(port, "replay-yesterday")
+            settings = config(port, "replay-yesterday")
             wait_for(lambda: value(port, "up") == 1.0)
-            assert read(given, *TWELVE) == pytest.approx(KNOWN)
+            assert read(settings, *TWELVE) == pytest.approx(KNOWN)
             assert read(config(port, {"index": 0, "host": platform.node()}), *TWELVE) == pytest.approx(KNOWN)
             wait_for(lambda: value(port, "up") == 0.0)
-            assert "the exporter of replay-yesterday (index 0, host " in refusal(given)
+            assert "the exporter of replay-yesterday (index 0, host " in refusal(settings)
     finally:
         process.kill()
         process.communicate()
@@ -228,7 +228,7 @@ def test_the_exporters_own_command(names: str, tmp_path: Path) -> None:
 # what is refused -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gpu", "said"), [
+@pytest.mark.parametrize(("gpu", "message"), [
     ("GPU-nan", rf"UUID GPU-nan: metric {UTIL}: the device reports nan per cent, possible is 0 to 100; mend its exporter, or"),
     ("GPU-infinite", "the device reports inf"), ("GPU-blank", r"reports 4294967295, which stands for no value \(blank\); mend"),
     ("GPU-old", r"UTIL of GPU-old \(index 0, host node7\) is stale: its newest sample is 4\d\.\d s old, max_age_s is 5"),
@@ -238,8 +238,8 @@ def test_the_exporters_own_command(names: str, tmp_path: Path) -> None:
     (None, r"several devices match: GPU-blank \(index 0, host node7\); .*set prometheus\.gpu"),
     ({"index": 0, "host": "node7"}, r"several devices match: .*GPU-live.* more"),
 ])
-def test_samples_that_are_no_load(port: int, gpu: Any, said: str) -> None:
-    with pytest.raises(PrometheusError, match=said):
+def test_samples_that_are_no_load(port: int, gpu: Any, message: str) -> None:
+    with pytest.raises(PrometheusError, match=message):
         read(config(port, gpu))
 
 
@@ -248,7 +248,7 @@ def test_samples_that_contradict_each_other(port: int, made_up: MadeUpExporter) 
     assert re.fullmatch(rf"prometheus: UUID GPU-frozen: metric {SM}: frozen: \d+ readings of exactly 0\.4 ratio while {ENGINE} "
                         r"moved; restart .*; mend its exporter, .*", refusal(config(port, "GPU-frozen"), SM, ENGINE))
     assert f"metric {SM}: stuck at 0 while {UTIL} says that the GPU is busy" in refusal(config(port, "GPU-stuck"), SM)
-    assert read(config(port, "GPU-unsure"), SM) == {SM: 0.0}  # a further metric that is itself none tells nothing
+    assert read(config(port, "GPU-unsure"), SM) == {SM: 0.0}  # an invalid further metric shows nothing
     assert f"metric {CLOCK}: the device reports 2147483632, which stands" in refusal(config(port, "GPU-hertz"), CLOCK)
 
 
@@ -261,19 +261,19 @@ def test_missing_metrics(port: int) -> None:
 
 
 @pytest.mark.parametrize("how", BREAKING)
-def test_an_exporter_that_was_well(port: int, exporters: dict[str, Exporter], made_up: MadeUpExporter, how: Any) -> None:
-    """It no longer answers, or with what can't be used: the window still has its samples, and an average of them."""
-    given = config(port, f"GPU-{how}")
+def test_an_exporter_that_fails_later(port: int, exporters: dict[str, Exporter], made_up: MadeUpExporter, how: Any) -> None:
+    """It stops answering, or answers with nonsense. The window still has its old samples and their average."""
+    settings = config(port, f"GPU-{how}")
     wait_for(lambda: value(port, f'count_over_time({UTIL}{{UUID="GPU-{how}"}}[1m])') is not None)
-    assert read(given) == {UTIL: pytest.approx(60.0)}
+    assert read(settings) == {UTIL: pytest.approx(60.0)}
     if how == "killed":
         exporters[how].close()
     else:
         made_up.pages[how].mode = how
     wait_for(lambda: value(port, f'up{{job="{how}"}}') == 0.0)
     assert value(port, f'avg_over_time({UTIL}{{UUID="GPU-{how}"}}[1m])') == pytest.approx(60.0)
-    assert f"the exporter of GPU-{how} (index 0, host node7) can't be scraped (up is 0): job {how}" in refusal(given)
-    short = given.model_copy(update={"window_s": 0.3, "max_age_s": 0.3})
+    assert f"the exporter of GPU-{how} (index 0, host node7) can't be scraped (up is 0): job {how}" in refusal(settings)
+    short = settings.model_copy(update={"window_s": 0.3, "max_age_s": 0.3})
     wait_for(lambda: value(port, f'count_over_time({UTIL}{{UUID="GPU-{how}"}}[300ms])') is None)
     text = refusal(short)
     assert f"no sample of GPU-{how} (index 0, host node7) within 0.3 s, though there were some within 1h" in text
@@ -290,30 +290,31 @@ def test_an_exporter_that_was_replaced(port: int, exporters: dict[str, Exporter]
 
 def test_servers_that_are_no_prometheus(port: int) -> None:
     recorder = Recorder(port, TOKEN)
-    given = config(port, "GPU-live", url=recorder.url)
-    for answer, said in (((200, "<html>{seen}</html>"), "no JSON came back"), ((200, "[1]"), "no Prometheus answer"),
-                         ((200, '{"status": "success", "data": {"resultType": "streams", "result": []}}'), "with a streams"),
-                         ((404, "not found"), "HTTP 404: no JSON"), ((302, ""), "HTTP 302: it sends elsewhere"),
-                         ((503, "Service Unavailable"), "HTTP 503: it is not ready"),
-                         ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {}, "values": [[1, "x"]]}]}}'),
-                          "the answer holds a series that no Prometheus sends"),
-                         ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {"__name__": "a"}, "values": []}]}}'),
-                          "the answer holds a series that no Prometheus sends"),
-                         ((200, '{"data": {"resultType": "matrix", "result": ["a"]}}'), "a series that no Prometheus sends"),
-                         ((422, '{"status": "error", "errorType": "execution", "error": "too many samples"}'),
-                          "too many samples")):
+    settings = config(port, "GPU-live", url=recorder.url)
+    for answer, message in (
+            ((200, "<html>{seen}</html>"), "no JSON came back"), ((200, "[1]"), "no Prometheus answer"),
+            ((200, '{"status": "success", "data": {"resultType": "streams", "result": []}}'), "with a streams"),
+            ((404, "not found"), "HTTP 404: no JSON"), ((302, ""), "HTTP 302: it sends elsewhere"),
+            ((503, "Service Unavailable"), "HTTP 503: it is not ready"),
+            ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {}, "values": [[1, "x"]]}]}}'),
+             "the answer holds a series that no Prometheus sends"),
+            ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {"__name__": "a"}, "values": []}]}}'),
+             "the answer holds a series that no Prometheus sends"),
+            ((200, '{"data": {"resultType": "matrix", "result": ["a"]}}'), "a series that no Prometheus sends"),
+            ((422, '{"status": "error", "errorType": "execution", "error": "too many samples"}'),
+             "too many samples")):
         recorder.answer = answer
-        assert said in refusal(given)
+        assert message in refusal(settings)
     recorder.close()
 
 
 def test_servers_that_do_not_answer(port: int, exporters: dict[str, Exporter], tmp_path: Path) -> None:
     with prometheus(tmp_path, {"live": (exporters["live"].address, "metrics")}) as mortal_port:
-        kept = Server(config(mortal_port, "GPU-live"))
+        open_server = Server(config(mortal_port, "GPU-live"))
         wait_for(lambda: value(mortal_port, UTIL) is not None)
-        latest(kept, UTIL)
-    with pytest.raises(PrometheusError, match="can't be reached: "):  # over the connection that it had
-        latest(kept, UTIL)
+        latest(open_server, UTIL)
+    with pytest.raises(PrometheusError, match="can't be reached: "):  # over the open connection
+        latest(open_server, UTIL)
     assert "can't be reached: Connection refused; is it running" in refusal(config(mortal_port, "GPU-live"))
     assert "can't be reached: " in refusal(config(port, url="http://no-such-host.invalid"))
     with socket.socket() as stalled:
@@ -336,59 +337,59 @@ def test_users_and_certificates(exporters: dict[str, Exporter], tmp_path: Path) 
     (tmp_path / "password").write_text(PASSWORD + "\n")
     (tmp_path / "wrong").write_text("wr0ng-secret")
     with prometheus(tmp_path / "prometheus", {"live": (live, "metrics")}, web) as locked:
-        whole = {"url": f"https://127.0.0.1:{locked}", "user": USER, "password_file": tmp_path / "password",
-                 "ca_file": tmp_path / "ca.pem", "client_cert_file": tmp_path / "client.pem",
-                 "client_key_file": tmp_path / "client.key"}
+        complete = {"url": f"https://127.0.0.1:{locked}", "user": USER, "password_file": tmp_path / "password",
+                    "ca_file": tmp_path / "ca.pem", "client_cert_file": tmp_path / "client.pem",
+                    "client_key_file": tmp_path / "client.key"}
 
-        def given(**other: Any) -> PrometheusConfig:
-            return config(locked, "GPU-live", **(whole | other))
+        def changed(**changes: Any) -> PrometheusConfig:
+            return config(locked, "GPU-live", **(complete | changes))
 
-        wait_for(lambda: well(given()))
-        assert read(given(), *TWELVE) == pytest.approx(KNOWN)
-        wrong = refusal(given(password_file=tmp_path / "wrong"))
+        wait_for(lambda: works(changed()))
+        assert read(changed(), *TWELVE) == pytest.approx(KNOWN)
+        wrong = refusal(changed(password_file=tmp_path / "wrong"))
         assert "HTTP 401: it refuses user and password" in wrong
         assert "wr0ng" not in wrong
-        assert "HTTP 401: it refuses a request without user or token" in refusal(given(user=None, password_file=None))
-        assert "TLS fails: unable to get local issuer certificate" in refusal(given(ca_file=None))
-        assert "TLS fails: " in refusal(given(ca_file=tmp_path / "stranger.pem"))
-        nobody = refusal(given(client_cert_file=None, client_key_file=None))
+        assert "HTTP 401: it refuses a request without user or token" in refusal(changed(user=None, password_file=None))
+        assert "TLS fails: unable to get local issuer certificate" in refusal(changed(ca_file=None))
+        assert "TLS fails: " in refusal(changed(ca_file=tmp_path / "stranger.pem"))
+        nobody = refusal(changed(client_cert_file=None, client_key_file=None))
         assert "TLS fails: " in nobody
         assert "client_cert_file and client_key_file if it wants one" in nobody
-        assert "TLS fails: Hostname mismatch" in refusal(given(url=f"https://localhost:{locked}"))
-        assert "it speaks TLS; write https://" in refusal(given(url=f"http://127.0.0.1:{locked}"))
-        for key, path, said in (("ca_file", "none.pem", r"ca_file .*none\.pem: no such file"),
-                                ("client_key_file", "stranger.key", "client_key_file"), ("ca_file", "password", "ca_file")):
-            with pytest.raises(UserError, match=said):
-                read(given(**{key: tmp_path / path}))
+        assert "TLS fails: Hostname mismatch" in refusal(changed(url=f"https://localhost:{locked}"))
+        assert "it speaks TLS; write https://" in refusal(changed(url=f"http://127.0.0.1:{locked}"))
+        for key, path, message in (("ca_file", "none.pem", r"ca_file .*none\.pem: no such file"),
+                                   ("client_key_file", "stranger.key", "client_key_file"), ("ca_file", "password", "ca_file")):
+            with pytest.raises(UserError, match=message):
+                read(changed(**{key: tmp_path / path}))
     assert "TLS fails: " in refusal(config(locked, url=f"https://{live}"))  # a server without TLS
 
 
 def test_tokens_stay_secret(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(port, TOKEN)
     token = tmp_path / "token"
-    given = config(port, "GPU-live", url=recorder.url, token_file=token)
-    server = Server(given)
+    settings = config(port, "GPU-live", url=recorder.url, token_file=token)
+    server = Server(settings)
     with pytest.raises(UserError, match=r"token_file .*token: no such file"):
         latest(server, UTIL)
     token.write_text("wr0ng-secret")
-    with pytest.raises(PrometheusError, match="HTTP 403: it refuses the token") as told:
+    with pytest.raises(PrometheusError, match="HTTP 403: it refuses the token") as raised:
         latest(server, UTIL)
-    told_all = [str(told.value)]
+    messages = [str(raised.value)]
     token.write_text(TOKEN + "\n")  # renewed: it is read each time
     assert latest(server, UTIL) == {UTIL: pytest.approx(KNOWN[UTIL])}
     for bad in ("two wr0ng-secrets", "wr0ng-secret\r\nX-Other: 1", "wr0ng-secret-ü"):
         token.write_text(bad)
-        with pytest.raises(UserError, match="the token holds blanks") as told_user:
+        with pytest.raises(UserError, match="the token holds blanks") as user_error:
             latest(server, UTIL)
-        told_all.append(str(told_user.value))
+        messages.append(str(user_error.value))
     token.write_text("")
     with pytest.raises(UserError, match="it is empty"):
         latest(server, UTIL)
     token.write_text("wr0ng-secret")
-    for status in (200, 400, 403, 404, 500):  # a server that says what it was shown
+    for status in (200, 400, 403, 404, 500):  # a server that repeats the token
         recorder.answer = (status, "<html>{seen}</html>")
-        told_all.append(refusal(given))
-    assert not [text for text in told_all if "wr0ng" in text]
+        messages.append(refusal(settings))
+    assert not [text for text in messages if "wr0ng" in text]
     monkeypatch.delenv("HASE_TEST_TOKEN", raising=False)
     with pytest.raises(UserError, match="token_env: no environment variable"):
         read(config(port, url=recorder.url, token_env="HASE_TEST_TOKEN"))
@@ -398,7 +399,7 @@ def test_tokens_stay_secret(port: int, tmp_path: Path, monkeypatch: pytest.Monke
 # the config ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("lines", "said"), [
+@pytest.mark.parametrize(("lines", "message"), [
     ("url: localhost:9090", r"prometheus\.url: no address"),
     ("url: http://u:s3cret@host", r"prometheus\.url: an address without"),
     ("url: http://host:99999", r"prometheus\.url: no address"), ("url: http://host/?token=s3cret", "an address without"),
@@ -408,26 +409,26 @@ def test_tokens_stay_secret(port: int, tmp_path: Path, monkeypatch: pytest.Monke
     ("on_failure: ignore", r"on_failure.*'error' or 'idle'"), ("gpu: 0", r"prometheus\.gpu: a UUID, or"),
     ("gpu: {indx: 0}", "did you mean index"),
 ])
-def test_configs_that_do_not_fit(tmp_path: Path, lines: str, said: str) -> None:
+def test_configs_that_do_not_fit(tmp_path: Path, lines: str, message: str) -> None:
     (tmp_path / "config.yaml").write_text(f"prometheus:\n  {lines}\n")
-    with pytest.raises(UserError, match=said) as told:
+    with pytest.raises(UserError, match=message) as raised:
         read_config(tmp_path / "config.yaml", InferenceConfig)
-    assert "s3cret" not in str(told.value)
+    assert "s3cret" not in str(raised.value)
 
 
-def test_the_shipped_config_says_what_the_classes_do() -> None:
+def test_the_shipped_config_equals_the_defaults() -> None:
     shipped = read_config(ROOT / "inference" / "config.yaml", InferenceConfig)
     assert shipped == InferenceConfig()
     assert shipped.prometheus.model_fields_set == set(PrometheusConfig.model_fields)
 
 
-# what it makes of a prediction ---------------------------------------------------------------------------------------------
+# what predictions make of it -----------------------------------------------------------------------------------------------
 
 
 def test_a_failure_is_an_error_or_idle_with_a_warning(port: int) -> None:
-    given = InferenceConfig(prometheus=config(port, "GPU-nan"))
+    settings = InferenceConfig(prometheus=config(port, "GPU-nan"))
     with pytest.raises(PrometheusError, match="reports nan"):
-        current_load(given, fields=[UTIL])
+        current_load(settings, fields=[UTIL])
     idle = current_load(InferenceConfig(prometheus=config(port, "GPU-nan", on_failure="idle")), fields=[UTIL])
     assert idle.metrics == {}
     assert "predicted for an idle device, as prometheus.on_failure says, since the load is not known" in idle.notices[0]
@@ -436,7 +437,7 @@ def test_a_failure_is_an_error_or_idle_with_a_warning(port: int) -> None:
         current_load(InferenceConfig(prometheus=config(port, on_failure="idle", token_env="HASE_NOT_SET")), fields=[UTIL])
     busy = current_load(InferenceConfig(prometheus=config(port, "GPU-busy")), fields=[UTIL])
     assert (busy.metrics, busy.notices) == ({UTIL: pytest.approx(50.0)}, ())
-    assert "trained without metrics" in current_load(given).notices[0]
+    assert "trained without metrics" in current_load(settings).notices[0]
 
 
 @pytest.mark.parametrize("command", [
@@ -452,18 +453,18 @@ def test_predictor_and_evaluator_ask(port: int, command: tuple[str, ...], tmp_pa
     def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         """A prediction is one of a list, an evaluation is an object."""
         assert done.stdout, done.stderr
-        found = json.loads(done.stdout)
+        report = json.loads(done.stdout)
         if command[0] == "evaluator.py":
-            return found
-        (one,) = found
-        return one
+            return report
+        (prediction,) = report
+        return prediction
 
     assert answer(shell("node7"))["load"] == {METRIC: pytest.approx(0.375)}
     failed = shell("node1")
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: prometheus: no metrics of Hostname node1, but of node7 (host node7), ")
     idle = shell("node1", "idle")
-    found = answer(idle)
-    assert found["load"] == "idle"
-    assert found["warnings"][0].startswith("predicted for an idle device, as prometheus.on_failure says")
+    idle_answer = answer(idle)
+    assert idle_answer["load"] == "idle"
+    assert idle_answer["warnings"][0].startswith("predicted for an idle device, as prometheus.on_failure says")
     assert "warning: predicted for an idle device" in idle.stderr

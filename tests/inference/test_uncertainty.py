@@ -1,4 +1,4 @@
-"""Uncertainty said aloud: what is a rough estimate, what only widens an interval, and what no answer may say."""
+"""Reported uncertainty: what makes a rough estimate, what only widens an interval, and impossible answers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ TARGET = local_target("cpu").name
 
 def graph(path: Path, nodes: list[onnx.NodeProto], inputs: dict[str, list[Any]], outputs: dict[str, list[Any]],
           weights: dict[str, np.ndarray], opset: int = 20) -> Path:
-    given, made = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in of.items()]
-                   for of in (inputs, outputs))
+    graph_inputs, graph_outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in of.items()]
+                                   for of in (inputs, outputs))
     constants = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()]
-    body = helper.make_graph(nodes, path.stem, given, made, constants)
+    body = helper.make_graph(nodes, path.stem, graph_inputs, graph_outputs, constants)
     onnx.save(helper.make_model(body, opset_imports=[helper.make_opsetid("", opset)], ir_version=10), path)
     return path
 
@@ -49,7 +49,7 @@ def recurrent(path: Path, hidden: int = 64) -> Path:
 
 
 def normalised(path: Path, shape: list[int]) -> Path:
-    """A BatchNormalization that nothing is fused with, and one activation before it."""
+    """A BatchNormalization that is not fused, after an activation."""
     names = ["scale", "bias", "mean", "var"]
     nodes = [helper.make_node("Sigmoid", ["x"], ["s"]), helper.make_node("BatchNormalization", ["s", *names], ["y"])]
     return graph(path, nodes, {"x": shape}, {"y": shape}, {name: np.ones(shape[1]) for name in names})
@@ -71,12 +71,12 @@ def test_an_operator_that_was_never_measured_is_a_rough_estimate(tmp_path: Path)
     path = graph(tmp_path / "lrn.onnx", nodes, {"x": [32, 64, 56, 56]}, {"y": [32, 64 * 56 * 56]}, {})
     done = command("--workspace", tmp_path, "--model", path, "--target", H200, "--json", "--fail-on-rough")
     assert done.returncode == EXIT_ROUGH, done.stderr
-    (found,) = json.loads(done.stdout)
-    assert found["rough_estimate"]
-    assert found["estimated_operators"] == ["LRN"]
-    low, high = found["interval_ms"]
-    assert low < found["latency_ms"]
-    assert high > 1.5 * found["latency_ms"]
+    (answer,) = json.loads(done.stdout)
+    assert answer["rough_estimate"]
+    assert answer["estimated_operators"] == ["LRN"]
+    low, high = answer["interval_ms"]
+    assert low < answer["latency_ms"]
+    assert high > 1.5 * answer["latency_ms"]
     assert "rough estimate: LRN: never measured" in done.stderr
     assert "Flatten" not in done.stderr
     table = command("--workspace", tmp_path, "--model", path, "--target", H200)
@@ -89,19 +89,19 @@ def test_an_operator_that_was_never_measured_is_a_rough_estimate(tmp_path: Path)
 def test_known_models_are_not_marked(torch_models: dict[str, Path]) -> None:
     for path in torch_models.values():
         for strict in (False, True):
-            found = predict(path, target=H200, strict=strict)
-            assert not found.rough_estimate
-            assert found.estimated_operators == found.doubtful_operators == ()
+            prediction = predict(path, target=H200, strict=strict)
+            assert not prediction.rough_estimate
+            assert prediction.estimated_operators == prediction.doubtful_operators == ()
 
 
 def test_an_operator_known_at_another_rank_is_doubtful(tmp_path: Path) -> None:
-    """With predictors as if BatchNormalization had been measured at rank 4 alone."""
+    """With predictors as if BatchNormalization had only been measured at rank 4."""
     workspace = Workspace(tmp_path)
     copy_predictors(SHIPPED / H200, workspace.predictors(H200))
-    known = read_uncertainty(SHIPPED / H200)
+    uncertainty = read_uncertainty(SHIPPED / H200)
     forms = {name: tuple(form for form in of if name != "BatchNormalization" or form.endswith("rank 4"))
-             for name, of in (known.forms or {}).items()}
-    files.write_json(uncertainty_path(workspace.predictors(H200)), known.model_copy(update={"forms": forms}))
+             for name, of in (uncertainty.forms or {}).items()}
+    files.write_json(uncertainty_path(workspace.predictors(H200)), uncertainty.model_copy(update={"forms": forms}))
     usual = predict(normalised(tmp_path / "usual.onnx", [256, 64, 56, 56]), target=H200, workspace=workspace)
     odd = predict(normalised(tmp_path / "odd.onnx", [65536, 4096]), target=H200, workspace=workspace)
     assert (usual.doubtful_operators, odd.doubtful_operators) == ((), ("BatchNormalization",))
@@ -117,10 +117,10 @@ def test_a_small_share_only_widens(workspace: Workspace) -> None:
     odd = predict(conv_net(workspace.root / "erf64.onnx", channels=64, size=32, extra="Erf"), target=TARGET,
                   workspace=workspace)
     assert odd.estimated_operators == ("Erf",)
-    widths = [math.log(one.interval_ms[1] / one.interval_ms[0]) for one in (plain, odd)]
+    widths = [math.log(prediction.interval_ms[1] / prediction.interval_ms[0]) for prediction in (plain, odd)]
     assert widths[1] > widths[0] > 0
-    for one in (plain, odd):
-        assert one.interval_ms[0] < one.latency_ms < one.interval_ms[1]
+    for prediction in (plain, odd):
+        assert prediction.interval_ms[0] < prediction.latency_ms < prediction.interval_ms[1]
 
 
 @pytest.mark.slow
@@ -137,36 +137,36 @@ def test_sizes_beyond_the_data_widen(workspace: Workspace) -> None:
 
 @pytest.mark.slow
 def test_an_interval_is_given_under_load_too(workspace: Workspace, torch_models: dict[str, Path]) -> None:
-    found = predict("anet_c16.onnx", target=TARGET, workspace=workspace, load={METRIC: 0.5})
-    assert found.interval_ms[0] < found.latency_ms < found.interval_ms[1]
+    loaded = predict("anet_c16.onnx", target=TARGET, workspace=workspace, load={METRIC: 0.5})
+    assert loaded.interval_ms[0] < loaded.latency_ms < loaded.interval_ms[1]
     path = torch_models["resnet18"]
     idle, beside = (predict(path, target=H200, load=load)
                     for load in ({}, {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5}))
-    widths = [one.interval_ms[1] / one.latency_ms for one in (idle, beside)]
+    widths = [prediction.interval_ms[1] / prediction.latency_ms for prediction in (idle, beside)]
     assert 1.0 < widths[0] < widths[1]
 
 
 @pytest.mark.slow
-def test_few_models_tell_an_interval_too(workspace: Workspace) -> None:
+def test_few_models_give_an_interval_too(workspace: Workspace) -> None:
     """Of four models, left out by three families, the errors are ±10 %: Student's t for three degrees of freedom."""
     from inference.core.targets import fitted_for
 
     used = fitted_for(workspace, TARGET).composition
     models = tuple(model.model_copy(update={"model": name, "group": name[0], "predicted_ms": model.measured_ms * error})
                    for model, name, error in zip(used.models, ("a1", "a2", "b1", "c1"), (1.1, 1 / 1.1) * 2, strict=False))
-    few = used.model_copy(update={"interval": None, "models": models})
-    found = predict("anet_c16.onnx", target=TARGET, workspace=workspace, composition=few)
-    shorter = shortness(few, found.latency_ms).span  # where the errors just made up moved the shortest model
-    assert found.interval_ms[1] / found.latency_ms == pytest.approx(
+    four_models = used.model_copy(update={"interval": None, "models": models})
+    prediction = predict("anet_c16.onnx", target=TARGET, workspace=workspace, composition=four_models)
+    shorter = shortness(four_models, prediction.latency_ms).span  # the made-up errors have moved the shortest model
+    assert prediction.interval_ms[1] / prediction.latency_ms == pytest.approx(
         joined([Span(1.0, 1.1 ** (2.3534 * math.sqrt(4 / 3))), shorter]).high, rel=1e-3)
-    one = predict("anet_c16.onnx", target=TARGET, workspace=workspace,
-                  composition=few.model_copy(update={"left_out": "nothing", "models": models[:1]}))
-    assert one.interval_ms[1] / one.latency_ms == pytest.approx(2.0, rel=1e-3)
+    of_one_model = predict("anet_c16.onnx", target=TARGET, workspace=workspace,
+                           composition=four_models.model_copy(update={"left_out": "nothing", "models": models[:1]}))
+    assert of_one_model.interval_ms[1] / of_one_model.latency_ms == pytest.approx(2.0, rel=1e-3)
 
 
 def test_errors_add_up_in_quadrature() -> None:
     assert joined([]) == CERTAIN
-    low, high = joined([Span(0.5, 2.0), Span(0.5, 2.0), Span(1.1, 0.9)])  # the last one holds nothing: only 1 itself
+    low, high = joined([Span(0.5, 2.0), Span(0.5, 2.0), Span(1.1, 0.9)])  # the last one is empty, so it counts as 1
     assert (low, high) == (pytest.approx(0.5 ** math.sqrt(2)), pytest.approx(2 ** math.sqrt(2)))
     assert is_rough(Span(1.0, 1.11))
     assert is_rough(Span(0.89, 1.0))
@@ -174,53 +174,53 @@ def test_errors_add_up_in_quadrature() -> None:
 
 
 @pytest.mark.slow
-def test_ranges_are_learned_from_operators_left_out(workspace: Workspace) -> None:
-    """Of the made-up dataset each range holds 1; a class of few operators is no narrower than the default."""
+def test_ranges_are_learned_from_left_out_operators(workspace: Workspace) -> None:
+    """For the made-up dataset each range holds 1. The range of a class with few operators is no narrower than the default."""
     uncertainty = read_uncertainty(workspace.predictors(TARGET))
     assert uncertainty_path(workspace.predictors(TARGET)).is_file()
     assert uncertainty.forms is not None
     assert any(forms == ("float32 of rank 4",) for name, forms in uncertainty.forms.items() if name.startswith("Conv"))
-    for kind, found in uncertainty.ranges["run"].items():
-        assert found.low <= 1.0 <= found.high
-        if found.operators < 3:
-            assert found == found.joined(DEFAULT_RANGES[kind])  # type: ignore[index]
+    for kind, learned in uncertainty.ranges["run"].items():
+        assert learned.low <= 1.0 <= learned.high
+        if learned.operators < 3:
+            assert learned == learned.joined(DEFAULT_RANGES[kind])  # type: ignore[index]
 
 
 def test_the_shipped_ranges() -> None:
-    """Learned from the shipped dataset: of operators that work element by element, nine of ten kernels take 0.5 to 2 times the
-    estimate, and one launch."""
+    """Learned from the shipped dataset: nine of ten kernels of elementwise operators take 0.5 to 2 times the estimate, and one
+    launch."""
     uncertainty = read_uncertainty(SHIPPED / H200)
     assert uncertainty.dataset_sha256 == json.loads((SHIPPED / H200 / "predictors.json").read_text())["dataset_sha256"]
-    found = uncertainty.ranges["gpu"]["elementwise"]
-    assert 0.5 < found.low < 1.0 < found.high < 2.0
-    assert found.operators >= 11
-    assert uncertainty.ranges["launches"]["elementwise"] == Range(low=1.0, high=1.0, operators=found.operators)
+    elementwise = uncertainty.ranges["gpu"]["elementwise"]
+    assert 0.5 < elementwise.low < 1.0 < elementwise.high < 2.0
+    assert elementwise.operators >= 11
+    assert uncertainty.ranges["launches"]["elementwise"] == Range(low=1.0, high=1.0, operators=elementwise.operators)
     assert uncertainty.ranges["gpu"]["reduction"].high > 2
 
 
 def test_a_gpu_takes_no_less_than_its_own_work(tmp_path: Path) -> None:
-    """A fitted lead is negative, so that one long kernel would end before it can."""
+    """A fitted lead is negative, so one long kernel would end too early."""
     path = graph(tmp_path / "one.onnx", [helper.make_node("Sigmoid", ["x"], ["y"])], {"x": [64, 64, 256, 256]},
                  {"y": [64, 64, 256, 256]}, {})
-    found = predict(path, target=H200)
-    assert found.latency_ms >= found.kernel_sum_ms > 0.1
+    prediction = predict(path, target=H200)
+    assert prediction.latency_ms >= prediction.kernel_sum_ms > 0.1
 
 
 @pytest.mark.slow
 def test_a_larger_batch_takes_no_less(workspace: Workspace) -> None:
-    one, two, four = (predict("dynnet.onnx", dims={"batch": batch}, target=TARGET, workspace=workspace, strict=True)
-                      for batch in (1, 2, 4))
-    sunk = two.model_copy(update={"latency_ms": 0.5 * one.latency_ms,
-                                  "interval_ms": (0.4 * one.latency_ms, 0.6 * one.latency_ms)})
-    found: list[Prediction] = make_monotonic([four, sunk, one])
-    assert (found[0], found[2]) == (four, one)
-    assert found[1].latency_ms == one.latency_ms
-    assert found[1].interval_ms == (sunk.interval_ms[0], one.interval_ms[1])
-    assert found[1].items_per_second == pytest.approx(2 / one.latency_ms * 1e3)
-    assert "less than dynnet@batch=1,dynamic" in found[1].warnings[-1]
+    single, double, four = (predict("dynnet.onnx", dims={"batch": batch}, target=TARGET, workspace=workspace, strict=True)
+                            for batch in (1, 2, 4))
+    sunk = double.model_copy(update={"latency_ms": 0.5 * single.latency_ms,
+                                     "interval_ms": (0.4 * single.latency_ms, 0.6 * single.latency_ms)})
+    raised: list[Prediction] = make_monotonic([four, sunk, single])
+    assert (raised[0], raised[2]) == (four, single)
+    assert raised[1].latency_ms == single.latency_ms
+    assert raised[1].interval_ms == (sunk.interval_ms[0], single.interval_ms[1])
+    assert raised[1].items_per_second == pytest.approx(2 / single.latency_ms * 1e3)
+    assert "less than dynnet@batch=1,dynamic" in raised[1].warnings[-1]
     measured = {"measured": 1.0, "predicted": 0.0, "estimated": 0.0}
-    kept = [one.model_copy(update={"time_share": measured}), sunk.model_copy(update={"time_share": measured})]
-    assert make_monotonic(kept) == kept
+    unchanged = [single.model_copy(update={"time_share": measured}), sunk.model_copy(update={"time_share": measured})]
+    assert make_monotonic(unchanged) == unchanged
 
 
 @pytest.mark.slow
@@ -231,20 +231,20 @@ def test_the_command_to_measure_is_printed_where_this_is_the_target(workspace: W
             f"--workspace {workspace.root}") in done.stderr
 
 
-def test_a_model_that_cannot_fit_says_so(tmp_path: Path) -> None:
-    """Input and output of 125 GiB each are more than an H200 has; of 50 GiB each they fit, although the arena takes
-    larger regions where it can."""
+def test_a_model_that_does_not_fit_has_a_warning(tmp_path: Path) -> None:
+    """An H200 has no memory for input and output of 125 GiB each. Those of 50 GiB fit, although the arena takes larger
+    regions where it can."""
     path = graph(tmp_path / "huge.onnx", [helper.make_node("Sigmoid", ["x"], ["y"])], {"x": ["batch", 8, 2048, 2048]},
                  {"y": ["batch", 8, 2048, 2048]}, {})
-    one, many = (predict(path, dims={"batch": batch}, target=H200) for batch in (400, 1000))
-    assert (one.fits_memory, many.fits_memory) == (True, False)
-    assert one.device_memory_mib == many.device_memory_mib == pytest.approx(143771)
-    assert any("it needs at least 250 GiB" in text for text in many.warnings)
-    assert not any("can't run there" in text for text in one.warnings)
+    fitting, too_large = (predict(path, dims={"batch": batch}, target=H200) for batch in (400, 1000))
+    assert (fitting.fits_memory, too_large.fits_memory) == (True, False)
+    assert fitting.device_memory_mib == too_large.device_memory_mib == pytest.approx(143771)
+    assert any("it needs at least 250 GiB" in text for text in too_large.warnings)
+    assert not any("can't run there" in text for text in fitting.warnings)
 
 
 def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate(tmp_path: Path) -> None:
-    """What a run costs besides its nodes is known from models of 0.23 ms and more: two Adds are a tenth of that."""
+    """The cost of a run besides its nodes was learned from models of at least 0.23 ms; two Adds take a tenth of that."""
     tiny, net = (predict(graph(tmp_path / f"{name}.onnx", [helper.make_node("Add", [f"t{i}", "x"], [f"t{i + 1}"]) for i in
                                range(count)], {"t0": [8, 8], "x": [8, 8]}, {f"t{count}": [8, 8]}, {}), target=H200)
                  for name, count in (("tiny", 2), ("net", 60)))

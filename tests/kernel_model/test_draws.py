@@ -1,4 +1,4 @@
-"""Shapes drawn near a kernel's: operators whose sizes hang together get sizes that do, and run."""
+"""Shapes drawn near a kernel's: operators with related sizes get related sizes, and run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_WORK = 2e8  # operations and bytes of a kernel that is run here, so that th
 
 @pytest.mark.parametrize("op_type", ["LSTM", "GRU", "ConvTranspose", "InstanceNormalization", "BatchNormalization", "Expand",
                                      "Einsum", "DepthToSpace", "SpaceToDepth", "Resize"])
-def test_kernels_whose_sizes_hang_together_are_drawn_near_and_run(op_type: str) -> None:
+def test_kernels_with_related_sizes_are_drawn_near_and_run(op_type: str) -> None:
     seed, generator = free_kernel(op_type, "float32"), np.random.default_rng(2)
     drawn = [draw_kernel(seed, 4, generator, 0.5) for _ in range(20)]
     assert len({kernel.id for kernel in drawn}) > 5
@@ -31,18 +31,18 @@ def test_kernels_whose_sizes_hang_together_are_drawn_near_and_run(op_type: str) 
 
 def runs_as_described(kernel: Kernel) -> None:
     session = open_session(build_model(kernel).SerializeToString(), "cpu", optimize="none")
-    assert [value.shape for value in session.run(None, dummy_inputs(kernel))] == [one.shape for one in kernel.outputs]
+    assert [value.shape for value in session.run(None, dummy_inputs(kernel))] == [output.shape for output in kernel.outputs]
 
 
 def of_ints(*values: int) -> KernelInput:
     return KernelInput(dtype="int64", shape=(len(values),), constant=True, values=values)
 
 
-def test_regions_name_images_that_are_there_and_columns_keep_their_blocks() -> None:
+def test_regions_name_existing_images_and_columns_keep_their_blocks() -> None:
     generator = np.random.default_rng(2)
-    one, regions = KernelInput(dtype="float32", shape=(1, 16, 20, 20)), KernelInput(dtype="float32", shape=(10, 4))
+    image, regions = KernelInput(dtype="float32", shape=(1, 16, 20, 20)), KernelInput(dtype="float32", shape=(10, 4))
     align = describe_kernel("RoiAlign", "", 16, {"output_height": 7, "output_width": 7}, [
-        one, regions, KernelInput(dtype="int64", shape=(10,))], [Tensor(dtype="float32", shape=(10, 16, 7, 7))])
+        image, regions, KernelInput(dtype="int64", shape=(10,))], [Tensor(dtype="float32", shape=(10, 16, 7, 7))])
     columns = describe_kernel("Col2Im", "", 18, {}, [KernelInput(dtype="float32", shape=(2, 32, 100)), of_ints(20, 20),
                                                      of_ints(2, 2)], [Tensor(dtype="float32", shape=(2, 8, 20, 20))])
     columns = columns.model_copy(update={"attributes": {"strides": [2, 2]}})
@@ -51,7 +51,7 @@ def test_regions_name_images_that_are_there_and_columns_keep_their_blocks() -> N
             runs_as_described(draw_kernel(seed, 3, generator))
 
 
-def test_a_gather_of_what_is_not_there_is_refused() -> None:
+def test_a_gather_outside_its_axis_is_refused() -> None:
     seed = describe_kernel("Gather", "", 20, {"axis": 0}, [KernelInput(dtype="float32", shape=(30, 8)), of_ints(29)],
                            [Tensor(dtype="float32", shape=(1, 8))])
     generator = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Kernels as models of their own: each does what its node does in the whole model, and runs on made-up inputs."""
+"""Kernels as separate models: each computes the same as its node in the whole model, and runs on made-up inputs."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class Traced:
 
 
 def trace(path: Path, provider: str, folder: Path) -> Traced:
-    """Runs the optimised graph as it stands, with every tensor an output."""
+    """Runs the optimised graph unchanged, with every tensor as an output."""
     saved = folder / "optimized.onnx"
     record = record_of(parse_into(saved, path, provider))
     proto = onnx.load(str(saved))
     assert [node.name for node in proto.graph.node] == [node.name for node in record.nodes]
     values = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    there = {value.name for value in proto.graph.output}
+    outputs = {value.name for value in proto.graph.output}
     for node in proto.graph.node:
-        proto.graph.output.extend(helper.ValueInfoProto(name=name) for name in node.output if name and name not in there)
+        proto.graph.output.extend(helper.ValueInfoProto(name=name) for name in node.output if name and name not in outputs)
     session = open_session(proto.SerializeToString(), "cpu" if record.derived else provider, optimize="none")
     generator = np.random.default_rng(0)
     values |= {name: generator.standard_normal(tensor.shape).astype(tensor.dtype) for name, tensor in record.inputs.items()}
@@ -78,32 +78,32 @@ def traced(torch_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 
 
 def run_kernel(kernel: Kernel, values: Sequence[np.ndarray | None], provider: str) -> list[np.ndarray]:
-    """What the kernel, built alone, makes of these inputs (None where one is left out); None outputs are skipped."""
-    given = [(position, tensor, values[position]) for position, tensor in enumerate(kernel.inputs) if tensor.present]
-    constants = {position: value for position, tensor, value in given if tensor.constant and value is not None}
-    feed = {input_name(position): value for position, tensor, value in given if not tensor.constant}
+    """The outputs of the kernel as a separate model, for these inputs (None where one is left out), without those left out."""
+    present = [(position, tensor, values[position]) for position, tensor in enumerate(kernel.inputs) if tensor.present]
+    constants = {position: value for position, tensor, value in present if tensor.constant and value is not None}
+    feed = {input_name(position): value for position, tensor, value in present if not tensor.constant}
     session = open_session(build_model(kernel, constants).SerializeToString(), provider, optimize="none", name=kernel.id)
     return [np.asarray(value) for value in session.run(None, feed)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "provider"), CASES)
-def test_a_kernel_does_what_its_node_does(traced: dict[tuple[str, str], Traced], model: str, provider: str) -> None:
-    """Every node of the model: the tensors that the whole model feeds it give the same outputs."""
+def test_a_kernel_computes_the_same_as_its_node(traced: dict[tuple[str, str], Traced], model: str, provider: str) -> None:
+    """For every node: the inputs that it has in the whole model give the same outputs."""
     case = traced[model, provider]
     for node, kernel in case.parts():
         inputs = [case.values[name] if name else None for name in node.inputs]
-        found = run_kernel(kernel, inputs, "cpu" if case.record.derived else provider)
+        outputs = run_kernel(kernel, inputs, "cpu" if case.record.derived else provider)
         wanted = [case.values[name] for name in node.outputs if name]
-        assert len(found) == len(wanted)
-        for got, want in zip(found, wanted, strict=True):
-            assert (got.dtype, got.shape) == (want.dtype, want.shape), node.name
-            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=node.name)
+        assert len(outputs) == len(wanted)
+        for output, expected in zip(outputs, wanted, strict=True):
+            assert (output.dtype, output.shape) == (expected.dtype, expected.shape), node.name
+            np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5, err_msg=node.name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "provider"), CASES)
-def test_what_the_record_says_of_tensors_is_so(traced: dict[tuple[str, str], Traced], model: str, provider: str) -> None:
+def test_the_record_describes_its_tensors(traced: dict[tuple[str, str], Traced], model: str, provider: str) -> None:
     """Types, shapes, and the small constants kept by value."""
     case = traced[model, provider]
     recorded = 0
@@ -121,8 +121,8 @@ def test_what_the_record_says_of_tensors_is_so(traced: dict[tuple[str, str], Tra
 
 @pytest.mark.slow
 @pytest.mark.skipif("avx" not in Path("/proc/cpuinfo").read_text(), reason="ORT blocks channels on x86 only")
-def test_the_cases_hold_blocked_and_optional_inputs(traced: dict[tuple[str, str], Traced]) -> None:
-    """So that the fidelity test covers them: a fused Conv that adds its fourth input and leaves its third out."""
+def test_the_cases_include_blocked_and_optional_inputs(traced: dict[tuple[str, str], Traced]) -> None:
+    """Then the tests above cover them: a fused Conv that adds its fourth input and leaves out its third."""
     kernels = [kernel for case in traced.values() for _, kernel in case.parts()]
     blocked = [kernel for kernel in kernels if kernel.domain == "com.microsoft.nchwc"]
     assert {"Conv", "MaxPool", "ReorderInput", "ReorderOutput"} <= {kernel.op_type for kernel in blocked}
@@ -133,7 +133,7 @@ def test_the_cases_hold_blocked_and_optional_inputs(traced: dict[tuple[str, str]
 @pytest.mark.parametrize(("model", "provider"), CASES)
 def test_every_kernel_runs_on_made_up_inputs(traced: dict[tuple[str, str], Traced], tmp_path: Path, model: str,
                                              provider: str) -> None:
-    """It loads from its file, runs and gives no NaN; its file names it, and describes it whole."""
+    """It loads from its file, runs and gives no NaN. The file is named after it and holds its whole description."""
     record = traced[model, provider].record
     for kernel in record.kernels.values():
         path = kernel_build(kernel, tmp_path)
@@ -149,7 +149,7 @@ def test_every_kernel_runs_on_made_up_inputs(traced: dict[tuple[str, str], Trace
 # made-up inputs ----------------------------------------------------------------------------------------------------------
 
 def odd_model() -> onnx.ModelProto:
-    """Operators that do not take just any number: indices, masks, logarithms, powers, divisors, a large index table."""
+    """Operators that don't take every number: indices, masks, logarithms, powers, divisors, a large index table."""
     table = np.arange(200, dtype=np.int64)[::-1] % 50
     nodes = [
         helper.make_node("Gather", ["embedding", "tokens"], ["e"], name="embed"),  # [2, 6, 16]
@@ -171,13 +171,13 @@ def odd_model() -> onnx.ModelProto:
     inputs = {"tokens": (TensorProto.INT64, [2, 6]), "which": (TensorProto.INT32, [3]), "mask": (TensorProto.BOOL, [2, 6, 16]),
               "wide": (TensorProto.FLOAT, [50, 2])}
     graph = helper.make_graph(
-        nodes, "odd", [helper.make_tensor_value_info(name, *what) for name, what in inputs.items()],
+        nodes, "odd", [helper.make_tensor_value_info(name, *type_and_shape) for name, type_and_shape in inputs.items()],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 6, 16])],
         [numpy_helper.from_array(value, name) for name, value in weights.items()])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
-def test_made_up_inputs_are_of_a_kind_that_the_operator_takes(tmp_path: Path) -> None:
+def test_made_up_inputs_suit_the_operator(tmp_path: Path) -> None:
     record = analyze(odd_model(), "cpu")
     assert {kernel.op_type for kernel in record.kernels.values()} >= {"Gather", "Log", "Sqrt", "Pow", "Div", "Where"}
     for kernel in record.kernels.values():
@@ -197,17 +197,17 @@ def test_made_up_inputs_are_of_a_kind_that_the_operator_takes(tmp_path: Path) ->
 
 def test_made_up_inputs_are_the_same_each_time() -> None:
     kernel = next(iter(analyze(small_model(), "cpu").kernels.values()))
-    one, same, other = dummy_inputs(kernel), dummy_inputs(kernel), dummy_inputs(kernel, 1)
-    assert all(np.array_equal(one[name], same[name]) for name in one)
-    assert not all(np.array_equal(one[name], other[name]) for name in one)
+    inputs, inputs_again, of_another_seed = dummy_inputs(kernel), dummy_inputs(kernel), dummy_inputs(kernel, 1)
+    assert all(np.array_equal(inputs[name], inputs_again[name]) for name in inputs)
+    assert not all(np.array_equal(inputs[name], of_another_seed[name]) for name in inputs)
 
 
 def test_a_kernel_with_a_subgraph_is_refused() -> None:
-    branch = helper.make_graph([helper.make_node("Relu", ["x"], ["z"])], "branch", [],
-                               [helper.make_tensor_value_info("z", TensorProto.FLOAT, [4])])
-    other = helper.make_graph([helper.make_node("Neg", ["x"], ["z2"])], "other", [],
-                              [helper.make_tensor_value_info("z2", TensorProto.FLOAT, [4])])
-    node = helper.make_node("If", ["condition"], ["y"], then_branch=branch, else_branch=other)
+    then_branch = helper.make_graph([helper.make_node("Relu", ["x"], ["z"])], "branch", [],
+                                    [helper.make_tensor_value_info("z", TensorProto.FLOAT, [4])])
+    else_branch = helper.make_graph([helper.make_node("Neg", ["x"], ["z2"])], "other", [],
+                                    [helper.make_tensor_value_info("z2", TensorProto.FLOAT, [4])])
+    node = helper.make_node("If", ["condition"], ["y"], then_branch=then_branch, else_branch=else_branch)
     graph = helper.make_graph([node], "choice", [helper.make_tensor_value_info("condition", TensorProto.BOOL, []),
                                                  helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])],
                               [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])])
@@ -236,7 +236,7 @@ def test_a_carrier_runs_all_kernels(traced: dict[tuple[str, str], Traced], model
 # files and the command ---------------------------------------------------------------------------------------------------
 
 def large_kernel() -> Kernel:
-    """One whose weights lie in the shared file."""
+    """A kernel with its weights in the shared file."""
     return next(kernel for kernel in analyze(small_model(channels=64), "cpu").kernels.values()
                 if kernel.type == "Conv_Add_Relu" or kernel.weight_bytes > INLINE_BYTES)
 
@@ -246,7 +246,7 @@ def test_large_weights_are_shared(tmp_path: Path) -> None:
     path = kernel_build(kernel, tmp_path)
     assert kernel.weight_bytes > INLINE_BYTES > path.stat().st_size
     shared = tmp_path / "random_float32.bin"
-    before = shared.stat().st_size
+    size_before = shared.stat().st_size
     check_kernel(path, kernel, "cpu")
     larger = kernel.model_copy(update={"id": "larger", "inputs": (
         kernel.inputs[0], kernel.inputs[1].model_copy(update={"shape": (128, *kernel.inputs[1].shape[1:])}),
@@ -254,8 +254,8 @@ def test_large_weights_are_shared(tmp_path: Path) -> None:
           for tensor in kernel.inputs[2:])), "outputs": tuple(
         tensor.model_copy(update={"shape": (tensor.shape[0], 128, *tensor.shape[2:])}) for tensor in kernel.outputs)})
     check_kernel(kernel_build(larger, tmp_path), larger, "cpu")
-    assert shared.stat().st_size > before
-    check_kernel(path, kernel, "cpu")  # still good, now that the file has grown
+    assert shared.stat().st_size > size_before
+    check_kernel(path, kernel, "cpu")  # still works after the file has grown
 
 
 def test_given_weights_are_written_into_the_file(tmp_path: Path) -> None:
@@ -289,10 +289,10 @@ def test_the_command_takes_a_kernel_a_record_and_the_index(workspace: Workspace)
     record = analyze(small_model(), "cpu", name="small")
     kernel = next(iter(record.kernels.values()))
     files.write_json(workspace.root / "one.json", kernel)
-    one = build(workspace, "--kernel", str(workspace.root / "one.json"), "--check", "--json")
-    assert one.returncode == 0, one.stderr
+    of_kernel = build(workspace, "--kernel", str(workspace.root / "one.json"), "--check", "--json")
+    assert of_kernel.returncode == 0, of_kernel.stderr
     if not has_cuda():
-        assert [Path(row["file"]).name for row in json.loads(one.stdout)["built"]] == [f"{kernel.id}.onnx"]
+        assert [Path(row["file"]).name for row in json.loads(of_kernel.stdout)["built"]] == [f"{kernel.id}.onnx"]
         assert (workspace.kernel_onnx / record.flavour.name / f"{kernel.id}.onnx").is_file()
     folder = workspace.kernel_records / record.flavour.name
     files.write_json(folder / "small.json", record)
@@ -316,13 +316,13 @@ def test_the_command_and_bad_json(workspace: Workspace, text: str, message: str)
     assert message in done.stderr
 
 
-def test_the_command_without_records_names_the_one_before(workspace: Workspace) -> None:
+def test_without_records_the_error_names_the_earlier_command(workspace: Workspace) -> None:
     done = build(workspace)
     assert done.returncode == 1
     assert "python ort_analysis/fusion_detector.py" in done.stderr
 
 
-def test_a_kernel_puts_out_as_much_as_in_its_model(tmp_path: Path) -> None:
+def test_a_kernel_has_the_same_output_shapes_as_in_its_model(tmp_path: Path) -> None:
     """Kernels whose output size depends on data, run alone and in a carrier, where an Abs writes their inputs."""
     def tensor(dtype: str, *shape: int, **values: object) -> KernelInput:
         return KernelInput.model_validate({"dtype": dtype, "shape": shape, "constant": bool(values), **values})
@@ -336,7 +336,7 @@ def test_a_kernel_puts_out_as_much_as_in_its_model(tmp_path: Path) -> None:
                                    tensor("float32", values=(0.5,))], "int64", (61, 3)))]
     for kernel in kernels:
         [made] = run_kernel(kernel, list(dummy_inputs(kernel).values()) + [None] * sum(
-            one.constant for one in kernel.inputs), "cpu")[:1]
+            x.constant for x in kernel.inputs), "cpu")[:1]
         assert made.shape == kernel.outputs[0].shape, kernel.type
     model, feed = build_carrier(kernels, "cpu")
     shapes = open_session(model.SerializeToString(), "cpu", optimize="none", name="carrier").run(None, feed)

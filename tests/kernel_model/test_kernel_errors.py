@@ -1,4 +1,4 @@
-"""Sampling again where predictors err: known errors, how often each kernel is drawn from, and whose family goes with it."""
+"""Sampling near badly predicted kernels: known errors, how often each kernel is a seed, and the families of the seeds."""
 
 from __future__ import annotations
 
@@ -55,58 +55,58 @@ def errors_of(*kernels: KernelError, held_out: tuple[str, ...] = (), flavour: Fl
                         dataset_sha256="0" * 64, kernels=kernels)
 
 
-def again(errors: KernelErrors, count: int, without: tuple[str, ...] = (), seed: int = 0) -> dict[str, Drawn]:
+def sampled_near(errors: KernelErrors, count: int, without: tuple[str, ...] = (), seed: int = 0) -> dict[str, Drawn]:
     return sample_again(errors, count, np.random.default_rng(seed), [1, 2, 4, 8], 10.0, without=without)[0]
 
 
 def test_weights_follow_the_error_and_the_time() -> None:
     usual = [erring(relu(), 0.1)] * 96
-    found = draw_weights([*usual, erring(gemm(), -0.2), erring(conv(), 0.1, measured_ms=0.5),
-                          erring(conv(), 0.1, measured_ms=80.0), erring(conv(), 0.0)])
-    assert found * 101.5 == pytest.approx(np.array([1.0] * 96 + [4.0, 0.5, 1.0, 0.0]))  # the longest counts as the usual
+    weights = draw_weights([*usual, erring(gemm(), -0.2), erring(conv(), 0.1, measured_ms=0.5),
+                            erring(conv(), 0.1, measured_ms=80.0), erring(conv(), 0.0)])
+    assert weights * 101.5 == pytest.approx(np.array([1.0] * 96 + [4.0, 0.5, 1.0, 0.0]))  # the longest counts once
     capped = draw_weights([erring(relu(), MOST_LOG_ERROR), erring(gemm(), -3.0)])
     assert capped == pytest.approx([0.5, 0.5])
     assert draw_weights([erring(relu(), 0.0)]).tolist() == [0.0]
     assert not draw_weights([]).size
 
 
-def test_kernels_are_drawn_from_as_their_errors_say() -> None:
-    """Three types with log errors of 0.05, 0.1 and 0.2 seed 1, 4 and 16 of 21 kernels; what is predicted well seeds none."""
-    found = again(errors_of(erring(unary("Relu"), 0.05), erring(unary("Tanh"), -0.1), erring(unary("Exp"), 0.2),
-                            erring(unary("Abs"), 0.0)), 840)
-    counts = {name: sum(kernel.op_type == name for kernel, _ in found.values()) for name in ("Relu", "Tanh", "Exp", "Abs")}
+def test_kernels_seed_in_proportion_to_their_errors() -> None:
+    """Three types with log errors of 0.05, 0.1 and 0.2 seed 1, 4 and 16 of 21 kernels. A well predicted kernel seeds none."""
+    drawn = sampled_near(errors_of(erring(unary("Relu"), 0.05), erring(unary("Tanh"), -0.1), erring(unary("Exp"), 0.2),
+                                   erring(unary("Abs"), 0.0)), 840)
+    counts = {name: sum(kernel.op_type == name for kernel, _ in drawn.values()) for name in ("Relu", "Tanh", "Exp", "Abs")}
     assert sum(counts.values()) == 840
     assert counts == {"Relu": pytest.approx(40, abs=18), "Tanh": pytest.approx(160, abs=35),
                       "Exp": pytest.approx(640, abs=40), "Abs": 0}
-    assert again(errors_of(erring(unary("Abs"), 0.0)), 5) == {}
+    assert sampled_near(errors_of(erring(unary("Abs"), 0.0)), 5) == {}
 
 
 def test_sizes_are_near_the_erring_kernels() -> None:
     seed = conv(batch=4, channels=256, side=56, out=512)
-    found = again(errors_of(erring(seed, 0.3, "anet")), 60)
-    assert len(found) == 60
-    assert seed.id not in found
-    reach = 2.0**NEAR_SPREAD * 1.12  # sides are usual ones, a little less admitted; channels are rounded to multiples of 8
-    for kernel, _ in found.values():
+    drawn = sampled_near(errors_of(erring(seed, 0.3, "anet")), 60)
+    assert len(drawn) == 60
+    assert seed.id not in drawn
+    reach = 2.0**NEAR_SPREAD * 1.12  # sides are rounded to usual ones, channels to multiples of 8
+    for kernel, _ in drawn.values():
         batch, channels, side, _ = kernel.inputs[0].shape
         assert batch in (2, 4, 8)
-        for size, own in ((channels, 256), (side, 56), (kernel.inputs[1].shape[0], 512)):
-            assert 1 / reach <= size / own <= reach
+        for size, seed_size in ((channels, 256), (side, 56), (kernel.inputs[1].shape[0], 512)):
+            assert 1 / reach <= size / seed_size <= reach
 
 
-def test_a_batch_that_no_batch_asked_for_is_near_stays() -> None:
+def test_a_batch_far_from_those_asked_for_stays() -> None:
     generator = np.random.default_rng(0)
     assert near_batch(relu(batch=64), [1, 2, 4], generator) == 64
     assert {near_batch(relu(batch=4), [1, 2, 4, 8, 16], generator) for _ in range(50)} == {2, 4, 8}
 
 
-def test_families_go_with_what_they_seed_and_those_held_out_seed_nothing() -> None:
+def test_samples_keep_their_families_and_held_out_families_seed_nothing() -> None:
     errors = errors_of(erring(unary("Relu"), 0.3, "anet"), erring(unary("Tanh"), 0.3),
                        erring(unary("Exp"), 0.3, "anet", "bnet"), erring(unary("Neg"), 0.3, "secretnet"),
                        erring(unary("Erf"), 0.3, "opennet", "secretnet"), held_out=("secretnet",))
 
     def families(*without: str) -> set[tuple[str, tuple[str, ...]]]:
-        return {(kernel.op_type, seeded_by) for kernel, seeded_by in again(errors, 120, without).values()}
+        return {(kernel.op_type, seeded_by) for kernel, seeded_by in sampled_near(errors, 120, without).values()}
 
     assert families() == {("Relu", ("anet",)), ("Tanh", FREE), ("Exp", ("anet", "bnet")), ("Erf", ("opennet",))}
     assert families("anet", "opennet") == {("Tanh", FREE), ("Exp", ("bnet",))}
@@ -126,22 +126,22 @@ def test_errors_are_read_as_written(tmp_path: Path) -> None:
 
 # what training writes ----------------------------------------------------------------------------------------------------
 
-def test_training_writes_the_errors_of_kernels_left_out(workspace: Workspace) -> None:
+def test_training_writes_the_errors_of_left_out_kernels(workspace: Workspace) -> None:
     write_workspace(workspace, families=("anet", "bnet", "secretnet"), held_out=("secretnet",), sampled=120)
     rows = read_training_set(workspace, TARGET.name)
     trained = [train_label(rows, label, QUICK) for label in ("run", "kernel_time")]
     save(workspace, rows, trained, QUICK)
-    found = read_errors(workspace.kernel_errors(TARGET.name))
-    assert (found.label, found.held_out, found.target) == ("run", ("secretnet",), TARGET)
-    assert {error.kernel.id for error in found.kernels} == set(rows.ids)
-    assert {name for error in found.kernels for name in error.families} == {"anet", "bnet", "othernet"}
+    written = read_errors(workspace.kernel_errors(TARGET.name))
+    assert (written.label, written.held_out, written.target) == ("run", ("secretnet",), TARGET)
+    assert {error.kernel.id for error in written.kernels} == set(rows.ids)
+    assert {name for error in written.kernels for name in error.families} == {"anet", "bnet", "othernet"}
     of_others = {kernel.id for kernel in _kernels_of(workspace, "secretnet")} - set(rows.ids)
-    assert of_others  # some were measured, and none of them enters
+    assert of_others  # some were measured, but none of them is used
     measured = measured_times(workspace, TARGET.name)
-    assert {error.kernel.id: error.measured_ms for error in found.kernels} == {
+    assert {error.kernel.id: error.measured_ms for error in written.kernels} == {
         name: pytest.approx(measured[name]["run"]) for name in set(rows.ids)}
-    mape = float(np.mean([abs(math.exp(error.log_error) - 1) for error in found.kernels]))
-    assert mape == pytest.approx(trained[0].errors[0].mape)  # cross-validated: the fit to all rows errs less
+    mape = float(np.mean([abs(math.exp(error.log_error) - 1) for error in written.kernels]))
+    assert mape == pytest.approx(trained[0].errors[0].mape)  # cross-validated: the fit to all rows has smaller errors
     assert trained[0].errors[0].rows_of == "idle"
 
 
@@ -152,8 +152,8 @@ def _kernels_of(workspace: Workspace, name: str) -> list[Kernel]:
             if name in entry.groups]
 
 
-def test_errors_ship_with_no_predictors_and_are_made_anew_where_gone(workspace: Workspace) -> None:
-    """They are of the GPU's own time where it was measured (here `run` under its name)."""
+def test_errors_are_not_shipped_with_predictors_and_are_made_anew(workspace: Workspace) -> None:
+    """They are errors of label `gpu` where it was measured (here `run` under that name)."""
     write_workspace(workspace, sampled=60)
     rows = read_training_set(workspace, TARGET.name)
     trained = train_label(rows, "run", QUICK)
@@ -168,7 +168,7 @@ def test_errors_ship_with_no_predictors_and_are_made_anew_where_gone(workspace: 
 
 # the command -------------------------------------------------------------------------------------------------------------
 
-def test_the_command_adds_to_what_was_sampled(workspace: Workspace) -> None:
+def test_the_command_adds_to_earlier_samples(workspace: Workspace) -> None:
     flavour = build_workspace(workspace, {"anet_b1": small_model()})
     folder, path = workspace.kernel_onnx / flavour.name, workspace.root / "errors.json"
     assert run_sampler(workspace, "--count", "6", "--batch-sizes", "1,2").returncode == 0
@@ -190,7 +190,7 @@ def test_the_command_adds_to_what_was_sampled(workspace: Workspace) -> None:
 @pytest.mark.parametrize(("options", "code", "message"), [
     (("--free", "3"), 2, "don't go together"), ((), 1, "errors.json: no such file"),
 ])
-def test_what_does_not_fit_is_reported(workspace: Workspace, options: tuple[str, ...], code: int, message: str) -> None:
+def test_wrong_options_are_reported(workspace: Workspace, options: tuple[str, ...], code: int, message: str) -> None:
     done = run_sampler(workspace, "--errors", str(workspace.root / "errors.json"), *options)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
     assert message in done.stderr

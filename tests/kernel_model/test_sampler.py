@@ -42,35 +42,35 @@ def entries(torch_models: dict[str, Path]) -> list[Drawn]:
 
 
 def draw(entries: list[Drawn], count: int = 60, seed: int = 0, gflop: float = 0.2, without: tuple[str, ...] = (),
-         known: frozenset[str] = frozenset()) -> dict[str, tuple[str, ...]]:
-    found, _ = sample(entries, count, np.random.default_rng(seed), [1, 4], gflop, without=without, existing=known)
-    return {name: families for name, (_, families) in found.items()}
+         existing: frozenset[str] = frozenset()) -> dict[str, tuple[str, ...]]:
+    drawn, _ = sample(entries, count, np.random.default_rng(seed), [1, 4], gflop, without=without, existing=existing)
+    return {name: families for name, (_, families) in drawn.items()}
 
 
 @pytest.mark.slow
 def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[Drawn]) -> None:
-    found, refused = sample(entries, 60, np.random.default_rng(0), [1, 4], 0.05)
-    assert len(found) == 60
-    known = {kernel.id for kernel, _ in entries}
+    drawn, refused = sample(entries, 60, np.random.default_rng(0), [1, 4], 0.05)
+    assert len(drawn) == 60
+    seed_ids = {kernel.id for kernel, _ in entries}
     types = {kernel.type for kernel, _ in entries}
     shapes = {(kernel.type, tuple(tensor.shape for tensor in kernel.inputs)) for kernel, _ in entries}
-    for name, (kernel, _) in found.items():
+    for name, (kernel, _) in drawn.items():
         assert kernel.id == name
-        assert name not in known
+        assert name not in seed_ids
         assert kernel.type in types
         assert kernel.flops <= 0.05e9
         assert footprint_mib(kernel) <= MOST_MIB
         session = open_session(build_model(kernel).SerializeToString(), "cpu", optimize="none")
         assert [tuple(output.shape) for output in session.get_outputs()] == [
             tensor.shape for tensor in kernel.outputs if tensor.present]
-    new = {(kernel.type, tuple(tensor.shape for tensor in kernel.inputs)) for kernel, _ in found.values()}
+    new = {(kernel.type, tuple(tensor.shape for tensor in kernel.inputs)) for kernel, _ in drawn.values()}
     assert len(new - shapes) > 50
-    assert len({kernel.type for kernel, _ in found.values()}) > 10
+    assert len({kernel.type for kernel, _ in drawn.values()}) > 10
     assert refused["too large"] > 0
 
 
 @pytest.mark.slow
-def test_every_type_draws_something_that_runs(entries: list[Drawn], tmp_path: Path) -> None:
+def test_a_draw_of_every_type_runs(entries: list[Drawn], tmp_path: Path) -> None:
     """Attention's products and ORT's blocked layouts too."""
     from runtimes.ort.building.kernel_models import kernel_build
 
@@ -81,7 +81,7 @@ def test_every_type_draws_something_that_runs(entries: list[Drawn], tmp_path: Pa
             try:
                 drawn = draw_kernel(kernel, 2, generator)
                 break
-            except (UserError, ValueError):  # sizes that do not fit together: drawn again
+            except (UserError, ValueError):  # the sizes don't fit together: draw again
                 continue
         else:
             pytest.fail(f"no valid draw of {kernel_type} in 8")
@@ -96,7 +96,7 @@ def test_the_same_seed_draws_the_same(entries: list[Drawn]) -> None:
 
 
 @pytest.mark.slow
-def test_families_left_out_seed_nothing(entries: list[Drawn]) -> None:
+def test_left_out_families_seed_nothing(entries: list[Drawn]) -> None:
     assert {name for families in draw(entries).values() for name in families} == {"resnet", "mobilenet", "vit"}
     assert set(draw(entries, without=("resnet", "vit")).values()) == {("mobilenet",)}
     assert draw(entries, without=("resnet", "mobilenet", "vit")) == {}
@@ -104,8 +104,8 @@ def test_families_left_out_seed_nothing(entries: list[Drawn]) -> None:
 
 def test_sizes_spread_around_the_seed() -> None:
     record = analyze(small_model(channels=64, side=56), "cpu")
-    found, _ = sample(entries_of(record), 60, np.random.default_rng(0), [1, 2, 8], 2.0)
-    convs = [kernel for kernel, _ in found.values() if kernel.op_type == "Conv"]
+    drawn, _ = sample(entries_of(record), 60, np.random.default_rng(0), [1, 2, 8], 2.0)
+    convs = [kernel for kernel, _ in drawn.values() if kernel.op_type == "Conv"]
     assert {kernel.inputs[0].shape[0] for kernel in convs} == {1, 2, 8}
     sides = {kernel.inputs[0].shape[2] for kernel in convs}
     assert min(sides) < 40 < 70 < max(sides) <= 112
@@ -114,18 +114,18 @@ def test_sizes_spread_around_the_seed() -> None:
     assert max(products) > 4 * min(products)
 
 
-def test_free_kernels_are_what_onnx_runtime_makes_of_them() -> None:
-    """ONNX Runtime opens each, and puts out the shapes that were worked out; all kinds of operators come up."""
-    found, refused = sample_free(250, np.random.default_rng(5), [1, 2], 0.5)
-    assert len(found) == 250
+def test_free_kernels_are_described_as_onnx_runtime_runs_them() -> None:
+    """ONNX Runtime opens each and has the same output shapes; all kinds of operators are drawn."""
+    drawn, refused = sample_free(250, np.random.default_rng(5), [1, 2], 0.5)
+    assert len(drawn) == 250
     assert refused["built already"] < 25
-    assert {kernel.op_type for kernel, _ in found.values()} >= {
+    assert {kernel.op_type for kernel, _ in drawn.values()} >= {
         "Conv", "Gemm", "MatMul", "FusedMatMul", "Transpose", "LayerNormalization", "Relu", "Add", "ReduceMean", "Concat",
         "Pad"}
-    assert {families for _, families in found.values()} == {FREE}
+    assert {families for _, families in drawn.values()} == {FREE}
     checked = 0
-    for kernel, _ in found.values():
-        if kernel.dtype != "float32" or kernel.op_type == "BiasSoftmax":  # what the CPU provider lacks
+    for kernel, _ in drawn.values():
+        if kernel.dtype != "float32" or kernel.op_type == "BiasSoftmax":  # the CPU provider lacks it
             continue
         model = build_model(kernel)
         for output in model.graph.output:
@@ -137,10 +137,10 @@ def test_free_kernels_are_what_onnx_runtime_makes_of_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_every_free_draw_is_one_that_the_cuda_provider_runs(dtype: str) -> None:
-    """Each draw comes up, in both types; ORT's table of CUDA kernels takes its types, and its sizes are what ONNX infers."""
+def test_the_cuda_provider_runs_every_free_draw(dtype: str) -> None:
+    """Each draw works in both types. ORT's table of CUDA kernels has its types, and its sizes are what ONNX infers."""
     generator = np.random.default_rng(1)
-    seen = set()
+    drawn_types = set()
     for draw, weight in DRAWS:
         for _ in range(4):
             kernel = draw(dtype, 2, generator)
@@ -149,11 +149,11 @@ def test_every_free_draw_is_one_that_the_cuda_provider_runs(dtype: str) -> None:
             assert weight > 0
             assert on_cuda(kernel), kernel.id
             assert describe_again(kernel).id == kernel.id
-            seen.add(kernel.op_type)
-    assert len(seen) > 70
-    assert seen & {"LSTM", "GRU", "RNN"}  # one draw, three operators
-    assert seen >= {"ConvTranspose", "InstanceNormalization", "SkipSimplifiedLayerNormalization", "BiasSoftmax",
-                    "ScatterND", "GatherElements", "Resize", "CumSum", "IsNaN", "Where", "Einsum", "Reciprocal", "Elu"}
+            drawn_types.add(kernel.op_type)
+    assert len(drawn_types) > 70
+    assert drawn_types & {"LSTM", "GRU", "RNN"}  # one draw, three operators
+    assert drawn_types >= {"ConvTranspose", "InstanceNormalization", "SkipSimplifiedLayerNormalization", "BiasSoftmax",
+                           "ScatterND", "GatherElements", "Resize", "CumSum", "IsNaN", "Where", "Einsum", "Reciprocal", "Elu"}
 
 
 def describe_again(kernel: Kernel) -> Kernel:
@@ -182,7 +182,7 @@ def test_free_draws_run() -> None:
 
 
 def test_kernels_of_models_are_drawn_in_half_precision_too() -> None:
-    """A twin has half the bytes, constants that its type holds, and the id of a kernel that is described so at once."""
+    """The half-precision twin has half the bytes, constants within its type's range, and the id of a kernel in that type."""
     lowest = KernelInput(dtype="float32", shape=(), constant=True, values=(-3.4028234663852886e38,))
     mask = KernelInput(dtype="bool", shape=(1, 1, 16, 16))
     scores = KernelInput(dtype="float32", shape=(1, 4, 16, 16))
@@ -203,15 +203,15 @@ def test_kernels_of_models_are_drawn_in_half_precision_too() -> None:
         in_float_type(free_kernel("GridSample", "float32"), "float16")
 
     entries = entries_of(analyze(small_model(channels=64, side=56), "cpu"))
-    found, _ = sample(entries, 40, np.random.default_rng(0), [1, 2], 2.0, dtypes=FLOAT_TYPES)
-    assert {kernel.dtype for kernel, _ in found.values()} == {"float32", "float16"}
-    assert all(kernel.id == name == describe_again(kernel).id for name, (kernel, _) in found.items())
+    drawn, _ = sample(entries, 40, np.random.default_rng(0), [1, 2], 2.0, dtypes=FLOAT_TYPES)
+    assert {kernel.dtype for kernel, _ in drawn.values()} == {"float32", "float16"}
+    assert all(kernel.id == name == describe_again(kernel).id for name, (kernel, _) in drawn.items())
     only, _ = sample(entries, 20, np.random.default_rng(0), [1, 2], 2.0, dtypes=["float16"])
     assert {kernel.dtype for kernel, _ in only.values()} == {"float16"}
 
 
 def test_indices_of_a_smaller_kernel_stay_in_range() -> None:
-    """Whatever the kernel that it was drawn near; one limit for each axis that indices go along."""
+    """Whatever its seed was. Each indexed axis has its own limit."""
     x = KernelInput(dtype="float32", shape=(128, 64, 5))
     places = KernelInput(dtype="int64", shape=(1000, 2))
     kernel = describe_kernel("GatherND", "", 20, {"batch_dims": 0}, [x, places], [Tensor(dtype="float32", shape=(1000, 5))])
@@ -222,16 +222,16 @@ def test_indices_of_a_smaller_kernel_stay_in_range() -> None:
 
 
 @pytest.mark.slow
-def test_free_kernels_are_described_as_those_of_models_are(torch_models: dict[str, Path]) -> None:
-    """Attributes by name and inputs by rank are those of models' kernels, so that a kernel found in both has one id."""
+def test_free_kernels_are_described_like_those_of_models(torch_models: dict[str, Path]) -> None:
+    """They have the attributes and input ranks of models' kernels, so equal kernels have the same id."""
     def form(kernel: Kernel) -> Any:
         return (kernel.op_type, kernel.domain, kernel.opset, *sorted(set(kernel.attributes) - {"pads", "group"}),
                 *((len(tensor.shape), tensor.constant, tensor.values is not None) for tensor in kernel.inputs))
 
     models = [analyze(torch_models[name], "cuda") for name in TORCH_MODELS]
-    known = {form(kernel) for model in models for kernel in model.kernels.values()}
+    of_models = {form(kernel) for model in models for kernel in model.kernels.values()}
     free = {form(kernel) for kernel, _ in sample_free(2000, np.random.default_rng(0), [1, 4], 1.0)[0].values()}
-    assert {name for name, *_ in known & free} >= {"Conv", "Relu", "Add", "Gemm", "ReduceMean"}
+    assert {name for name, *_ in of_models & free} >= {"Conv", "Relu", "Add", "Gemm", "ReduceMean"}
 
 
 # the command -------------------------------------------------------------------------------------------------------------
@@ -244,21 +244,21 @@ def run_sampler(workspace: Workspace, *options: str) -> subprocess.CompletedProc
 def test_a_second_call_tops_up(workspace: Workspace) -> None:
     flavour = build_workspace(workspace, {"anet_b1": small_model(), "bnet_b1": small_model(side=24)})
     folder = workspace.kernel_onnx / flavour.name
-    own = {path.stem for path in folder.glob("*.onnx")}
+    model_ids = {path.stem for path in folder.glob("*.onnx")}
     first = run_sampler(workspace, "--count", "12", "--batch-sizes", "1,2")
     assert first.returncode == 0, first.stderr
     assert json.loads(first.stdout)[0]["sampled"] == 12
     seeds = read_seeds(folder)
-    assert {path.stem for path in folder.glob("*.onnx")} == own | set(seeds)
-    assert set(seeds.values()) == {("anet",), ("anet", "bnet"), ("bnet",)}  # of a kernel in both, both seed what is near
-    before = {path: path.stat().st_mtime_ns for path in folder.glob("*.onnx")}
+    assert {path.stem for path in folder.glob("*.onnx")} == model_ids | set(seeds)
+    assert set(seeds.values()) == {("anet",), ("anet", "bnet"), ("bnet",)}  # both families seed near a kernel that both have
+    times_before = {path: path.stat().st_mtime_ns for path in folder.glob("*.onnx")}
     second = run_sampler(workspace, "--count", "40", "--batch-sizes", "1,2")
     assert json.loads(second.stdout)[0]["sampled"] == 28
     more = read_seeds(folder)
     assert len(more) == 40
     assert seeds.items() <= more.items()
-    assert {path.stem for path in folder.glob("*.onnx")} == own | set(more)
-    assert all(path.stat().st_mtime_ns == when for path, when in before.items())
+    assert {path.stem for path in folder.glob("*.onnx")} == model_ids | set(more)
+    assert all(path.stat().st_mtime_ns == when for path, when in times_before.items())
     for name in more:
         assert built_kernel(folder / f"{name}.onnx").id == name
     third = run_sampler(workspace, "--count", "40")
@@ -268,8 +268,8 @@ def test_a_second_call_tops_up(workspace: Workspace) -> None:
         "sampled": 0, "free": 30, "there_before": 40}
     everything = read_seeds(folder)
     assert list(everything.values()).count(FREE) == 30
-    assert {path.stem for path in folder.glob("*.onnx")} == own | set(everything)
-    assert_index_unchanged(workspace, flavour, own)
+    assert {path.stem for path in folder.glob("*.onnx")} == model_ids | set(everything)
+    assert_index_unchanged(workspace, flavour, model_ids)
 
 
 def test_seeds_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
@@ -279,15 +279,15 @@ def test_seeds_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
         read_seeds(tmp_path)
 
 
-def assert_index_unchanged(workspace: Workspace, flavour: Flavour, own: set[str]) -> None:
-    assert {kernel.id for kernel in read_index(index_path(workspace, flavour)).all_kernels()} == own
+def assert_index_unchanged(workspace: Workspace, flavour: Flavour, model_ids: set[str]) -> None:
+    assert {kernel.id for kernel in read_index(index_path(workspace, flavour)).all_kernels()} == model_ids
 
 
-def test_what_was_sampled_before_is_not_drawn_again() -> None:
+def test_earlier_samples_are_not_drawn_again() -> None:
     entries = entries_of(analyze(small_model(), "cpu"))
     first = draw(entries, 40, seed=1)
-    again = draw(entries, 40, seed=1, known=frozenset(first))
-    assert not set(first) & set(again)
+    second = draw(entries, 40, seed=1, existing=frozenset(first))
+    assert not set(first) & set(second)
 
 
 @pytest.mark.parametrize(("options", "code", "message"), [

@@ -40,7 +40,7 @@ def generator() -> np.random.Generator:
     return np.random.default_rng(3)
 
 
-def test_a_distance_of_one_is_one_doubling_of_a_size() -> None:
+def test_a_doubled_size_is_a_distance_of_one() -> None:
     small, large = unary("Relu", 1, 64, 8, 7), unary("Relu", 1, 64, 8, 15)
     moved = np.array(position(large)) - np.array(position(small))
     assert sorted(moved[moved != 0].round(2).tolist()) == [1.0, 1.0, 1.1, 1.1]  # the axis in and out, operations, bytes
@@ -52,7 +52,7 @@ def test_kinds_that_were_never_measured_come_first() -> None:
     candidates = joined(line("Conv", *range(50)), line("Gemm", 1.0, 2.0), line("Pow", 5.0))
     order = order_by_usefulness(candidates, line("Conv", 3.5, 7.5), 20, generator())
     assert {str(candidates.kinds[place]) for place in order[:2]} == {"Gemm", "Pow"}
-    assert all(candidates.kinds[place] == "Conv" for place in order[2:10]), "then each kind by its share"
+    assert all(candidates.kinds[place] == "Conv" for place in order[2:10]), "then each kind in proportion"
 
 
 def test_every_candidate_comes_once_and_the_order_is_the_same_each_time() -> None:
@@ -86,15 +86,15 @@ def test_kernels_near_badly_predicted_ones_weigh_more() -> None:
     assert np.mean(order) > 0.85
 
 
-def test_what_has_no_weight_is_left_out() -> None:
+def test_candidates_without_weight_are_left_out() -> None:
     candidates = joined(line("Conv", 1.0, 2.0), line("Gemm", 1.0))
     assert order_by_usefulness(candidates, NOTHING, 3, generator(), np.array([0.0, 1.0, 0.0])).tolist() == [1]
 
 
-def test_distances_in_pieces_are_those_of_the_whole() -> None:
-    points, others = np.random.default_rng(0).normal(size=(9000, 3)), np.random.default_rng(1).normal(size=(7, 3))
-    expected = np.linalg.norm(points[:, None] - others[None], axis=2).min(axis=1)
-    np.testing.assert_allclose(nearest_distances(points, others), expected, atol=1e-7)
+def test_distances_in_pieces_equal_those_at_once() -> None:
+    points, measured = np.random.default_rng(0).normal(size=(9000, 3)), np.random.default_rng(1).normal(size=(7, 3))
+    expected = np.linalg.norm(points[:, None] - measured[None], axis=2).min(axis=1)
+    np.testing.assert_allclose(nearest_distances(points, measured), expected, atol=1e-7)
 
 
 def test_kernels_are_ordered_by_their_shapes() -> None:

@@ -1,4 +1,4 @@
-"""The exporter: what its files are called, hold and compute; resuming; and what goes wrong costs only itself."""
+"""The exporter: the names, contents and outputs of its files; resuming; and failures, which cost only themselves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, list[
     """A workspace with one small model: two batches and open sizes; and the exporter's report."""
     root = tmp_path_factory.mktemp("exported")
     done = run_exporter(root, "--model", MODEL, "--image-size", "64x96", "--batch-size", "1", "--batch-size", "2")
-    assert (done.returncode, "leaked" in done.stderr) == (0, False), done.stderr  # semaphores, of a process that was killed
+    assert (done.returncode, "leaked" in done.stderr) == (0, False), done.stderr  # semaphores of a killed process
     return Workspace(root), json.loads(done.stdout)
 
 
@@ -82,32 +82,32 @@ def test_open_sizes_take_any_size(exported: tuple[Workspace, list[dict[str, Any]
     np.testing.assert_allclose(outputs(path, images), reference(build(MODEL, "fp32", SIZE), images, "cpu"), atol=1e-4)
 
 
-def test_metadata_says_what_a_file_is(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+def test_metadata_describes_a_file(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
     workspace, _ = exported
     plain = {prop.key: prop.value for prop in onnx.load(workspace.models / f"{FIXED[1]}.onnx").metadata_props}
     assert (plain["hase.model"], plain["hase.dtype"], plain["hase.batch"], plain["hase.size"]) == (MODEL, "fp32", "2", "64x96")
     optimized = onnx.load(workspace.models / f"{FIXED[1]}.{FLAVOUR}.ort.onnx")
-    found = {prop.key: prop.value for prop in optimized.metadata_props}
-    assert json.loads(found["hase.flavour"]) == flavour_of("cpu").model_dump()
-    assert found["hase.target"].endswith(FLAVOUR)
-    assert plain.items() <= found.items()
+    properties = {prop.key: prop.value for prop in optimized.metadata_props}
+    assert json.loads(properties["hase.flavour"]) == flavour_of("cpu").model_dump()
+    assert properties["hase.target"].endswith(FLAVOUR)
+    assert plain.items() <= properties.items()
     assert b"stack_trace" not in (workspace.models / f"{MODEL}.onnx").read_bytes()
 
 
-def test_a_second_run_keeps_what_is_whole_and_a_failure_costs_only_itself(
+def test_a_second_run_keeps_intact_files_and_a_failure_costs_only_itself(
         exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
     workspace, _ = exported
     torn = workspace.models / f"{FIXED[0]}.onnx"
-    whole = torn.read_bytes()
+    content = torn.read_bytes()
     before = {path.name: path.stat().st_mtime_ns for path in workspace.models.iterdir()}
-    torn.write_bytes(whole[:100_000])
+    torn.write_bytes(content[:100_000])
     done = run_exporter(workspace.root, "--model", "vit_b_32", "--model", MODEL, "--image-size", "64x96", "--batch-size", "1",
                         "--batch-size", "2")
     assert done.returncode == 1
     status = {Path(row["file"]).name: row["status"] for row in json.loads(done.stdout)}
     remade = {f"{FIXED[0]}.onnx", f"{FIXED[0]}.{FLAVOUR}.ort.onnx"}
-    assert {name for name, what in status.items() if what == "written"} == remade
-    assert {name for name, what in status.items() if what == "failed"} == {
+    assert {name for name, outcome in status.items() if outcome == "written"} == remade
+    assert {name for name, outcome in status.items() if outcome == "failed"} == {
         "vit_b_32.onnx", "vit_b_32_fp32_b1_64x96.onnx", "vit_b_32_fp32_b2_64x96.onnx"}
     assert "vit_b_32_fp32_b1_64x96: vit_b_32 takes square images" in done.stderr
     after = {path.name: path.stat().st_mtime_ns for path in workspace.models.iterdir()}
@@ -145,11 +145,11 @@ def test_fp16(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["googlenet", "mobilenet_v3_small"])
 def test_random_models_behave_like_trained_ones(name: str) -> None:
-    """Activations stay in range, and no head is left whose outputs are all zero; auxiliary heads are gone."""
+    """Activations stay in range, no head has only zeros as outputs, and auxiliary heads are gone."""
     images = np.random.default_rng(0).standard_normal((2, 3, 64, 64), dtype=np.float32)
-    found = reference(build(name, "fp32", (64, 64)), images, "cpu")
-    assert found.shape == (2, 1000)
-    assert 1e-3 < np.abs(found).max() < 1e3
+    output = reference(build(name, "fp32", (64, 64)), images, "cpu")
+    assert output.shape == (2, 1000)
+    assert 1e-3 < np.abs(output).max() < 1e3
 
 
 @pytest.mark.parametrize("name", ["vit_b_32", "resnet18"])
@@ -170,7 +170,7 @@ def test_convolutions_keep_their_bias(exported: tuple[Workspace, list[dict[str, 
     assert {len(node.input) for node in nodes if node.op_type == "Conv"} == {3}
 
 
-def test_the_batch_alone(tmp_path: Path) -> None:
+def test_only_the_batch_open(tmp_path: Path) -> None:
     config = ZooConfig(models=(MODEL,), image_sizes=((64, 64), (64, 96)), batch_sizes=(2,), dynamic="batch", fixed=False)
     rows = export_all(Workspace(tmp_path), config)
     assert [Path(row["file"]).stem for row in rows] == [MODEL, f"{MODEL}_64x96"]
@@ -197,7 +197,7 @@ def test_a_model_over_2_gb_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is a pretended one: saving raises what a full one does."""
+    """The full disk is pretended: saving raises its error."""
     def save(proto: onnx.ModelProto, path: Path) -> None:
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -208,7 +208,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
     assert list(Workspace(tmp_path).models.iterdir()) == []
 
 
-def test_an_unknown_model_lists_near_ones() -> None:
+def test_an_unknown_model_gives_suggestions() -> None:
     with pytest.raises(UserError, match=r"resnet81: torchvision has no such .*resnet18"):
         check_names(["resnet81"])
 
@@ -231,7 +231,7 @@ def test_a_config_that_does_not_fit(tmp_path: Path, text: str, message: str) -> 
     assert str(path) in str(caught.value)
 
 
-def test_the_shipped_config_is_the_plan() -> None:
+def test_the_shipped_config() -> None:
     config = read_config(CONFIG_FILE, ZooConfig)
     stems = [export.stem for export in config.exports()]
     assert stems[0] == "resnet18"
@@ -253,9 +253,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of its parent to a process")
 def test_the_exporting_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    """Also in the middle of an export, and when the parent had no time to say so."""
+    """Also in the middle of an export, and when the parent is killed."""
     script = ("import sys; from model_zoo.exporting.export_process import ExportProcess; from utils.paths import Workspace; "
               f"from pathlib import Path; process = ExportProcess(Workspace(Path({str(tmp_path)!r})), 'cpu', False); "
               "process.check_names(['resnet18']); print(process._process.pid, flush=True); sys.stdin.read()")

@@ -1,4 +1,4 @@
-"""Networks beside torchvision's classification models: what is drawn is fixed, exported files compute what torch computes."""
+"""Networks beside torchvision's classification models: names fix random ones, and exported files compute the same as torch."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_files_compute_what_torch_computes_at_any_batch(exported: tuple[Workspac
     for dtype, row, tolerance in zip(("fp32", "fp16"), rows, (1e-4, 2e-2), strict=True):
         session = onnxruntime.InferenceSession(row["file"], providers=["CPUExecutionProvider"])
         inputs = network.draw({"batch": 5}, dtype)
-        [wanted], [found] = outputs_of(network, inputs), session.run(None, inputs)
-        assert found.dtype == (np.float16 if dtype == "fp16" else np.float32)
-        assert found.shape == (5, drawn.CLASSES)
-        assert np.abs(found - wanted).max() / np.abs(wanted).max() < tolerance
+        [wanted], [output] = outputs_of(network, inputs), session.run(None, inputs)
+        assert output.dtype == (np.float16 if dtype == "fp16" else np.float32)
+        assert output.shape == (5, drawn.CLASSES)
+        assert np.abs(output - wanted).max() / np.abs(wanted).max() < tolerance
 
 
-def test_a_file_says_what_it_is_and_is_kept(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+def test_a_file_describes_itself_and_is_kept(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
     workspace, rows = exported
     metadata = read_metadata(Path(rows[1]["file"]))
     assert metadata == {prop.key: prop.value for prop in onnx.load(rows[1]["file"]).metadata_props}
@@ -58,15 +58,15 @@ def test_a_file_says_what_it_is_and_is_kept(exported: tuple[Workspace, list[dict
     assert (metadata["hase.collection"], metadata["hase.group"]) == ("random", "random_conv")
     assert json.loads(metadata["hase.pool_sizes"]) == {"batch": [1, 16]}
     before = [Path(row["file"]).stat().st_mtime_ns for row in rows]
-    again = export_networks(workspace, "random", {RANDOM: "random_conv"}, ["fp32", "fp16"], "cpu", jobs=1)
-    assert [row["status"] for row in again] == ["kept", "kept"]
-    assert [Path(row["file"]).stat().st_mtime_ns for row in again] == before
+    rows_again = export_networks(workspace, "random", {RANDOM: "random_conv"}, ["fp32", "fp16"], "cpu", jobs=1)
+    assert [row["status"] for row in rows_again] == ["kept", "kept"]
+    assert [Path(row["file"]).stat().st_mtime_ns for row in rows_again] == before
 
 
-def test_metadata_of_what_is_no_model_or_cut_short_is_empty(exported: tuple[Workspace, list[dict[str, Any]]],
-                                                            tmp_path: Path) -> None:
-    whole = Path(exported[1][0]["file"]).read_bytes()
-    for content in (b"", b"\xff" * 50, whole[:len(whole) // 2]):
+def test_metadata_of_a_damaged_file_is_empty(exported: tuple[Workspace, list[dict[str, Any]]],
+                                             tmp_path: Path) -> None:
+    model_bytes = Path(exported[1][0]["file"]).read_bytes()
+    for content in (b"", b"\xff" * 50, model_bytes[:len(model_bytes) // 2]):
         (tmp_path / "part.onnx").write_bytes(content)
         assert read_metadata(tmp_path / "part.onnx") == {}
 
@@ -75,10 +75,10 @@ def test_metadata_of_what_is_no_model_or_cut_short_is_empty(exported: tuple[Work
 def test_the_name_of_a_random_network_fixes_it(name: str) -> None:
     first, second = (drawn.build_network(name, "x") for _ in range(2))
     inputs = first.draw(first.default_sizes, "fp32")
-    [output], [again] = outputs_of(first, inputs), outputs_of(second, inputs)
+    [output], [second_output] = outputs_of(first, inputs), outputs_of(second, inputs)
     assert np.isfinite(output).all()
     assert output.any()
-    np.testing.assert_array_equal(output, again)
+    np.testing.assert_array_equal(output, second_output)
 
 
 def test_a_recurrent_network_is_exported_for_any_length(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
 def test_without_its_package_a_collection_says_how_to_get_it(package: str, tmp_path: Path,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *options: None if name == package else real(name, *options))
     done = run_script("model_zoo/pool_exporter.py", "--collection", package, "--workspace", str(tmp_path))
     assert done.returncode == 1
     assert done.stderr == f"error: {package} is not installed here; install it with: pip install -r requirements-pool.txt\n"
@@ -143,17 +143,17 @@ def test_a_model_of_timm(tmp_path: Path) -> None:
 
 
 def test_a_decoder_of_transformers_continues_its_prompt(tmp_path: Path) -> None:
-    """The token after a prompt has the same scores whether it comes with the prompt or with the prompt's keys and values."""
+    """The token after a prompt has the same scores with the prompt as with its keys and values."""
     pytest.importorskip("transformers")
     source = network_source("transformers")
-    whole, one = (source.build_network(name, "llama") for name in ("qwen2_prefill", "qwen2_token"))
+    prefill, token = (source.build_network(name, "llama") for name in ("qwen2_prefill", "qwen2_token"))
     words = torch.arange(2 * 9).reshape(2, 9)
     with torch.inference_mode():
-        _, *past = whole.module(words[:, :8])
-        wanted = whole.module(words)[0]
-        found = one.module(words[:, 8:], *past)[0]
+        _, *past = prefill.module(words[:, :8])
+        wanted = prefill.module(words)[0]
+        scores = token.module(words[:, 8:], *past)[0]
     assert [tuple(cache.shape) for cache in past] == [(2, 2, 8, 64)] * 8
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(scores, wanted, rtol=1e-3, atol=1e-4)
     [row] = export_networks(Workspace(tmp_path), "transformers", {"qwen2_token": "llama"}, ["fp32"], "cpu", jobs=1)
     assert row["status"] == "written"
     assert row["difference"] < 1e-3

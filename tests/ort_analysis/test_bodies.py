@@ -1,4 +1,4 @@
-"""Loop, If and Scan: their bodies are part of the graph, as often as they run."""
+"""Loop, If and Scan: their bodies are part of the graph and count as often as they run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def weight(name: str, *shape: int) -> onnx.TensorProto:
     return numpy_helper.from_array(np.full(shape, 0.001, np.float32), name)
 
 
-def whole(name: str, number: int) -> onnx.TensorProto:
+def int64_scalar(name: str, number: int) -> onnx.TensorProto:
     return numpy_helper.from_array(np.array(number, np.int64), name)
 
 
@@ -60,7 +60,7 @@ def loop(trips: int | None = 12, name: str = "again", body: onnx.GraphProto | No
     """A Loop whose number of trips is a constant, or the input `trips`."""
     inputs = [value("x", FLOAT, [rows, WIDTH]), *([] if trips is not None else [value("trips", INT64, [])])]
     constants = [weight("w", WIDTH, WIDTH), numpy_helper.from_array(np.array(True), "true"),
-                 *([whole("trips", trips)] if trips is not None else [])]
+                 *([int64_scalar("trips", trips)] if trips is not None else [])]
     return model([node("Loop", ["trips", "true", "x"], ["y"], name=name, body=body or step_body())], inputs, ["y"], constants)
 
 
@@ -72,8 +72,8 @@ def unrolled(trips: int) -> onnx.ModelProto:
     return model(nodes, [value("x", FLOAT, [8, WIDTH])], [last], [weight("w", WIDTH, WIDTH)])
 
 
-def choice(then: int = 1, other: int = 3) -> onnx.ModelProto:
-    """So many products or so many, by an input."""
+def choice(if_true: int = 1, if_false: int = 3) -> onnx.ModelProto:
+    """An If on an input: `if_true` products or `if_false`."""
     def branch(name: str, steps: int) -> onnx.GraphProto:
         nodes, last = [], "x"
         for step in range(steps):
@@ -81,7 +81,8 @@ def choice(then: int = 1, other: int = 3) -> onnx.ModelProto:
             last = f"{name}{step}"
         return helper.make_graph(nodes, name, [], [value(last, FLOAT, None)])
 
-    return model([node("If", ["deep"], ["y"], name="choose", then_branch=branch("yes", then), else_branch=branch("no", other))],
+    branches = {"then_branch": branch("yes", if_true), "else_branch": branch("no", if_false)}
+    return model([node("If", ["deep"], ["y"], name="choose", **branches)],
                  [value("x", FLOAT, [8, WIDTH]), value("deep", BOOL, [])], ["y"], [weight("w", WIDTH, WIDTH)])
 
 
@@ -97,16 +98,16 @@ def scan(axis: int) -> onnx.ModelProto:
 
 
 def runs(record: ModelRecord) -> dict[str, float]:
-    return {one.name: one.runs for one in record.nodes}
+    return {entry.name: entry.runs for entry in record.nodes}
 
 
 def test_a_loops_body_runs_as_often_as_its_constant_says() -> None:
     record = analyze(loop(12), "cpu")
-    inside = [one for one in record.nodes if one.inside]
-    assert {one.inside for one in inside} == {"again"}
-    assert all(one.runs == 12.0 and one.name.startswith("again/") for one in inside)
-    assert {record.kernel_of(one).op_type for one in inside} >= {"Identity"}
-    product = next(one for one in inside if "MatMul" in record.kernel_of(one).type)
+    inside = [entry for entry in record.nodes if entry.inside]
+    assert {entry.inside for entry in inside} == {"again"}
+    assert all(entry.runs == 12.0 and entry.name.startswith("again/") for entry in inside)
+    assert {record.kernel_of(entry).op_type for entry in inside} >= {"Identity"}
+    product = next(entry for entry in inside if "MatMul" in record.kernel_of(entry).type)
     assert product.inputs == ("again/state", "w")
     assert record.kernel_of(product).inputs[1].constant
     assert record.outputs["y"].shape == (8, WIDTH)
@@ -126,7 +127,7 @@ def test_trips_that_are_given_or_guessed() -> None:
         analyze(loop(None), "cpu", {"others.trips": 7})
 
 
-def test_trips_that_change_nothing_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_trips_without_effect_give_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"):
         assert set(runs(analyze(loop(5), "cpu", {"trips": 7})).values()) == {5.0}
     assert "trips=7 changes nothing" in caplog.text
@@ -143,7 +144,7 @@ def test_a_timeline_shows_every_trip() -> None:
     assert sum(name.startswith("again (Loop)") for name in names) == 3
 
 
-def test_a_loop_that_data_may_end_runs_at_most_as_often_as_its_constant_says() -> None:
+def test_a_loop_that_data_may_end_runs_at_most_its_constant_of_trips() -> None:
     ends = step_body([node("Less", ["step", "few"], ["goes"]), node("Constant", [], ["few"], value_int=3)][::-1], go_on="goes")
     record = analyze(loop(12, body=ends), "cpu")
     assert record.guessed["again"].taken == "12"
@@ -158,7 +159,7 @@ def test_states_that_grow_are_taken_halfway() -> None:
         [value("go_on_out", BOOL, []), value("next", FLOAT, None)])
     record = analyze(loop(11, body=body), "cpu")
     assert record.outputs["y"].shape == (8 * 12, WIDTH)
-    joined = next(record.kernel_of(one) for one in record.nodes if record.kernel_of(one).op_type == "Concat")
+    joined = next(record.kernel_of(entry) for entry in record.nodes if record.kernel_of(entry).op_type == "Concat")
     assert joined.outputs[0].shape == (8 * 7, WIDTH)  # of 16, 24, … 96 rows
 
 
@@ -171,7 +172,7 @@ def test_a_scan_runs_as_often_as_its_inputs_are_long(axis: int) -> None:
 
 def test_an_ifs_branch() -> None:
     def products(record: ModelRecord) -> int:
-        return sum("MatMul" in record.kernel_of(one).type for one in record.nodes)
+        return sum("MatMul" in record.kernel_of(entry).type for entry in record.nodes)
 
     record = analyze(choice(), "cpu")
     assert (products(record), record.guessed["choose"].taken) == (3, "else")
@@ -197,21 +198,21 @@ def nested() -> onnx.ModelProto:
         [node("Sigmoid", ["state"], ["scaled"]), node("Loop", ["four", "true", "state"], ["next"], name="within", body=inner),
          node("Identity", ["go_on"], ["go_on_out"])], "outer",
         [value("step", INT64, []), value("go_on", BOOL, []), value("state", FLOAT, None)],
-        [value("go_on_out", BOOL, []), value("next", FLOAT, None)], [whole("four", 4)])
+        [value("go_on_out", BOOL, []), value("next", FLOAT, None)], [int64_scalar("four", 4)])
     return loop(3, body=outer)
 
 
 def test_nested_bodies_multiply() -> None:
     record = analyze(nested(), "cpu")
-    found = {record.kernel_of(one).op_type: (one.runs, one.inside) for one in record.nodes if one.inside}
-    assert found["Sigmoid"] == (3.0, "again")
-    assert found["Loop"] == (12.0, "again")
-    assert found["Add" if "Add" in found else "Gemm"] == (12.0, "again/within")
+    by_operator = {record.kernel_of(entry).op_type: (entry.runs, entry.inside) for entry in record.nodes if entry.inside}
+    assert by_operator["Sigmoid"] == (3.0, "again")
+    assert by_operator["Loop"] == (12.0, "again")
+    assert by_operator["Add" if "Add" in by_operator else "Gemm"] == (12.0, "again/within")
     order = [record.kernel_of(record.nodes[place]).op_type for place in run_order(record)]
-    assert len(order) == runs_in_order(record) == sum(one.runs for one in record.nodes)
+    assert len(order) == runs_in_order(record) == sum(entry.runs for entry in record.nodes)
     assert (order.count("Sigmoid"), order.count("Loop"), order[-1]) == (3, 3 + 12, "Loop")
     dag = build_dag(record)
-    length, path = longest_path(dag, {one.name: one.runs for one in record.nodes})
+    length, path = longest_path(dag, {entry.name: entry.runs for entry in record.nodes})
     assert path[0] == "again"
     assert length >= 3 + 12 + 12
 
@@ -228,10 +229,10 @@ def test_a_record_with_bodies_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_loop_costs_what_its_nodes_cost_unrolled() -> None:
-    """On the shipped H200, where the host also reads the condition in each trip and waits."""
+def test_a_loop_costs_as_much_as_its_nodes_unrolled() -> None:
+    """On the shipped H200, where the host also waits to read the condition in each iteration."""
     looped, flat = predict(loop(12), target=H200), predict(unrolled(12), target=H200)
-    products = {name: sum(kernel.total_ms for kernel in found.kernels if "MatMul" in kernel.type) for name, found in (
+    products = {name: sum(kernel.total_ms for kernel in prediction.kernels if "MatMul" in kernel.type) for name, prediction in (
         ("looped", looped), ("flat", flat))}
     assert products["looped"] == pytest.approx(products["flat"])
     per_trip = (looped.latency_ms - flat.latency_ms) / 12
@@ -251,54 +252,54 @@ def test_twice_the_trips_cost_twice_as_much() -> None:
 def test_long_loops_are_cut_short() -> None:
     record = analyze(loop(None), "cpu", {"trips": 100_000})
     cut = shortest_cut(record)
-    assert runs_in_order(record) == sum(one.runs for one in record.nodes)
+    assert runs_in_order(record) == sum(entry.runs for entry in record.nodes)
     assert MOST_RUNS / 2 - 10 <= len(run_order(record, cut)) == runs_in_order(record, cut) <= MOST_RUNS
 
 
-def test_guesses_are_said_and_widen_the_interval() -> None:
-    found = predict(loop(None), target=H200)
-    assert found.rough_estimate
+def test_guesses_are_reported_and_widen_the_interval() -> None:
+    prediction = predict(loop(None), target=H200)
+    assert prediction.rough_estimate
     assert any("again runs its body can't be known; 10 trips" in warning and "--dim again.trips=N" in warning
-               for warning in found.warnings)
-    assert found.interval_ms[0] < found.latency_ms / 3
-    assert found.interval_ms[1] > found.latency_ms * 5
+               for warning in prediction.warnings)
+    assert prediction.interval_ms[0] < prediction.latency_ms / 3
+    assert prediction.interval_ms[1] > prediction.latency_ms * 5
     either = predict(choice(), target=H200)
-    less = predict(choice(), target=H200, dims={"then": 1})
+    shorter = predict(choice(), target=H200, dims={"then": 1})
     assert either.rough_estimate
     assert any("--branch choose=then" in warning for warning in either.warnings)
-    assert either.interval_ms[0] < less.latency_ms < either.latency_ms
-    assert not any("choose" in warning for warning in less.warnings)
+    assert either.interval_ms[0] < shorter.latency_ms < either.latency_ms
+    assert not any("choose" in warning for warning in shorter.warnings)
 
 
 def test_bodies_have_providers_and_copies_in_a_cuda_session() -> None:
-    """A body with an operator that CUDA lacks, read by one that it has."""
+    """A body with an operator that CUDA lacks, and its result read by one that CUDA has."""
     body = helper.make_graph(
         [node("Det", ["state"], ["d"]), node("Mul", ["state", "d"], ["next"]), node("Identity", ["go_on"], ["go_on_out"])],
         "body",
         [value("step", INT64, []), value("go_on", BOOL, []), value("state", FLOAT, None)],
         [value("go_on_out", BOOL, []), value("next", FLOAT, None)])
     square = model([node("Loop", ["trips", "true", "x"], ["y"], name="again", body=body)], [value("x", FLOAT, [16, 16])], ["y"],
-                   [whole("trips", 4), numpy_helper.from_array(np.array(True), "true")])
+                   [int64_scalar("trips", 4), numpy_helper.from_array(np.array(True), "true")])
     record = analyze(square, "cuda")
-    placed = {record.kernel_of(one).op_type: one for one in record.nodes}
+    placed = {record.kernel_of(entry).op_type: entry for entry in record.nodes}
     assert (placed["Det"].provider, placed["Mul"].provider) == ("cpu", "cuda")
     assert placed["MemcpyFromHost"].inside == "again"
     assert placed["MemcpyFromHost"].runs == 4.0
-    assert working_nodes(record) == sum(one.runs for one in record.nodes if record.kernel_of(one).moves_data) - 4
+    assert working_nodes(record) == sum(entry.runs for entry in record.nodes if record.kernel_of(entry).moves_data) - 4
 
 
 def test_a_body_in_half_precision_is_derived_for_cuda() -> None:
-    half = [numpy_helper.from_array(np.ones(shape, np.float16), name) for name, shape in (("w", (8, 8)), ("bias", (8,)))]
+    constants = [numpy_helper.from_array(np.ones(shape, np.float16), name) for name, shape in (("w", (8, 8)), ("bias", (8,)))]
     body = helper.make_graph(
         [node("MatMul", ["state", "w"], ["product"]), node("Add", ["product", "bias"], ["next"]),
          node("Identity", ["go_on"], ["go_on_out"])], "body",
         [value("step", INT64, []), value("go_on", BOOL, []), value("state", TensorProto.FLOAT16, [4, 8])],
-        [value("go_on_out", BOOL, []), value("next", TensorProto.FLOAT16, [4, 8])], half[1:])
+        [value("go_on_out", BOOL, []), value("next", TensorProto.FLOAT16, [4, 8])], constants[1:])
     halved = model([node("Loop", ["trips", "true", "x"], ["y"], name="again", body=body)],
                    [value("x", TensorProto.FLOAT16, [4, 8])], ["y"],
-                   [half[0], whole("trips", 3), numpy_helper.from_array(np.array(True), "true")])
+                   [constants[0], int64_scalar("trips", 3), numpy_helper.from_array(np.array(True), "true")])
     record = analyze(halved, "cuda")
-    product = next(record.kernel_of(one) for one in record.nodes if record.kernel_of(one).op_type == "Gemm")
+    product = next(record.kernel_of(entry) for entry in record.nodes if record.kernel_of(entry).op_type == "Gemm")
     assert [tensor.dtype for tensor in (*product.inputs, *product.outputs)] == ["float16"] * 4
     assert record.outputs["y"].dtype == "float16"
 
@@ -323,7 +324,7 @@ def test_a_loop_without_a_number_of_trips_and_sequences_in_bodies() -> None:
     assert "choose/SequenceLength_0" in runs(analyze(counted, "cpu", {"then": 1}))
 
 
-def test_a_run_does_the_trips_that_are_given(tmp_path: Path) -> None:
+def test_a_run_does_the_given_trips(tmp_path: Path) -> None:
     path = tmp_path / "loop.onnx"
     onnx.save(loop(None), path)
     assert own_sizes(path, {"trips": [3], "batch": [1]}) == [{"trips": 3}]
@@ -338,30 +339,30 @@ def test_a_run_does_the_trips_that_are_given(tmp_path: Path) -> None:
 
 
 def test_measured_on_the_cpu(tmp_path: Path) -> None:
-    """The kernels of a body as the profile of the model tells them, composed, against a run; the fastest ones, since others
-    may be at work here."""
+    """The kernels of a body, as profiled in the model and added up, against a run. The fastest ones count, since other work may
+    run on this machine."""
     from runtimes.ort.graph.analysis import kernel_of
     from runtimes.ort.profile import profile_model
 
     path = tmp_path / "loop.onnx"
-    onnx.save(loop(None, rows=256), path)  # the profiler's own part of each event is small beside such products
+    onnx.save(loop(None, rows=256), path)  # the profiler's overhead is small beside such products
     record = analyze(path, "cpu", {"trips": 20})
     effort = Effort(warmup=3, least_runs=15, most_runs=15)
     profiled, graph, _ = profile_model(path, "cpu", {"trips": 20}, effort)
-    samples = labels_of(profiled, {one.name: kernel_of(graph, one).id for one in graph.nodes if one.op_type != "Loop"},
+    samples = labels_of(profiled, {entry.name: kernel_of(graph, entry).id for entry in graph.nodes if entry.op_type != "Loop"},
                         "net", "in_model")
-    times = {one.id: min(one.samples_ms) for one in samples if one.label == "kernel_time"}
-    assert {len(one.samples_ms) for one in samples if one.label == "kernel_time"} == {15}  # a sample a run, not one a trip
-    predicted = sum(one.runs * times.get(one.kernel_id, CPU_TRIP_MS["Loop"]) for one in record.nodes)
+    times = {m.id: min(m.samples_ms) for m in samples if m.label == "kernel_time"}
+    assert {len(m.samples_ms) for m in samples if m.label == "kernel_time"} == {15}  # a sample per run, not per iteration
+    predicted = sum(entry.runs * times.get(entry.kernel_id, CPU_TRIP_MS["Loop"]) for entry in record.nodes)
     runner = open_runner(path, "cpu", dims={"trips": 20})
-    for _ in range(20):  # until other work on the machine leaves the runs in peace
+    for _ in range(20):  # until other work on the machine does not disturb the runs
         run_ms = min(runner.time_as(effort).samples_ms)
         if 0.4 < predicted / run_ms < 2.5:
             return
     pytest.fail(f"{predicted:.2f} ms predicted, {run_ms:.2f} ms measured")
 
 
-def test_the_branch_that_is_counted_is_the_one_that_runs(tmp_path: Path) -> None:
+def test_the_counted_branch_is_the_one_that_runs(tmp_path: Path) -> None:
     for products in ((1, 3), (3, 1)):
         onnx.save(choice(*products), tmp_path / "choice.onnx")
         assert open_runner(tmp_path / "choice.onnx", "cpu", io="host").feed["deep"] == (products == (3, 1))
@@ -369,18 +370,20 @@ def test_the_branch_that_is_counted_is_the_one_that_runs(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dear_first", [True, False])
 def test_the_interval_of_an_if_holds_both_branches(dear_first: bool) -> None:
-    """One product, first or last of its branch, against thirty small nodes, which take a GPU longer."""
+    """One product, first or last in its branch, against thirty small nodes, which take longer on a GPU."""
     small = [node("Abs", [f"a{place}" if place else "x"], [f"a{place + 1}"]) for place in range(30)]
-    other = helper.make_graph(small, "small", [], [value("a30", FLOAT, None)])
+    if_false = helper.make_graph(small, "small", [], [value("a30", FLOAT, None)])
     steps = [node("MatMul", ["x", "w"], ["p"]), node("Tanh", ["p"], ["t"])] if dear_first else [
         node("Tanh", ["x"], ["p"]), node("MatMul", ["p", "w"], ["t"])]
-    then = helper.make_graph(steps, "product", [], [value("t", FLOAT, None)])
-    either = model([node("If", ["c"], ["y"], name="choose", then_branch=then, else_branch=other)],
+    if_true = helper.make_graph(steps, "product", [], [value("t", FLOAT, None)])
+    either = model([node("If", ["c"], ["y"], name="choose", then_branch=if_true, else_branch=if_false)],
                    [value("x", FLOAT, [8, WIDTH]), value("c", BOOL, [])], ["y"], [weight("w", WIDTH, WIDTH)])
-    found = predict(either, target=H200)
+    prediction = predict(either, target=H200)
     for branch in ("then", "else"):
-        assert found.interval_ms[0] <= predict(either, target=H200, dims={branch: 1}).latency_ms <= found.interval_ms[1]
+        latency_ms = predict(either, target=H200, dims={branch: 1}).latency_ms
+        assert prediction.interval_ms[0] <= latency_ms <= prediction.interval_ms[1]
     first = choice(1, 3) if dear_first else choice(3, 1)
-    found = predict(first, target=H200)
+    prediction = predict(first, target=H200)
     for branch in ("then", "else"):
-        assert found.interval_ms[0] <= predict(first, target=H200, dims={branch: 1}).latency_ms <= found.interval_ms[1]
+        latency_ms = predict(first, target=H200, dims={branch: 1}).latency_ms
+        assert prediction.interval_ms[0] <= latency_ms <= prediction.interval_ms[1]

@@ -1,4 +1,4 @@
-"""What ONNX Runtime can't capture as a CUDA graph: real graphs, and all that an H200 was asked to capture."""
+"""What ONNX Runtime can't capture as a CUDA graph: real graphs, and all models that an H200 tried to capture."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(nodes: list[onnx.NodeProto], inputs: list[onnx.ValueInfoProto], output
 
 
 def wide(joined: int) -> onnx.ModelProto:
-    """A Concat of `joined` tensors behind one of two."""
+    """A Concat of `joined` tensors after a Concat of two."""
     names = [f"x{place}" for place in range(joined)]
     return model([helper.make_node("Concat", names[:2], ["two"], "narrow", axis=1),
                   helper.make_node("Relu", ["two"], ["y2"], "relu"),
@@ -50,7 +50,7 @@ def unequal_split() -> onnx.ModelProto:
 
 
 def choice() -> onnx.ModelProto:
-    """An If, whose branches ONNX Runtime runs as graphs of their own."""
+    """An If, whose branches ONNX Runtime runs as separate graphs."""
     branches = {name: helper.make_graph([helper.make_node(op, ["x"], [f"z{op}"])], op, [], [value(f"z{op}", 4)])
                 for name, op in (("then_branch", "Relu"), ("else_branch", "Neg"))}
     return model([helper.make_node("If", ["condition"], ["y"], "choose", **branches)],
@@ -68,11 +68,11 @@ def on_the_cpu(record: ModelRecord, op_type: str = "Relu") -> ModelRecord:
     """The record with its Relu put on the CPU provider, as no GPU is here to assign it, and its operator renamed."""
     node = next(node for node in record.nodes if node.name == "relu")
     kernels = {**record.kernels, node.kernel_id: record.kernel_of(node).model_copy(update={"op_type": op_type})}
-    nodes = tuple(one.model_copy(update={"provider": "cpu"}) if one is node else one for one in record.nodes)
+    nodes = tuple(entry.model_copy(update={"provider": "cpu"}) if entry is node else entry for entry in record.nodes)
     return record.model_copy(update={"kernels": kernels, "nodes": nodes})
 
 
-def test_copies_forbid_capture_and_not_the_cpu_itself() -> None:
+def test_copies_forbid_capture_but_cpu_nodes_do_not() -> None:
     record = analyze(wide(32), "cuda")
     assert capture_obstacle(on_the_cpu(record)) is None
     for copy in ("MemcpyToHost", "MemcpyFromHost"):
@@ -80,24 +80,25 @@ def test_copies_forbid_capture_and_not_the_cpu_itself() -> None:
 
 
 @pytest.mark.slow
-def test_every_model_that_was_to_be_captured(tmp_path: Path) -> None:
-    """In the dataset that ships, no model is suspected in vain and none that failed is missed."""
+def test_every_model_of_the_shipped_dataset(tmp_path: Path) -> None:
+    """For the shipped dataset, exactly the models whose capture failed have an obstacle."""
     with tarfile.open(ROOT / "recipes" / "h200" / f"{TARGET}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     workspace = Workspace(tmp_path)
     folder = workspace.dataset(TARGET)
     flavour = read_header(folder).target.flavour
     lines = journal_path(folder).read_text().splitlines()
-    asked = [m for line in lines if '"cuda_graph"' in line for m in Block.model_validate_json(line).measurements
-             if m.label == "cuda_graph"]
-    failed = {m.id for m in asked if m.status != "ok"}
-    found = {name: capture_obstacle(read_model_record(record_path(workspace, flavour, name))) for name in {m.id for m in asked}}
-    assert len(found) == 270
-    assert {name for name, obstacle in found.items() if obstacle} == failed
+    captures = [m for line in lines if '"cuda_graph"' in line for m in Block.model_validate_json(line).measurements
+                if m.label == "cuda_graph"]
+    failed = {m.id for m in captures if m.status != "ok"}
+    obstacles = {name: capture_obstacle(read_model_record(record_path(workspace, flavour, name)))
+                 for name in {m.id for m in captures}}
+    assert len(obstacles) == 270
+    assert {name for name, obstacle in obstacles.items() if obstacle} == failed
     assert failed == {f"densenet169@batch={batch}" for batch in (1, 4, 16, 64)}
-    for m in asked:
-        if m.status != "ok":  # ONNX Runtime's own words: "… running Concat node. Name:'node_cat_52' …, but got 33 inputs."
-            name, _, inputs = str(found[m.id]).split(maxsplit=2)
+    for m in captures:
+        if m.status != "ok":  # ONNX Runtime's message: "… running Concat node. Name:'node_cat_52' …, but got 33 inputs."
+            name, _, inputs = str(obstacles[m.id]).split(maxsplit=2)
             assert f"Name:'{name}'" in m.error
             assert f"got {inputs.split()[0]} inputs" in m.error
 
@@ -111,6 +112,6 @@ def test_a_model_that_cant_be_captured_is_refused() -> None:
     assert not any("capture" in text for text in predict(analyze(wide(32), "cuda"), target=TARGET, run_mode=CAPTURED).warnings)
 
 
-def test_sizes_that_the_cpu_works_out_are_allowed_with_a_warning() -> None:
+def test_sizes_computed_on_the_cpu_give_a_warning() -> None:
     captured = predict(on_the_cpu(analyze(wide(32), "cuda")), target=TARGET, run_mode=CAPTURED)
     assert [text for text in captured.warnings if "sizes on the CPU (relu)" in text]

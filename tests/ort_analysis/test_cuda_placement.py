@@ -1,5 +1,5 @@
-"""Which nodes a CUDA session gives to which provider, told without a GPU. What is expected follows ONNX Runtime 1.31's rules;
-that they are its rules is checked on GPU machines (recipes/kinds/compare_on_gpu.py)."""
+"""Which nodes a CUDA session gives to which provider, predicted without a GPU. The expected values follow ONNX Runtime 1.31's
+rules; that these are right is checked on GPU machines (recipes/kinds/compare_on_gpu.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
 def derived(nodes: list[Any], inputs: dict[str, list[int]], outputs: list[str], constants: list[Any] = [],  # noqa: B006
             opset: int = 20, kinds: dict[str, int] = {}) -> ParsedGraph:  # noqa: B006
-    """The CUDA graph of a model made of `nodes`, whose inputs are of float32 where `kinds` says nothing else."""
+    """The CUDA graph of a model made of `nodes`, whose inputs are float32 unless `kinds` gives another type."""
     graph = helper.make_graph(
         nodes, "small", [helper.make_tensor_value_info(name, kinds.get(name, FLOAT), shape) for name, shape in inputs.items()],
         [helper.ValueInfoProto(name=name) for name in outputs], constants)
@@ -56,16 +56,16 @@ def test_the_table_of_kernels(op_type: str, domain: str, opset: int, inputs: lis
     assert (cuda_kernel(op_type, domain, opset, inputs, outputs) is not None) == on_cuda
 
 
-def test_kernels_say_what_they_keep_in_host_memory() -> None:
-    shape, reshape = (cuda_kernel(*one) for one in (("Shape", "", 20, ["float32"], ["int64"]),
-                                                    ("Reshape", "", 20, ["float32", "int64"], ["float32"])))
+def test_kernels_list_what_they_keep_in_host_memory() -> None:
+    shape, reshape = (cuda_kernel(*operator) for operator in (("Shape", "", 20, ["float32"], ["int64"]),
+                                                              ("Reshape", "", 20, ["float32", "int64"], ["float32"])))
     assert shape is not None
     assert reshape is not None
     assert (shape.host_outputs, reshape.host_inputs) == ((0,), (1,))
 
 
-def test_sizes_are_worked_out_on_the_cpu_without_copies() -> None:
-    """A graph whose sizes depend on data, told as ONNX Runtime sees it: without shapes."""
+def test_sizes_are_computed_on_the_cpu_without_copies() -> None:
+    """A graph whose sizes depend on data, as ONNX Runtime sees it: without shapes."""
     nodes = [node("NonZero", ["x"], ["n"]), node("Shape", ["n"], ["s"]), node("Gather", ["s", "one"], ["count"]),
              node("Mul", ["count", "two"], ["double"]), node("ConstantOfShape", ["double"], ["y"])]
     tensors = {name: KernelInput(dtype="int64", constant=name in ("one", "two"), shape=(1,))
@@ -91,11 +91,11 @@ def test_a_tensor_is_copied_once_for_all_its_readers() -> None:
     assert Counter(provider for _, provider in placed(graph)) == {"cuda": 3, "cpu": 2}
 
 
-def test_an_input_that_both_sides_read_is_copied_and_one_that_only_one_reads_is_not() -> None:
-    both = derived([node("Relu", ["x"], ["y"]), node("Sinh", ["x"], ["z"])], {"x": [4, 8]}, ["y", "z"])
-    assert sorted(placed(both)) == [("MemcpyFromHost", "cuda"), ("Relu", "cuda"), ("Sinh", "cpu")]
-    one = derived([node("Sinh", ["x"], ["z"])], {"x": [4, 8]}, ["z"])
-    assert placed(one) == [("Sinh", "cpu")]
+def test_only_an_input_that_both_providers_read_is_copied() -> None:
+    read_by_both = derived([node("Relu", ["x"], ["y"]), node("Sinh", ["x"], ["z"])], {"x": [4, 8]}, ["y", "z"])
+    assert sorted(placed(read_by_both)) == [("MemcpyFromHost", "cuda"), ("Relu", "cuda"), ("Sinh", "cpu")]
+    read_by_cpu = derived([node("Sinh", ["x"], ["z"])], {"x": [4, 8]}, ["z"])
+    assert placed(read_by_cpu) == [("Sinh", "cpu")]
 
 
 def quantized(integer_conv: bool) -> ParsedGraph:
@@ -114,7 +114,7 @@ def quantized(integer_conv: bool) -> ParsedGraph:
     return derived(nodes, {"x": [1, 8, 16, 16]}, ["y"], constants)
 
 
-def test_a_quantised_convolution_is_the_cpus_and_one_between_dequantize_and_quantize_is_cudas() -> None:
+def test_quantised_convolutions_run_on_the_cpu_and_convolutions_of_dequantised_tensors_on_cuda() -> None:
     operator = dict(placed(quantized(integer_conv=True)))
     assert operator["QLinearConv"] == "cpu"
     assert {"MemcpyToHost", "MemcpyFromHost"} <= set(operator)
@@ -122,7 +122,7 @@ def test_a_quantised_convolution_is_the_cpus_and_one_between_dequantize_and_quan
     assert {provider for _, provider in placed(quantized(integer_conv=False))} == {"cuda"}
 
 
-def test_a_pool_between_quantised_convolutions_is_cudas_and_their_change_of_layout_the_cpus() -> None:
+def test_a_pool_between_quantised_convolutions_runs_on_cuda_and_their_transposes_on_the_cpu() -> None:
     constants = [helper.make_tensor("scale", FLOAT, [], [0.1]), helper.make_tensor("zero", TensorProto.UINT8, [], [128]),
                  helper.make_tensor("w", TensorProto.UINT8, [8, 8, 3, 3], [1] * 576)]
     around = ["scale", "zero", "w", "scale", "zero", "scale", "zero"]
@@ -134,14 +134,14 @@ def test_a_pool_between_quantised_convolutions_is_cudas_and_their_change_of_layo
         ("MemcpyToHost", "cuda"): 1}
 
 
-def test_what_follows_a_product_of_integers_is_cudas() -> None:
+def test_work_after_a_product_of_integers_is_on_cuda() -> None:
     constants = [helper.make_tensor("w", TensorProto.INT8, [64, 64], [1] * 4096),
                  helper.make_tensor("wzero", TensorProto.INT8, [], [0]), helper.make_tensor("factor", FLOAT, [], [0.5])]
     nodes = [node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
              node("MatMulInteger", ["q", "w", "zero", "wzero"], ["m"]), node("Cast", ["m"], ["f"], to=FLOAT),
              node("Mul", ["scale", "factor"], ["both"]), node("Mul", ["f", "both"], ["y"])]
-    found = placed(derived(nodes, {"x": [8, 64]}, ["y"], constants))
-    assert {(op_type, provider) for op_type, provider in found if "Memcpy" not in op_type} == {
+    providers = placed(derived(nodes, {"x": [8, 64]}, ["y"], constants))
+    assert {(op_type, provider) for op_type, provider in providers if "Memcpy" not in op_type} == {
         ("DynamicQuantizeLinear", "cpu"), ("MatMulInteger", "cpu"), ("Cast", "cuda"), ("Mul", "cuda")}
 
 
@@ -153,9 +153,9 @@ def test_a_graph_that_the_cpu_provider_optimised_before_keeps_its_convolutions_o
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
     saved = tmp_path / "saved.onnx"
     open_session(model.SerializeToString(), "cpu", save_to=saved)
-    if not any(one.domain == "com.microsoft.nchwc" for one in onnx.load(saved).graph.node):
+    if not any(entry.domain == "com.microsoft.nchwc" for entry in onnx.load(saved).graph.node):
         pytest.skip("this CPU has no blocked layout")
-    assert {one.provider for one in parse_graph(saved, "cuda").nodes if one.op_type == "Conv"} == {"cpu"}
+    assert {entry.provider for entry in parse_graph(saved, "cuda").nodes if entry.op_type == "Conv"} == {"cpu"}
 
 
 @pytest.mark.parametrize(("made", "refused"), [
@@ -172,5 +172,5 @@ def test_a_graph_that_the_cpu_provider_optimised_before_keeps_its_convolutions_o
     (node("Cast", ["x"], ["y"], to=TensorProto.STRING), True),
     (node("Cast", ["x"], ["y"], to=TensorProto.FLOAT16), False),
 ])
-def test_what_the_cuda_provider_refuses_although_it_has_a_kernel(made: Any, refused: bool) -> None:
+def test_nodes_that_the_cuda_provider_refuses_although_it_has_a_kernel(made: Any, refused: bool) -> None:
     assert refuses(made) == refused

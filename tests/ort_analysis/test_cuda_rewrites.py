@@ -18,7 +18,7 @@ from tests.conftest import small_model
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
 
-without_gpu = pytest.mark.skipif(has_cuda(), reason="with a GPU the graph is its own")
+without_gpu = pytest.mark.skipif(has_cuda(), reason="with a GPU the graph is not derived")
 
 
 def model(nodes: Sequence[onnx.NodeProto], inputs: dict[str, Sequence[int]], output: tuple[str, Sequence[int]],
@@ -30,11 +30,11 @@ def model(nodes: Sequence[onnx.NodeProto], inputs: dict[str, Sequence[int]], out
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
-@pytest.mark.parametrize(("left", "right", "axis", "opset", "found"), [
+@pytest.mark.parametrize(("left", "right", "axis", "opset", "alignment"), [
     ((128, 3, 49, 49), (1, 3, 49, 49), -1, 20, (False, 3, False)),  # swin: one bias for all windows
     ((2, 64, 2, 49, 49), (1, 2, 49, 49), -1, 20, (False, 4, False)),  # maxvit: of a lower rank
     ((1, 3, 49, 49), (128, 3, 49, 49), -1, 20, (True, 3, False)),  # the bias on the left
-    ((8, 12, 128, 128), (8, 1, 1, 128), -1, 20, (False, 3, True)),  # a mask a sentence
+    ((8, 12, 128, 128), (8, 1, 1, 128), -1, 20, (False, 3, True)),  # a mask per sentence
     ((8, 12, 128), (8, 12, 128), None, 20, (False, 2, True)),  # nothing to broadcast
     ((8, 12, 128), (8, 12, 128), 1, 20, None),  # another axis than the last
     ((8, 12, 128), (8, 12, 128), None, 11, (False, 1, True)),  # before operator set 13: over all from axis 1 on
@@ -43,8 +43,8 @@ def model(nodes: Sequence[onnx.NodeProto], inputs: dict[str, Sequence[int]], out
     ((4, 3, 5, 7), (4, 1, 5, 7), -1, 20, None),  # neither inner nor outer
 ])
 def test_when_a_sum_and_a_softmax_run_as_one(left: tuple[int, ...], right: tuple[int, ...], axis: int | None, opset: int,
-                                             found: tuple[bool, int, bool] | None) -> None:
-    assert bias_alignment(left, right, axis, opset) == found
+                                             alignment: tuple[bool, int, bool] | None) -> None:
+    assert bias_alignment(left, right, axis, opset) == alignment
 
 
 @without_gpu
@@ -60,7 +60,7 @@ def test_a_biased_softmax_is_the_kernel_of_the_gpu() -> None:
 
 
 @without_gpu
-def test_a_sum_that_others_read_too_stays() -> None:
+def test_a_sum_with_a_second_reader_stays() -> None:
     nodes = [helper.make_node("Add", ["x", "z"], ["a"]), helper.make_node("Softmax", ["a"], ["s"], axis=-1),
              helper.make_node("Mul", ["s", "a"], ["y"])]
     record = analyze(model(nodes, {"x": [4, 8], "z": [4, 8]}, ("y", [4, 8])), "cuda")
@@ -79,14 +79,14 @@ def test_hard_swish_is_one_kernel_where_the_model_has_it() -> None:
 
 
 @without_gpu
-def test_half_precision_runs_what_single_precision_runs() -> None:
-    half, single = analyze(small_model(dtype="float16"), "cuda"), analyze(small_model(), "cuda")
-    assert half.derived
-    assert [half.kernels[node.kernel_id].type for node in half.nodes] == [
-        single.kernels[node.kernel_id].type for node in single.nodes]
-    assert {kernel.dtype for kernel in half.kernels.values()} == {"float16"}
-    assert 2 * half.weight_bytes == single.weight_bytes
-    assert {tensor.dtype for tensor in (*half.inputs.values(), *half.outputs.values())} == {"float16"}
+def test_half_precision_runs_the_same_kernels_as_single_precision() -> None:
+    float16, float32 = analyze(small_model(dtype="float16"), "cuda"), analyze(small_model(), "cuda")
+    assert float16.derived
+    assert [float16.kernels[node.kernel_id].type for node in float16.nodes] == [
+        float32.kernels[node.kernel_id].type for node in float32.nodes]
+    assert {kernel.dtype for kernel in float16.kernels.values()} == {"float16"}
+    assert 2 * float16.weight_bytes == float32.weight_bytes
+    assert {tensor.dtype for tensor in (*float16.inputs.values(), *float16.outputs.values())} == {"float16"}
 
 
 def mixed(middle: int) -> onnx.ModelProto:
@@ -102,19 +102,20 @@ def mixed(middle: int) -> onnx.ModelProto:
              helper.make_node("Mul", ["second", "counted"], ["sum"], "scaled"),
              helper.make_node("Cast", ["sum"], ["wide"], "to_wide", to=TensorProto.FLOAT),
              helper.make_node("Relu", ["wide"], ["y"], "last")]
-    given = [helper.make_tensor_value_info(name, element, [4, 8]) for name, element in (("x", TensorProto.FLOAT),
-                                                                                        ("n", TensorProto.INT64))]
-    graph = helper.make_graph(nodes, "mixed", given, [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4, 8])], constants)
+    inputs = [helper.make_tensor_value_info(name, element, [4, 8]) for name, element in (("x", TensorProto.FLOAT),
+                                                                                         ("n", TensorProto.INT64))]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4, 8])]
+    graph = helper.make_graph(nodes, "mixed", inputs, outputs, constants)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
 
 
 @without_gpu
 @pytest.mark.parametrize(("middle", "dtype"), [(TensorProto.FLOAT16, "float16"), (TensorProto.BFLOAT16, "bfloat16")])
-def test_types_that_a_model_mixes_come_back_with_the_casts_between_them(middle: int, dtype: str) -> None:
+def test_mixed_types_and_their_casts_are_kept(middle: int, dtype: str) -> None:
     graph = parse_graph(mixed(middle), "cuda")
     types = {name: tensor.dtype for name, tensor in graph.tensors.items()}
-    found = {node.name: (node.op_type, [types[name] for name in node.inputs], types[node.outputs[0]]) for node in graph.nodes}
-    assert {name.split("/")[0]: value for name, value in found.items()} == {
+    by_name = {node.name: (node.op_type, [types[name] for name in node.inputs], types[node.outputs[0]]) for node in graph.nodes}
+    assert {name.split("/")[0]: value for name, value in by_name.items()} == {
         "first_product": ("MatMul", ["float32", "float32"], "float32"), "to_narrow": ("Cast", ["float32"], dtype),
         "second_product": ("MatMul", [dtype, dtype], dtype), "from_whole": ("Cast", ["int64"], dtype),
         "scaled": ("Mul", [dtype, dtype], dtype), "to_wide": ("Cast", [dtype], "float32"),
@@ -147,20 +148,20 @@ def test_a_model_that_mixes_types_in_an_old_operator_set_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not has_cuda(), reason="needs a GPU: compares its own graphs with derived ones")
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "vit_tiny"])
-def test_the_derived_graph_is_the_gpus_own(torch_models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = analyze(torch_models[name], "cuda")
+def test_the_derived_graph_equals_the_gpus(torch_models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = analyze(torch_models[name], "cuda")
     monkeypatch.setattr("runtimes.ort.graph.parsing.has_cuda", lambda: False)
     derived = analyze(torch_models[name], "cuda")
     assert derived.derived
-    assert not own.derived
+    assert not real.derived
     assert [(node.kernel_id, node.inputs, node.outputs) for node in derived.nodes] == [
-        (node.kernel_id, node.inputs, node.outputs) for node in own.nodes]
+        (node.kernel_id, node.inputs, node.outputs) for node in real.nodes]
 
 
 @without_gpu
 @pytest.mark.parametrize(("static", "fused"), [(True, True), (False, False)])
 def test_a_session_that_takes_any_sizes_fuses_only_what_it_knows(static: bool, fused: bool) -> None:
-    """A bias whose last size is another open dimension than the scores': equal at these sizes, but the session can't know."""
+    """A bias whose last size is not the open dimension of the scores: equal at these sizes, but the session can't know."""
     scores = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4, "rows", "columns"])
     bias = helper.make_tensor_value_info("bias", TensorProto.FLOAT, [1, 1, 1, "others"])
     nodes = [helper.make_node("Add", ["x", "bias"], ["sum"]), helper.make_node("Softmax", ["sum"], ["y"], axis=-1)]

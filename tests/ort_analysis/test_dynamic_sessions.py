@@ -1,4 +1,4 @@
-"""Models with dynamic dimensions: as a session that takes any sizes runs them, or as exported at the sizes given."""
+"""Models with dynamic dimensions: run by a session that takes any sizes, or exported at the given sizes."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def decoder() -> onnx.ModelProto:
 
 @pytest.mark.parametrize("past", [5, 0])
 def test_shapes_are_those_of_a_run(past: int) -> None:
-    """Every tensor that the session really makes, against what was worked out."""
+    """Every tensor of a real session against the computed shapes and values."""
     graph = parse_graph(decoder(), "cpu", SIZES | {"past": past})
-    whole = onnx.ModelProto()
-    whole.CopyFrom(decoder())
-    known = {value.name for value in whole.graph.output}
-    whole.graph.output.extend(helper.ValueInfoProto(name=name) for node in whole.graph.node for name in node.output
-                              if name in graph.tensors and name not in known)
-    session = open_session(whole.SerializeToString(), "cpu", optimize="none")
+    traced = onnx.ModelProto()
+    traced.CopyFrom(decoder())
+    outputs = {value.name for value in traced.graph.output}
+    traced.graph.output.extend(helper.ValueInfoProto(name=name) for node in traced.graph.node for name in node.output
+                               if name in graph.tensors and name not in outputs)
+    session = open_session(traced.SerializeToString(), "cpu", optimize="none")
     feed = {"x": np.ones((2, 3, WIDTH), np.float32), "cache": np.ones((2, HEADS, past, WIDTH // HEADS), np.float32)}
     made = dict(zip([out.name for out in session.get_outputs()], session.run(None, feed), strict=True))
     assert len(made) > 15
@@ -75,7 +75,7 @@ def test_shapes_are_those_of_a_run(past: int) -> None:
 
 
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
-def test_shape_computations_are_part_of_it_unless_static(provider: str) -> None:
+def test_shape_computations_are_part_of_the_graph_unless_static(provider: str) -> None:
     opened, fixed = (analyze(decoder(), provider, SIZES, static=static) for static in (False, True))
     assert (opened.static, fixed.static) == (False, True)
     assert (opened.model, fixed.model) == ("decoder@batch=2,new=3,past=5,dynamic", "decoder@batch=2,new=3,past=5")
@@ -87,14 +87,14 @@ def test_shape_computations_are_part_of_it_unless_static(provider: str) -> None:
 
 
 def test_fixed_sizes_are_the_same_both_ways() -> None:
-    one, other = (analyze(small_model(), "cpu", static=static) for static in (False, True))
-    assert one == other
-    assert one.static
+    dynamic, static_record = (analyze(small_model(), "cpu", static=static) for static in (False, True))
+    assert dynamic == static_record
+    assert dynamic.static
 
 
 @pytest.mark.slow
 def test_a_convolutional_net_keeps_its_kernels(torch_models: dict[str, Path]) -> None:
-    """An open batch leaves a net all kernels that its latency comes from."""
+    """With an open batch, a net keeps all kernels that take time."""
     proto = onnx.load(torch_models["resnet18"])
     for value in (*proto.graph.input, *proto.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
@@ -114,7 +114,7 @@ def test_kernels_whose_inputs_set_sizes_run_alone() -> None:
     assert [tensor.values for tensor in rows.inputs] == [None, (5,), (8,), (2,)]
 
 
-def test_sessions_are_opened_as_they_are_analysed(tmp_path: Path) -> None:
+def test_sessions_match_their_analysis(tmp_path: Path) -> None:
     path = tmp_path / "decoder.onnx"
     onnx.save(decoder(), path)
     nodes = {}
@@ -134,9 +134,9 @@ def test_several_sizes_of_one_model_are_optimised_once(monkeypatch: pytest.Monke
     apart = [analyze(model, "cpu", {"batch": batch}) for batch in (1, 2, 8)]
     optimize = parsing.optimize
 
-    def counted(*given: Any) -> None:
-        runs.append(given)
-        optimize(*given)
+    def counted(*arguments: Any) -> None:
+        runs.append(arguments)
+        optimize(*arguments)
 
     monkeypatch.setattr(parsing, "optimize", counted)
     with optimized_once():

@@ -1,4 +1,4 @@
-"""The fusion detector: what ORT fused, named the same in every model, with operations and bytes counted right."""
+"""The fusion detector: what ORT fused, with the same names in every model and the right operations and bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROVIDERS = ("cpu", "cuda")
 
 @pytest.fixture(scope="module")
 def records(torch_models: dict[str, Path]) -> dict[tuple[str, str], ModelRecord]:
-    """The record of each of the torch models, as each provider runs it."""
+    """The records of the torch models under each provider."""
     return {(name, provider): analyze(path, provider) for name, path in torch_models.items() for provider in PROVIDERS}
 
 
@@ -53,7 +53,7 @@ def test_resnet18_on_the_cpu(records: dict[tuple[str, str], ModelRecord]) -> Non
     assert origins(record, "MaxPool") == [("MaxPool",)]
     assert origins(record, "Gemm") == [("Gemm",)]
     sole = [node.origins for node in record.nodes if node.origins]
-    assert len({origin.name for part in sole for origin in part}) == sum(map(len, sole))  # each original node in one place
+    assert len({origin.name for part in sole for origin in part}) == sum(map(len, sole))  # each original node once
 
 
 @pytest.mark.slow
@@ -63,9 +63,9 @@ def test_resnet18_on_cuda_fuses_no_activation(records: dict[tuple[str, str], Mod
 
 
 @pytest.mark.slow
-def test_a_fused_node_adds_what_the_original_added(torch_models: dict[str, Path],
-                                                   records: dict[tuple[str, str], ModelRecord]) -> None:
-    """The names, too: the Add and Relu in a fused node are those that follow its Conv in the model as exported."""
+def test_a_fused_node_has_the_add_and_relu_of_its_conv(torch_models: dict[str, Path],
+                                                       records: dict[tuple[str, str], ModelRecord]) -> None:
+    """By name: the Add and Relu in a fused node are those that follow its Conv in the exported model."""
     graph = onnx.load(str(torch_models["resnet18"]), load_external_data=False).graph
     maker = {node.output[0]: node for node in graph.node}
     by_name = {node.name: node for node in graph.node}
@@ -92,7 +92,7 @@ def conv_bn(channels: int = 16, relu: bool = False) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_folded_norm_is_an_origin_and_no_part_of_the_type(provider: str) -> None:
+def test_a_folded_norm_is_an_origin_but_not_part_of_the_type(provider: str) -> None:
     record = analyze(conv_bn(), provider)
     assert origins(record, "Conv") == [("Conv", "BatchNormalization")]
     assert [origin.name for node in record.nodes for origin in node.origins] == ["the_conv", "the_norm"]
@@ -107,10 +107,10 @@ def test_a_folded_norm_below_a_fused_activation() -> None:
 
 @pytest.mark.slow
 def test_attention(records: dict[tuple[str, str], ModelRecord]) -> None:
-    found = origins(records["vit_tiny", "cuda"], "FusedMatMul")
-    assert len(found) == 4
-    assert all("MatMul" in part for part in found)
-    assert sum("Mul" in part and "Transpose" in part for part in found) == 2  # query times key, scaled
+    products = origins(records["vit_tiny", "cuda"], "FusedMatMul")
+    assert len(products) == 4
+    assert all("MatMul" in part for part in products)
+    assert sum("Mul" in part and "Transpose" in part for part in products) == 2  # query times key, scaled
     assert origins(records["vit_tiny", "cuda"], "SkipLayerNormalization") == [("Add", "LayerNormalization")]
 
 
@@ -125,16 +125,16 @@ def test_no_original_node_is_lost(torch_models: dict[str, Path], records: dict[t
         if constant.issuperset(node.input):
             constant |= set(node.output)
     wanted = {(node.name, node.op_type) for node in graph.node if not constant.issuperset(node.output)}
-    found = {(origin.name, origin.op_type) for node in records[model, provider].nodes for origin in node.origins}
-    assert wanted <= found
-    assert found <= {(node.name, node.op_type) for node in graph.node}
+    recorded = {(origin.name, origin.op_type) for node in records[model, provider].nodes for origin in node.origins}
+    assert wanted <= recorded
+    assert recorded <= {(node.name, node.op_type) for node in graph.node}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("model", TORCH_MODELS)
 def test_the_dag_is_in_the_record(records: dict[tuple[str, str], ModelRecord], model: str, provider: str) -> None:
-    """Every node's input is a weight, an input of the model, or made by a node before it; the outputs are made."""
+    """Every input of a node is a weight, an input of the model, or an output of an earlier node; as are the model's outputs."""
     record = records[model, provider]
     made = set(record.inputs)
     all_outputs = {name for node in record.nodes for name in node.outputs}
@@ -151,13 +151,13 @@ def test_the_dag_is_in_the_record(records: dict[tuple[str, str], ModelRecord], m
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_the_same_kernel_in_two_models_has_one_id(provider: str) -> None:
-    one, other = small_model(), small_model()
-    for node in other.graph.node:
+    model, renamed = small_model(), small_model()
+    for node in renamed.graph.node:
         node.name = f"other_{node.name}"
-    for tensor in other.graph.initializer:  # other weights: the same kernels
+    for tensor in renamed.graph.initializer:  # the kernels are the same with other weights
         if len(tensor.dims) == 4:
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(2), tensor.name))
-    assert set(analyze(one, provider).kernels) == set(analyze(other, provider).kernels)
+    assert set(analyze(model, provider).kernels) == set(analyze(renamed, provider).kernels)
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -169,7 +169,7 @@ def test_other_shapes_have_another_id_and_the_same_type(provider: str) -> None:
     assert all(kernel.id.startswith(f"{conv}_32x32_in1x") for kernel in kernels_of(large, conv))
 
 
-def test_a_default_spelled_out_is_the_same_kernel_and_another_value_is_not() -> None:
+def test_an_explicit_default_is_the_same_kernel_and_another_value_is_not() -> None:
     plain, spelled, strided = small_model(), small_model(), small_model()
     del spelled.graph.node[0].attribute[:]
     spelled.graph.node[0].attribute.extend([helper.make_attribute(key, value) for key, value in {
@@ -180,14 +180,14 @@ def test_a_default_spelled_out_is_the_same_kernel_and_another_value_is_not() -> 
 
 
 def test_half_precision_is_another_kernel() -> None:
-    """The CPU provider casts to single precision around a Conv: the record says what really runs."""
+    """The CPU provider casts to single precision around a Conv: the record holds what really runs."""
     record = analyze(small_model(dtype="float16"), "cpu")
     assert origins(record, "Cast")
     assert {tensor.dtype for tensor in record.inputs.values()} == {"float16"}
 
 
-def test_a_model_is_of_the_group_and_collection_that_its_file_names(tmp_path: Path) -> None:
-    """Or of the one that is asked for; else it is a group of its own."""
+def test_the_file_names_the_group_and_collection_of_a_model(tmp_path: Path) -> None:
+    """Or that the caller names; a model without either is its own group."""
     plain, stamped = small_model(), small_model()
     helper.set_model_props(stamped, {GROUP_KEY: "wide|nets", COLLECTION_KEY: "timm"})
     paths = [tmp_path / f"net{number}@b.onnx" for number in range(2)]
@@ -197,8 +197,8 @@ def test_a_model_is_of_the_group_and_collection_that_its_file_names(tmp_path: Pa
     assert [record.group for record in records] == ["net0@b", "wide_nets"]  # "|" separates groups in tables
     assert [record.collection for record in records] == ["", "timm"]
     assert [record.file_stem for record in records] == ["net0@b", "net1@b"]
-    asked = analyze(paths[1], "cpu", group="mine", collection="ours")
-    assert (asked.group, asked.collection) == ("mine", "ours")
+    renamed = analyze(paths[1], "cpu", group="mine", collection="ours")
+    assert (renamed.group, renamed.collection) == ("mine", "ours")
     printed("ort_analysis/fusion_detector.py", "--model", paths[1], "--device", "cpu", "--group", "asked", "--collection",
             "asked too", "--workspace", tmp_path)
     workspace = Workspace(tmp_path)
@@ -257,7 +257,7 @@ def detect(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[s
     return run_script("ort_analysis/fusion_detector.py", "--workspace", workspace.root, *options)
 
 
-def test_the_command_writes_records_and_index_and_goes_on_past_a_bad_model(workspace: Workspace) -> None:
+def test_the_command_writes_records_and_index_and_continues_after_a_bad_model(workspace: Workspace) -> None:
     workspace.models.mkdir(parents=True)
     onnx.save(small_model(), workspace.models / "anet_b1.onnx")
     onnx.save(small_model(batch=2), workspace.models / "bnet_b2.onnx")
@@ -267,29 +267,29 @@ def test_the_command_writes_records_and_index_and_goes_on_past_a_bad_model(works
     assert json.loads(done.stdout)["failed"] == ["broken.onnx"]
     assert "Traceback" not in done.stderr
     flavour = flavour_of("cpu")
-    there = read_model_records(workspace, flavour)
-    assert [record.model for record in there] == ["anet_b1", "bnet_b2"]
+    written = read_model_records(workspace, flavour)
+    assert [record.model for record in written] == ["anet_b1", "bnet_b2"]
     index = read_index(index_path(workspace, flavour))
-    assert {kernel.id for kernel in index.all_kernels()} == {name for record in there for name in record.kernels}
+    assert {kernel.id for kernel in index.all_kernels()} == {name for record in written for name in record.kernels}
     for entries in index.kernels.values():
         for name, entry in entries.items():
-            assert entry.models == tuple(record.model for record in there if name in record.kernels)
+            assert entry.models == tuple(record.model for record in written if name in record.kernels)
     convs = index.kernels["Conv_Relu"]
-    assert {entry.kernel.inputs[0].shape[0] for entry in convs.values()} == {1, 2}  # every shape seen
+    assert {entry.kernel.inputs[0].shape[0] for entry in convs.values()} == {1, 2}  # every shape
     (workspace.models / "broken.onnx").unlink()
-    again = detect(workspace, "--device", "cpu", "--model", "bnet_b2.onnx")
-    assert again.returncode == 0, again.stderr
+    rerun = detect(workspace, "--device", "cpu", "--model", "bnet_b2.onnx")
+    assert rerun.returncode == 0, rerun.stderr
     assert len(read_index(index_path(workspace, flavour)).all_kernels()) == len(index.all_kernels())
 
 
-def test_the_graph_of_a_gpu_needs_none(workspace: Workspace) -> None:
+def test_a_gpus_graph_needs_no_gpu(workspace: Workspace) -> None:
     files.write_bytes(workspace.models / "small.onnx", small_model().SerializeToString())
     done = detect(workspace, "--model", "small.onnx", "--device", "cuda", "--json")
     assert done.returncode == 0, done.stderr
     assert [row["flavour"] for row in json.loads(done.stdout)["records"]] == [flavour_of("cuda").name]
 
 
-def test_a_record_read_back_and_one_of_another_version(workspace: Workspace) -> None:
+def test_reading_a_record_and_one_of_another_version(workspace: Workspace) -> None:
     record = analyze(small_model(batch="batch"), "cpu", {"batch": 2}, "anet")
     assert record.model == "anet@batch=2,dynamic"
     assert record.batch == 2
@@ -323,8 +323,8 @@ def test_an_index_of_records_and_of_another_index() -> None:
 
 
 @pytest.mark.slow
-def test_several_models_and_sizes_side_by_side(workspace: Workspace) -> None:
-    """One record a combination of sizes, whatever process made it; a model that fails costs only its own."""
+def test_several_models_and_sizes_in_parallel(workspace: Workspace) -> None:
+    """One record per combination of sizes, whichever process made it. A model that fails costs only itself."""
     files.write_bytes(workspace.models / "net.onnx", small_model(batch="batch").SerializeToString())
     (workspace.models / "broken.onnx").write_text("no model")
     done = detect(workspace, "--device", "cpu", "--dim", "batch=1,3", "--jobs", "2")

@@ -1,4 +1,4 @@
-"""Tensors that are odd: scalars, empty ones, ones of unknown rank, and what is no tensor at all."""
+"""Odd tensors: scalars, empty ones, those of unknown rank, and values that are no tensors."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def test_a_record_holds_infinite_values(tmp_path: Path) -> None:
     assert isinstance(record, ModelRecord)
     read = read_model_record(record_path(workspace, record.flavour, record.model))
     assert read == record
-    assert [one.values for kernel in read.kernels.values() for one in kernel.inputs][-1] == (-math.inf,)
+    assert [tensor.values for kernel in read.kernels.values() for tensor in kernel.inputs][-1] == (-math.inf,)
 
 
 def absolute_maximum() -> onnx.ModelProto:
-    """x.abs().max(): a scalar comes out."""
+    """x.abs().max(), a scalar."""
     return graph([helper.make_node("Abs", ["x"], ["a"]), helper.make_node("ReduceMax", ["a"], ["y"], keepdims=0)],
                  [value("x", 2, 3, 8)], [value("y")])
 
 
 def sklearn_pipeline(classifier: str) -> onnx.ModelProto:
-    """What skl2onnx makes of a StandardScaler before a tree or a linear model, whose probabilities become maps."""
+    """The export by skl2onnx of a StandardScaler before a tree or a linear model, whose probabilities become maps."""
     nodes = [helper.make_node("Scaler", ["x"], ["scaled"], domain=ML, offset=[0.0] * 4, scale=[1.0] * 4)]
     if classifier == "TreeEnsembleClassifier":
         nodes.append(helper.make_node(
@@ -137,8 +137,8 @@ def test_a_size_of_zero() -> None:
 
 
 @pytest.mark.parametrize("opset", [18, 21])
-def test_group_normalization_which_onnx_defines_by_others(opset: int) -> None:
-    """ORT puts its definition in the node's place as it loads, shape computations and all, and folds none of them."""
+def test_group_normalization_which_onnx_defines_by_other_operators(opset: int) -> None:
+    """ORT replaces the node by its definition on loading, with all shape computations, and folds none of them."""
     length = 4 if opset == 18 else 8
     scale = [helper.make_tensor(name, FLOAT, [length], [1.0] * length) for name in ("scale", "bias")]
     node = helper.make_node("GroupNormalization", ["x", "scale", "bias"], ["y"], num_groups=4)
@@ -156,12 +156,12 @@ def test_the_command_takes_a_size_of_zero() -> None:
 
 
 def text_pipeline() -> onnx.ModelProto:
-    """What skl2onnx makes of a OneHotEncoder of two columns of text, which refuses words that it was not taught."""
+    """The export by skl2onnx of a OneHotEncoder of two columns of text, which refuses unknown words."""
     nodes = []
     for column, words in enumerate((["red", "green"], ["small", "large", "vast"])):
-        one = f"column{column}"
-        nodes += [helper.make_node("ArrayFeatureExtractor", ["x", f"place{column}"], [one], domain=ML),
-                  helper.make_node("OneHotEncoder", [one], [f"hot{column}"], domain=ML, cats_strings=words, zeros=0)]
+        extracted = f"column{column}"
+        nodes += [helper.make_node("ArrayFeatureExtractor", ["x", f"place{column}"], [extracted], domain=ML),
+                  helper.make_node("OneHotEncoder", [extracted], [f"hot{column}"], domain=ML, cats_strings=words, zeros=0)]
     nodes += [helper.make_node("Concat", ["hot0", "hot1"], ["both"], axis=-1),
               helper.make_node("Reshape", ["both", "flat"], ["y"])]
     constants = [helper.make_tensor(name, INT64, [len(values)], values)
@@ -169,7 +169,7 @@ def text_pipeline() -> onnx.ModelProto:
     return graph(nodes, [value("x", "rows", 2, kind=TensorProto.STRING)], [value("y", "rows", 5)], constants)
 
 
-def test_text_is_fed_with_words_that_the_model_knows(tmp_path: Path) -> None:
+def test_text_inputs_are_words_that_the_model_knows(tmp_path: Path) -> None:
     onnx.save(text_pipeline(), tmp_path / "text.onnx")
     runner = open_runner(tmp_path / "text.onnx", "cpu", dims={"rows": 3})
     assert runner.feed["x"].tolist() == [["red", "small"]] * 3
@@ -177,15 +177,15 @@ def test_text_is_fed_with_words_that_the_model_knows(tmp_path: Path) -> None:
     for provider in ("cpu", "cuda"):
         record = analyze(tmp_path / "text.onnx", provider, {"rows": 3})
         assert record.outputs["y"].shape == (3, 5)
-    encoder = next(one for one in record.kernels.values() if one.op_type == "OneHotEncoder")
+    encoder = next(kernel for kernel in record.kernels.values() if kernel.op_type == "OneHotEncoder")
     assert dummy_inputs(encoder)["x0"].tolist() == [[encoder.attributes["cats_strings"][0]]] * 3
-    found = profile_model(tmp_path / "text.onnx", "cpu", {"rows": 3}, Effort(warmup=0, least_runs=2, most_runs=2))
-    assert {event.node for event in found.runs[0].nodes} == {node.name for node in found.graph.nodes}
+    profiled = profile_model(tmp_path / "text.onnx", "cpu", {"rows": 3}, Effort(warmup=0, least_runs=2, most_runs=2))
+    assert {event.node for event in profiled.runs[0].nodes} == {node.name for node in profiled.graph.nodes}
 
 
 @pytest.mark.parametrize("stop", [[], ["the"]])
 def test_text_that_is_normalized(stop: list[str]) -> None:
-    """Without words to drop, as many come out."""
+    """Without stop words, the number of words stays the same."""
     dropped: dict[str, Any] = {"stopwords": stop} if stop else {}
     lower = graph([helper.make_node("StringNormalizer", ["x"], ["y"], locale="C", **dropped)],
                   [value("x", 3, kind=TensorProto.STRING)], [value("y", "left", kind=TensorProto.STRING)])
@@ -196,7 +196,7 @@ def test_text_that_is_normalized(stop: list[str]) -> None:
 
 def test_more_trees_cost_more() -> None:
     def operations(trees: int, depth: int) -> int:
-        """Of a tree of `depth` comparisons in a row."""
+        """The operations of trees with `depth` comparisons in a row."""
         ids = [tree for tree in range(trees) for _ in range(2 * depth + 1)]
         places = list(range(2 * depth + 1))
         model = graph([helper.make_node(
@@ -207,21 +207,22 @@ def test_more_trees_cost_more() -> None:
             nodes_falsenodeids=[place + 2 if place < 2 * depth and place % 2 == 0 else 0 for place in places] * trees,
             nodes_missing_value_tracks_true=[0] * len(ids), target_ids=[0] * trees, target_nodeids=[1] * trees,
             target_treeids=list(range(trees)), target_weights=[1.0] * trees)], [value("x", 8, 4)], [value("y", 8, 1)])
-        return next(one.flops for one in analyze(model, "cpu").kernels.values() if one.op_type == "TreeEnsembleRegressor")
+        return next(kernel.flops for kernel in analyze(model, "cpu").kernels.values()
+                    if kernel.op_type == "TreeEnsembleRegressor")
 
     assert operations(20, 4) == pytest.approx(10 * operations(2, 4), rel=1e-3)
     assert operations(2, 16) > operations(2, 4)
 
 
-def test_a_size_whose_name_a_shell_would_take_apart_is_quoted() -> None:
+def test_a_size_whose_name_a_shell_would_split_is_quoted() -> None:
     values = [value(name, "2*s1 + 1", 4) for name in "xy"]
     with pytest.raises(UserError, match=r"--dim '2\*s1 \+ 1=1'$"):
         analyze(graph([helper.make_node("Relu", ["x"], ["y"])], values[:1], values[1:]), "cpu")
 
 
 @pytest.mark.parametrize("by_mask", [True, False])
-def test_attention_that_takes_lengths_is_fed_with_those_of_its_cache(by_mask: bool, tmp_path: Path) -> None:
-    """As decoders have it that ONNX Runtime's own tools export; it refuses a length of 0."""
+def test_attention_that_reads_lengths_gets_those_of_its_cache(by_mask: bool, tmp_path: Path) -> None:
+    """As in decoders that ONNX Runtime's tools export; it refuses a length of 0."""
     node = helper.make_node
     nodes = [node("ReduceSum", ["mask", "axis"], ["sum"], keepdims=0), node("Sub", ["sum", "one"], ["places64"]),
              node("Cast", ["places64"], ["places"], to=TensorProto.INT32), node("Shape", ["mask"], ["size"], start=1),

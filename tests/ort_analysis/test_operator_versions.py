@@ -1,4 +1,4 @@
-"""A kernel's identity over operator sets, and that a description holds what a single-node model needs."""
+"""A kernel's identity across operator sets, and descriptions that hold all that a single-node model needs."""
 
 from __future__ import annotations
 
@@ -59,22 +59,22 @@ def test_a_kernel_runs_as_it_is_described(opset: int) -> None:
 
 
 def version(op_type: str, opset: int, inputs: Sequence[Any] = ("float32",), outputs: int = 1, **attributes: Any) -> int:
-    """The operator set that a node of an operator set is described as of."""
+    """The operator set in the description of a node from operator set `opset`."""
     tensors = [KernelInput(dtype=dtype, shape=(2, 4)) for dtype in inputs]
     return canonical(op_type, "", opset, attributes, tensors, [Tensor(dtype="float32", shape=(2, 4))] * outputs)[0]
 
 
-def test_what_changed_its_meaning_keeps_its_version() -> None:
+def test_operators_whose_meaning_changed_keep_their_version() -> None:
     assert [version("Relu", opset) for opset in (6, 13, 14, 20, 24)] == [20] * 5
     assert [version("Softmax", opset, axis=1) for opset in (11, 13, 18)] == [11, 20, 20]
-    three = ("float32",) * 3
-    assert [version("GroupNormalization", opset, three, num_groups=2) for opset in (18, 20, 21, 23)] == [20, 20, 21, 21]
+    three_inputs = ("float32",) * 3
+    assert [version("GroupNormalization", opset, three_inputs, num_groups=2) for opset in (18, 20, 21, 23)] == [20, 20, 21, 21]
     assert [version("AveragePool", opset, kernel_shape=[2], ceil_mode=ceil) for opset, ceil in ((17, 0), (17, 1), (22, 1))] == [
         20, 11, 20]
     assert version("Relu", 22, ["bfloat16"]) == version("Relu", 14, ["bfloat16"]) == 20
-    assert [version("Mish", 22, [dtype]) for dtype in ("float32", "bfloat16")] == [20, 22]  # types that 20 does not take
+    assert [version("Mish", 22, [dtype]) for dtype in ("float32", "bfloat16")] == [20, 22]  # 20 does not take bfloat16
     assert [version("Cast", 24, to=1, saturate=1, round_mode=mode) for mode in ("up", "down")] == [20, 24]
-    assert [version("RMSNormalization", opset, three[:2]) for opset in (23, 24)] == [23, 23]
+    assert [version("RMSNormalization", opset, three_inputs[:2]) for opset in (23, 24)] == [23, 23]
     assert [version("Attention", opset, ("float32",) * count) for opset, count in ((23, 3), (24, 3), (24, 7))] == [23, 23, 24]
     assert canonical("Conv", "com.microsoft.nchwc", 1, {}, [], [])[0] == 1
     assert version("NobodyKnows", 18) == 18
@@ -99,9 +99,9 @@ def gather(rows: int, lookups: int) -> Kernel:
                             KernelInput(dtype="int64", shape=(lookups,))], [Tensor(dtype="float32", shape=(lookups, 64))])
 
 
-def test_a_gather_costs_what_it_reads() -> None:
+def test_a_gather_costs_as_much_as_it_reads() -> None:
     assert gather(10_000_000, 32).bytes_read == 32 * 64 * 4 + 32 * 8
-    assert gather(8, 32).bytes_read == 8 * 64 * 4 + 32 * 8  # a table that is smaller is read once
+    assert gather(8, 32).bytes_read == 8 * 64 * 4 + 32 * 8  # a small table is read once
     assert gather(10_000_000, 32).weight_bytes == 10_000_000 * 64 * 4
 
 

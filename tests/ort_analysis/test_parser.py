@@ -1,4 +1,4 @@
-"""The graph parser: ONNX Runtime's own graph with every shape, and a clear error for what is no model."""
+"""The graph parser: ONNX Runtime's own graph with every shape, and a clear error for a file that is no model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from utils.errors import UserError
 from utils.fingerprint import has_cuda
 from utils.model_files import DEFAULT_DIMS_KEY
 
-without_gpu = pytest.mark.skipif(has_cuda(), reason="this machine has a GPU: its own graph is not a derived one")
+without_gpu = pytest.mark.skipif(has_cuda(), reason="this machine has a GPU: its graph is not derived")
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_resnet18_node_by_node(torch_models: dict[str, Path]) -> None:
 @pytest.mark.slow
 @without_gpu
 def test_the_cuda_graph_without_a_gpu(torch_models: dict[str, Path]) -> None:
-    """The counts are those of the graph that the CUDA provider itself saves on a GPU."""
+    """The counts are those of the graph that the CUDA provider saves on a GPU."""
     graph = parse_graph(torch_models["resnet18"], "cuda")
     counts = Counter(node.op_type for node in graph.nodes)
     assert (counts["Conv"], counts["Relu"], counts["Add"]) == (20, 17, 8)
@@ -63,7 +63,7 @@ def test_the_cuda_graph_without_a_gpu(torch_models: dict[str, Path]) -> None:
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
 @pytest.mark.parametrize("model", ["resnet18", "mobilenet_v3_small", "vit_tiny"])
 def test_every_tensor_has_the_shape_it_has_when_run(torch_models: dict[str, Path], model: str, provider: str) -> None:
-    """ORT's operators too, past which ONNX's own shape inference does not see."""
+    """ORT's operators too, where ONNX's shape inference stops."""
     graph = parse_graph(torch_models[model], provider)
     names = {name for node in graph.nodes for name in (*node.inputs, *node.outputs)}
     assert all(graph.tensors[name].present for name in names if name)
@@ -118,7 +118,7 @@ def test_a_dimension_without_a_name_gets_one(tmp_path: Path, in_memory: bool) ->
     assert parse_graph(model, "cpu", {"input.0": 5}).tensors["output"].shape == (5, 4)
 
 
-def test_sizes_stamped_into_the_file(tmp_path: Path) -> None:
+def test_sizes_written_into_the_file(tmp_path: Path) -> None:
     proto = small_model(batch="batch")
     helper.set_model_props(proto, {DEFAULT_DIMS_KEY: '{"batch": 2}'})
     path = tmp_path / "stamped.onnx"
@@ -137,13 +137,13 @@ def test_a_model_in_memory_is_the_model_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_names_are_the_same_each_time(torch_models: dict[str, Path]) -> None:
-    """Profiles are matched to records by node name; ORT itself numbers its layout changes in another order each time."""
+    """Profiles are matched to records by node name. ORT numbers its layout changes in another order each time."""
     names = {tuple((node.name, node.outputs) for node in parse_graph(torch_models["mobilenet_v3_small"], "cpu").nodes)
              for _ in range(4)}
     assert len(names) == 1
 
 
-def test_nodes_without_names_are_told_apart() -> None:
+def test_nodes_without_names_get_different_names() -> None:
     proto = small_model()
     for node in proto.graph.node:
         node.ClearField("name")
@@ -164,8 +164,8 @@ def not_onnx(path: Path) -> None:
 
 
 def truncated(path: Path) -> None:
-    whole = small_model().SerializeToString()
-    path.write_bytes(whole[:len(whole) // 2])
+    content = small_model().SerializeToString()
+    path.write_bytes(content[:len(content) // 2])
 
 
 def empty_file(path: Path) -> None:
@@ -251,9 +251,9 @@ def test_the_command_prints_the_nodes(tmp_path: Path) -> None:
     onnx.save(small_model(batch="batch"), path)
     done = parse(Path("small.onnx"), "--workspace", str(tmp_path), "--dim", "batch=2", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["dims"] == {"batch": 2}
-    assert found["nodes"][-1]["outputs"] == "float32[2,4]"
+    report = json.loads(done.stdout)
+    assert report["dims"] == {"batch": 2}
+    assert report["nodes"][-1]["outputs"] == "float32[2,4]"
     table = parse(Path("small.onnx"), "--workspace", str(tmp_path), "--dim", "batch=2").stdout.splitlines()
     assert table[0].split("\t")[:4] == ["#", "node", "op_type", "provider"]
-    assert len(table) == 1 + len(found["nodes"])
+    assert len(table) == 1 + len(report["nodes"])

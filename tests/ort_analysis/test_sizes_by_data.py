@@ -1,4 +1,4 @@
-"""Sizes that depend on data: given, else the largest that ONNX allows, else refused."""
+"""Sizes that depend on data: the given one, else the largest that ONNX allows, else an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
 
 def detector(boxes: int = 50, classes: int = 3, limit: int = 20) -> onnx.ModelProto:
-    """Boxes and scores, the best of them selected, and their boxes gathered, as detectors end."""
+    """Boxes and scores, the best of them selected, and their boxes gathered, as at the end of detectors."""
     node = helper.make_node
     constants = {"limit": [limit], "overlap": np.array([0.5], np.float32), "least": np.array([0.1], np.float32),
                  "from": [2], "to": [3], "axis": [1]}
@@ -54,8 +54,8 @@ def test_detections_that_are_given(name: str, tmp_path: Path) -> None:
         analyze(detector(), "cpu", {"detectoins": 7})
 
 
-def one(op_type: str, outputs: list[str], inputs: list[str], **attributes: Any) -> onnx.ModelProto:
-    """A node of x, float32[4, 6], and a condition of six truth values."""
+def single_node(op_type: str, outputs: list[str], inputs: list[str], **attributes: Any) -> onnx.ModelProto:
+    """A model of one node, with inputs x, float32[4, 6], c, six truth values, and size, a whole number."""
     graph = helper.make_graph(
         [helper.make_node(op_type, inputs, outputs, **attributes)], "one",
         [helper.make_tensor_value_info("x", FLOAT, [4, 6]), helper.make_tensor_value_info("c", TensorProto.BOOL, [6]),
@@ -67,28 +67,28 @@ def test_the_largest_that_onnx_allows() -> None:
     def shapes(model: onnx.ModelProto) -> list[tuple[int, ...]]:
         return [tensor.shape for tensor in analyze(model, "cpu").outputs.values()]
 
-    assert shapes(one("NonZero", ["y"], ["x"])) == [(2, 24)]
-    assert shapes(one("Compress", ["y"], ["x", "c"], axis=1)) == [(4, 6)]
-    assert shapes(one("Unique", ["y", "i", "j", "n"], ["x"])) == [(24,)] * 4
-    assert shapes(one("TopK", ["y", "i"], ["x", "size"])) == [(4, 6)] * 2
+    assert shapes(single_node("NonZero", ["y"], ["x"])) == [(2, 24)]
+    assert shapes(single_node("Compress", ["y"], ["x", "c"], axis=1)) == [(4, 6)]
+    assert shapes(single_node("Unique", ["y", "i", "j", "n"], ["x"])) == [(24,)] * 4
+    assert shapes(single_node("TopK", ["y", "i"], ["x", "size"])) == [(4, 6)] * 2
 
 
-def test_what_has_no_bound_is_refused_by_name() -> None:
+def test_a_size_without_a_bound_is_an_error_that_names_it() -> None:
     with pytest.raises(UserError, match=r"shape of tensor y .* give its size, for example --dim y\.0=100 \("):
-        analyze(one("ConstantOfShape", ["y"], ["size"]), "cpu")
-    assert analyze(one("ConstantOfShape", ["y"], ["size"]), "cpu", {"y.0": 12}).outputs["y"].shape == (12,)
+        analyze(single_node("ConstantOfShape", ["y"], ["size"]), "cpu")
+    assert analyze(single_node("ConstantOfShape", ["y"], ["size"]), "cpu", {"y.0": 12}).outputs["y"].shape == (12,)
 
 
-def test_what_is_assumed_is_a_rough_estimate() -> None:
+def test_assumed_sizes_give_a_rough_estimate() -> None:
     """On the shipped H200: detections at their largest."""
-    found = predict(detector(), target="nvidia-h200-cuda-ort1.31-all")
-    assert found.rough_estimate
-    assert any("largest possible" in warning for warning in found.warnings)
+    prediction = predict(detector(), target="nvidia-h200-cuda-ort1.31-all")
+    assert prediction.rough_estimate
+    assert any("largest possible" in warning for warning in prediction.warnings)
     assert not any("largest" in warning for warning in predict(
         detector(), target="nvidia-h200-cuda-ort1.31-all", dims={"detections": 7}).warnings)
 
 
-def test_an_operator_that_onnx_defines_by_others_has_a_shape() -> None:
+def test_an_operator_that_onnx_defines_by_other_operators_has_a_shape() -> None:
     """ONNX infers none for LessOrEqual of operator set 14."""
     nodes = [helper.make_node("LessOrEqual", ["x", "z"], ["le"], "le"), helper.make_node("Cast", ["le"], ["y"], "cast", to=1)]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (("x", [3, 1]), ("z", [1, 4]))]
@@ -98,8 +98,8 @@ def test_an_operator_that_onnx_defines_by_others_has_a_shape() -> None:
 
 
 def test_a_size_computed_from_one_that_depends_on_data() -> None:
-    """As in detectors that choose the best of what passed a threshold: as many, or the limit. That number is known once the
-    first size is, however late in the graph the node stands that reads it."""
+    """As in detectors that choose the best boxes above a threshold: all of them, or as many as the limit. That number follows
+    from the first size, however late in the graph it is read."""
     node = helper.make_node
     constants = {"zero": np.zeros((), np.float32), "last": [-1], "limit": [5], "one": [1]}
     nodes = [node("Greater", ["x", "zero"], ["passed"]), node("NonZero", ["passed"], ["where"]),
@@ -116,29 +116,29 @@ def test_a_size_computed_from_one_that_depends_on_data() -> None:
     assert analyze(model, "cpu", {"where.1": 3}).outputs["y"].shape == (3,)
 
 
-def in_a_branch(known: bool) -> onnx.ModelProto:
-    """A branch whose size depends on data; ONNX Runtime takes it out of the If where the condition is a constant."""
+def in_a_branch(constant_condition: bool) -> onnx.ModelProto:
+    """A branch whose size depends on data. ONNX Runtime replaces the If by the branch where the condition is a constant."""
     node = helper.make_node
-    then = helper.make_graph([node("ConstantOfShape", ["size"], ["zeros"]), node("Neg", ["zeros"], ["a"])], "then", [],
-                             [helper.ValueInfoProto(name="a")])
-    other = helper.make_graph([node("Flatten", ["x"], ["flat"]), node("Exp", ["flat"], ["b"])], "else", [],
-                              [helper.ValueInfoProto(name="b")])
-    constants = [numpy_helper.from_array(np.array(True), "c")] if known else []
+    if_true = helper.make_graph([node("ConstantOfShape", ["size"], ["zeros"]), node("Neg", ["zeros"], ["a"])], "then", [],
+                                [helper.ValueInfoProto(name="a")])
+    if_false = helper.make_graph([node("Flatten", ["x"], ["flat"]), node("Exp", ["flat"], ["b"])], "else", [],
+                                 [helper.ValueInfoProto(name="b")])
+    constants = [numpy_helper.from_array(np.array(True), "c")] if constant_condition else []
     graph = helper.make_graph(
-        [node("If", ["c"], ["y"], name="pick", then_branch=then, else_branch=other)], "branch",
+        [node("If", ["c"], ["y"], name="pick", then_branch=if_true, else_branch=if_false)], "branch",
         [helper.make_tensor_value_info("x", FLOAT, [2, 3]), helper.make_tensor_value_info("size", INT64, [2]),
-         *([] if known else [helper.make_tensor_value_info("c", TensorProto.BOOL, [])])], [helper.ValueInfoProto(name="y")],
-        constants)
+         *([] if constant_condition else [helper.make_tensor_value_info("c", TensorProto.BOOL, [])])],
+        [helper.ValueInfoProto(name="y")], constants)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
 
 
 def in_a_function() -> onnx.ModelProto:
-    node, own = helper.make_node, helper.make_opsetid("", 17)
+    node, opset = helper.make_node, helper.make_opsetid("", 17)
     rows = helper.make_function("mine", "Rows", ["n"], ["b"],
-                                [node("ConstantOfShape", ["n"], ["zeros"]), node("Relu", ["zeros"], ["b"])], [own])
+                                [node("ConstantOfShape", ["n"], ["zeros"]), node("Relu", ["zeros"], ["b"])], [opset])
     graph = helper.make_graph([node("Rows", ["size"], ["y"], domain="mine")], "function",
                               [helper.make_tensor_value_info("size", INT64, [2])], [helper.ValueInfoProto(name="y")])
-    return helper.make_model(graph, opset_imports=[own, helper.make_opsetid("mine", 1)], functions=[rows], ir_version=10)
+    return helper.make_model(graph, opset_imports=[opset, helper.make_opsetid("mine", 1)], functions=[rows], ir_version=10)
 
 
 def of_unknown_rank() -> onnx.ModelProto:
@@ -152,10 +152,11 @@ def of_unknown_rank() -> onnx.ModelProto:
 
 @pytest.mark.parametrize(
     "model",
-    [one("ConstantOfShape", ["y"], ["size"]), in_a_branch(True), in_a_branch(False), in_a_function(), of_unknown_rank()],
+    [single_node("ConstantOfShape", ["y"], ["size"]), in_a_branch(True), in_a_branch(False), in_a_function(),
+     of_unknown_rank()],
     ids=["plain", "inlined branch", "branch", "function", "rank"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_who_follows_the_advice_gets_an_answer(model: onnx.ModelProto, device: str, tmp_path: Path) -> None:
+def test_following_the_advice_gives_an_answer(model: onnx.ModelProto, device: str, tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     dims: dict[str, int] = {}
     for _ in range(3):
@@ -170,9 +171,9 @@ def test_who_follows_the_advice_gets_an_answer(model: onnx.ModelProto, device: s
     assert record.outputs["y"].shape == (7,) * len(dims)
 
 
-def test_sizes_that_change_nothing_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_sizes_without_effect_give_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"):
-        analyze(one("NonZero", ["y"], ["x"]), "cpu", {"y.0": 5})
+        analyze(single_node("NonZero", ["y"], ["x"]), "cpu", {"y.0": 5})
     assert "y.0=5 changes nothing" in caplog.text
     caplog.clear()
     with caplog.at_level("WARNING"):

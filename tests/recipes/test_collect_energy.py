@@ -1,4 +1,4 @@
-"""The recipe that measures energy on a GPU: what it names exists, and its configs can be read. The GPU is not needed here."""
+"""The recipe that measures energy on a GPU: its models exist, and its configs can be read. No GPU is needed here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_models_are_torchvisions_and_the_pools() -> None:
     assert set(named("torchvision")) <= set(torchvision.models.list_models(torchvision.models))
 
 
-def test_its_windows_are_long_enough_and_batches_are_left_open() -> None:
+def test_the_windows_are_long_enough_and_batches_stay_open() -> None:
     config = read_config(RECIPE / "collect_energy.yaml", CollectorConfig)
     assert config.energy_s >= WINDOW_S
     assert config.levels == (0.0,)

@@ -24,21 +24,21 @@ def test_the_configs_of_a_script_are_valid(script: str, tmp_path: Path) -> None:
 
 
 def test_models_of_the_h200() -> None:
-    """What extends a config holds what it does not change."""
-    pool, first = (read_config(ROOT / "recipes" / "h200" / f"{name}.yaml", CollectorConfig)
-                   for name in ("collect_pool", "collector"))
-    assert (pool.kernel, pool.tracers, pool.levels) == (first.kernel, first.tracers, first.levels)
-    assert pool.model == first.model.model_copy(update={"budget_s": 0.2})
-    assert (first.kernel_levels, pool.kernel_levels) == (None, ())
+    """A config that extends another one keeps what it does not change."""
+    pool, collector = (read_config(ROOT / "recipes" / "h200" / f"{name}.yaml", CollectorConfig)
+                       for name in ("collect_pool", "collector"))
+    assert (pool.kernel, pool.tracers, pool.levels) == (collector.kernel, collector.tracers, collector.levels)
+    assert pool.model == collector.model.model_copy(update={"budget_s": 0.2})
+    assert (collector.kernel_levels, pool.kernel_levels) == (None, ())
 
 
 def test_half_precision_and_other_sizes(tmp_path: Path) -> None:
-    every, half, other_sizes, _ = configs_of("recipes/h200/run.sh", tmp_path)
-    assert isinstance(half, ZooConfig)
+    all_models, float16, other_sizes, _ = configs_of("recipes/h200/run.sh", tmp_path)
+    assert isinstance(float16, ZooConfig)
     assert isinstance(other_sizes, ZooConfig)
-    assert isinstance(every, ZooConfig)
-    assert (half.dtypes, other_sizes.dtypes) == (("fp16",), ("fp32",))
-    assert set(half.models) | set(other_sizes.models) < set(every.models)
+    assert isinstance(all_models, ZooConfig)
+    assert (float16.dtypes, other_sizes.dtypes) == (("fp16",), ("fp32",))
+    assert set(float16.models) | set(other_sizes.models) < set(all_models.models)
     stems = [export.stem for export in other_sizes.exports()]
     assert stems[:3] == ["convnext_tiny", "convnext_tiny_160x160", "convnext_tiny_288x288"]
 

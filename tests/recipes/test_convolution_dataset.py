@@ -1,4 +1,4 @@
-"""The shipped tables of convolution algorithms: what they say is what convolutions/README.md says of them."""
+"""The shipped tables of convolution algorithms, which must agree with convolutions/README.md."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_combination_at_batch_16(overall: Any) -> None:
 
 
 def test_times_by_events_and_by_cupti(overall: Any, layers: Any) -> None:
-    """Layers of one CUDA kernel agree; with several the time between them counts by events alone."""
+    """Times of layers with one CUDA kernel agree. With several, only events count the time between them."""
     short = layers[(layers.launches == 1) & (layers.cupti_ms < 0.1)]
     assert len(short) > 4000
     assert abs(1e3 * (short.median_ms - short.cupti_ms)).median() < 0.3  # us
@@ -80,7 +80,7 @@ def test_outputs_are_torchs(layers: Any) -> None:
 
 
 def test_kernels_of_other_algorithms(layers: Any) -> None:
-    """What cuDNN launches under the name of an algorithm; nothing but these is unexpected."""
+    """Kernels that cuDNN launches for an algorithm although they belong to another; no others are unexpected."""
     traced = layers[layers.cupti_ms.notna() & layers.model.isin(MODELS)]
     strange = traced[traced.unexpected_kernels.notna()]
     assert set(strange.ran) == {"gemm", "implicit gemm", "implicit precomp gemm"}
@@ -99,7 +99,7 @@ def test_regret_of_predicted_choices(results: Path) -> None:
     regret = mean_regret(rows)
     assert regret is not None
     assert 0 <= regret < 5
-    finished = [row for row in rows if row["algorithms"] == 8]  # guess is none of its own
+    finished = [row for row in rows if row["algorithms"] == 8]  # guess is not a separate algorithm
     assert {row["model"] for row in finished} >= set(MODELS)
     for model in MODELS:
         assert (mean_regret([row for row in finished if row["model"] == model]) or 0.0) < 4, model
@@ -112,13 +112,13 @@ def test_a_file_that_is_no_archive(tmp_path: Path) -> None:
 
 
 def test_the_page_of_all_runs(tmp_path: Path) -> None:
-    """It is the one that ships, with what can't run, and which runs the host delayed."""
+    """The page equals the shipped one and shows what can't run and which runs the host delayed."""
     done = run_script("recipes/convolutions/table_page.py", "--results", TABLES, "--markdown", tmp_path / "measured.md")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "measured.md").read_text(encoding="utf-8")
     assert page == (SHIPPED / "measured.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    assert sum(row[0] in ON_GPU for row in rows) == 54 + 6 * 9  # the study's models, and further ones
+    assert sum(row[0] in ON_GPU for row in rows) == 54 + 6 * 9  # the study's models and more
     assert all(row[1] == "every layer" and set(row[2:]) == {"no layer"} for row in rows if row[0] in NEVER)
     assert "–" not in {cell for row in rows for cell in row}  # every run was measured
     assert "| fft | 0 to 4 of 13: 3x3 from 310 pixels on | 18.9* (76.6, 241 W, 15 J) | 191* (313) |" in page

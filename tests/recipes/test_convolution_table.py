@@ -20,7 +20,7 @@ TINY = ("--device", "cpu", "--model", "squeezenet1_1", "--algorithm", "default",
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace with one combination at two sizes."""
     workspace = tmp_path_factory.mktemp("table")
-    assert not json.loads(printed(SCRIPT, *TINY, "--workspace", workspace, "--minutes", "1e-9"))  # no time: nothing is begun
+    assert not json.loads(printed(SCRIPT, *TINY, "--workspace", workspace, "--minutes", "1e-9"))  # no time, so nothing begins
     (row,) = json.loads(printed(SCRIPT, *TINY, "--workspace", workspace))
     assert (row["model"], row["algorithm"], row["layers"], row["not supported"], row["why"]) == (
         "squeezenet1_1", "default", "26", "0", None)
@@ -37,8 +37,8 @@ def tables_in(workspace: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder_in(workspace).glob("*.csv")}
 
 
-def test_tables_are_packed_and_go_on_from_the_samples(measured: Path, tmp_path: Path) -> None:
-    """The tables are written anew; a workspace that is unpacked from the samples lacks nothing, so nothing is measured."""
+def test_tables_are_packed_and_resume_from_the_samples(measured: Path, tmp_path: Path) -> None:
+    """The tables are written anew. A workspace unpacked from the samples is complete, so nothing is measured."""
     tables = tables_in(measured)
     for name in tables:
         (folder_in(measured) / name).unlink()

@@ -1,4 +1,4 @@
-"""The archives of a dataset: each collecting adds its own, and together they are what the workspace held."""
+"""The archives of a dataset: each collection adds one, and together they hold the workspace."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def members(archive: Path) -> dict[str, list[str]]:
                 if (file := packed.extractfile(member))}
 
 
-def test_a_further_collecting_adds_itself_alone(workspace: Workspace, tmp_path: Path) -> None:
-    """Its blocks, the kernels that are new or have new owners, and its records; the first archive stays as it is."""
+def test_a_further_collection_adds_only_itself(workspace: Workspace, tmp_path: Path) -> None:
+    """Its blocks, the kernels that are new or have new owners, and its records. The first archive does not change."""
     first = tmp_path / "archives" / f"{NAME}.tar.xz"
     before = first.read_bytes()
     further = pack_more(workspace, tmp_path / "archives", NAME)
@@ -53,23 +53,23 @@ def test_a_further_collecting_adds_itself_alone(workspace: Workspace, tmp_path: 
 
 
 def test_archives_together_are_the_workspace(workspace: Workspace, tmp_path: Path) -> None:
-    """To the last row of its tables; packed again, nothing is new; a third archive follows the second."""
+    """To the last row of its tables. Packing again adds nothing; a third archive follows the second."""
     pack_more(workspace, tmp_path / "archives", NAME)
     assert pack_more(workspace, tmp_path / "archives", NAME) is None
     merge_dataset(collect(tmp_path / "third", chain("vgg_c", [relu(8), gemm()]), uuid="2"), workspace, NAME, {}, "")
     third = pack_more(workspace, tmp_path / "archives", NAME)
     assert third is not None
     assert third.name.startswith(f"{NAME}-003-")
-    again = Workspace(tmp_path / "again")
-    unpack_all(archives_in(tmp_path / "archives", NAME), again, NAME)
-    one, other = workspace.dataset(NAME), again.dataset(NAME)
-    assert read_header(other) == read_header(one)
-    assert read_journal(other) == read_journal(one)
-    assert read_kernels(other) == read_kernels(one)
+    copy = Workspace(tmp_path / "again")
+    unpack_all(archives_in(tmp_path / "archives", NAME), copy, NAME)
+    packed, unpacked = workspace.dataset(NAME), copy.dataset(NAME)
+    assert read_header(unpacked) == read_header(packed)
+    assert read_journal(unpacked) == read_journal(packed)
+    assert read_kernels(unpacked) == read_kernels(packed)
     for path in (journal_path, kernels_path, kernel_table_path):
-        assert path(other).read_bytes() == path(one).read_bytes()
-    assert records_in(again, FLAVOUR) == records_in(workspace, FLAVOUR)
-    assert read_index(index_path(again, FLAVOUR)).groups == {"resnet_a": "resnet", "vgg_c": "vgg", "vit_b": "vit"}
+        assert path(unpacked).read_bytes() == path(packed).read_bytes()
+    assert records_in(copy, FLAVOUR) == records_in(workspace, FLAVOUR)
+    assert read_index(index_path(copy, FLAVOUR)).groups == {"resnet_a": "resnet", "vgg_c": "vgg", "vit_b": "vit"}
 
 
 def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
     assert packed[0] == packed[1]
 
 
-def test_what_archives_hold_is_not_taken_back(workspace: Workspace, tmp_path: Path) -> None:
+def test_packing_never_removes_from_the_archives(workspace: Workspace, tmp_path: Path) -> None:
     """A workspace without a block of the archives is refused: archives are never written again."""
     path = journal_path(workspace.dataset(NAME))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))

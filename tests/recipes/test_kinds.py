@@ -1,4 +1,4 @@
-"""Recipes that make models of every kind and judge what Hase says of them: on a few tiny models, as typed."""
+"""Recipes that make models of every kind and judge Hase's answers about them: the commands, on a few tiny models."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_models_are_made_and_listed(made: Path) -> None:
-    found = {model.name: model for model in read_manifest(made).models}
-    assert set(found) == set(TINY)
-    assert found["tiny_add"] == MadeModel(name="tiny_add", file="tiny_add.onnx", kind="tiny", opset=18, tiny=True)
-    assert found["sklearn_linear"].dim_options == ["--dim", "rows=256"]
-    for model in found.values():
+    models = {model.name: model for model in read_manifest(made).models}
+    assert set(models) == set(TINY)
+    assert models["tiny_add"] == MadeModel(name="tiny_add", file="tiny_add.onnx", kind="tiny", opset=18, tiny=True)
+    assert models["sklearn_linear"].dim_options == ["--dim", "rows=256"]
+    for model in models.values():
         session = open_session(made / model.file, "cpu", dims=model.dims)
         feed = {value.name: np.ones(value.shape, np.float32) for value in session.get_inputs()}
         assert all(np.all(np.isfinite(output)) for output in session.run(None, feed))
 
 
-def test_models_that_are_there_are_kept(made: Path) -> None:
+def test_existing_models_are_kept(made: Path) -> None:
     before = (made / "tiny_add.onnx").stat().st_mtime_ns
     (made / "sklearn_linear.onnx").unlink()
     assert command("make_models.py", "--out", str(made), "--only", *TINY).returncode == 0
@@ -126,21 +126,21 @@ def test_the_summary_counts_what_was_asked(tmp_path: Path) -> None:
     assert {(row.model, row.step): row.error for row in rows if row.error is not None} == pytest.approx({
         ("a", "cpu"): 0.5, ("a", "cpu_filled"): 0.05, ("b", "cpu"): 0.05, ("b", "cpu_filled"): 0.2, ("c", "cpu"): 0.2,
         ("c", "h200"): 1 / 1.4 - 1})
-    told = {line["what"]: (line["reached"], line["met"]) for line in summary(rows)}
-    assert told["this CPU, kernels measured: median error of 2"] == ("12.5%", "no")
-    assert told["this CPU, kernels measured: mean error"] == ("12.5%", "yes")
-    assert told["this CPU, kernels measured: a second measurement, median / mean"] == ("5.0% / 5.0%", "-")
-    assert told["answers: traceback"] == ("1: d (nvidia-h200)", "no")
-    assert told["of 3 unmarked answers off by more than 30%"] == ("1: a (this CPU, +50.0%)", "no")
-    assert told["of 3 marked answers within 15%: these needed no mark"] == ("33.3%, 1: b (this CPU, +5.0%)", "yes")
+    summarised = {line["what"]: (line["reached"], line["met"]) for line in summary(rows)}
+    assert summarised["this CPU, kernels measured: median error of 2"] == ("12.5%", "no")
+    assert summarised["this CPU, kernels measured: mean error"] == ("12.5%", "yes")
+    assert summarised["this CPU, kernels measured: a second measurement, median / mean"] == ("5.0% / 5.0%", "-")
+    assert summarised["answers: traceback"] == ("1: d (nvidia-h200)", "no")
+    assert summarised["of 3 unmarked answers off by more than 30%"] == ("1: a (this CPU, +50.0%)", "no")
+    assert summarised["of 3 marked answers within 15%: these needed no mark"] == ("33.3%, 1: b (this CPU, +5.0%)", "yes")
     needless = [answer("b", "h200", 1.4, rough=True), answer("c", "h200", 1.5, rough=True)]
     marked = {line["what"]: line for line in summary(rows_of(MODELS, {(step.model, step.step): step for step in needless},
                                                              {"b": 1.4, "c": 1.2}))}
     assert marked["of 2 marked answers within 15%: these needed no mark"] == {
         "what": "of 2 marked answers within 15%: these needed no mark", "bar": "at most 33.3%",
         "reached": "50.0%, 1: b (nvidia-h200, +0.0%)", "met": "no"}
-    assert told["torchvision classification models marked"][1] == "no"
-    assert told["this CPU: interval's width over the prediction, median / widest"] == ("100% / 100%", "-")
+    assert summarised["torchvision classification models marked"][1] == "no"
+    assert summarised["this CPU: interval's width over the prediction, median / widest"] == ("100% / 100%", "-")
     text = page(rows, "python recipes/kinds/judge.py out/kinds", "Measured here.")
     assert text.startswith(
         "# Models of every kind\n\nHase was asked about 4 models of 4 kinds. On nvidia-h200: 1 of 2 were answered, 1 of these "
@@ -174,8 +174,8 @@ def test_models_are_judged_and_a_second_run_asks_nothing(made: Path, tmp_path: P
     (row,) = json.loads(done.stdout)["models"]
     assert row["target"] == "nvidia-h200"
     assert 0.001 < row["predicted (ms)"] < 1.0
-    found = read_judgement(made)
-    assert found["tiny_add", "measured"].first_ms is not None
+    judgement = read_judgement(made)
+    assert judgement["tiny_add", "measured"].first_ms is not None
     lines = (made / JUDGEMENT).read_text()
     assert command("judge.py", *options).returncode == 0
     assert (made / JUDGEMENT).read_text() == lines
@@ -202,18 +202,18 @@ def test_models_are_judged_and_a_second_run_asks_nothing(made: Path, tmp_path: P
 def test_the_host_is_probed_beside_each_model(made: Path) -> None:
     """On the CPU provider, instead of a GPU."""
     (model,) = read_manifest(made).chosen(["tiny_add"])
-    found = gpu_latency(model, made / model.file, "static", 0.1, "cpu")
-    assert found.latency_ms
-    assert found.host_probe_us
-    assert 1e-4 < found.latency_ms < 10.0
-    assert 1.0 < found.host_probe_us < 1e4
-    assert found.runs >= 20
+    latency = gpu_latency(model, made / model.file, "static", 0.1, "cpu")
+    assert latency.latency_ms
+    assert latency.host_probe_us
+    assert 1e-4 < latency.latency_ms < 10.0
+    assert 1.0 < latency.host_probe_us < 1e4
+    assert latency.runs >= 20
 
 
-def rows(*told: str) -> tuple[NodeRow, ...]:
+def rows(*lines: str) -> tuple[NodeRow, ...]:
     """`Conv cuda a` as a node that makes tensor a."""
     return tuple(NodeRow(name=f"{number}", op_type=line.split()[0], provider=line.split()[1], outputs=(line.split()[2],),
-                         types=("float32[1,2]",)) for number, line in enumerate(told))
+                         types=("float32[1,2]",)) for number, line in enumerate(lines))
 
 
 def test_graphs_are_compared_node_by_node() -> None:
@@ -221,14 +221,15 @@ def test_graphs_are_compared_node_by_node() -> None:
         "MemcpyFromHost cuda x1", "Conv cuda a", "Shape cpu s", "MatMul cuda t7", "Gemm cuda g", "TopK cuda v"))
     derived = NodeList(model="m", way="static", opsets={"": 17}, kernels={"k1": 1, "k2": 1}, nodes=rows(
         "Conv cuda a", "Shape cuda s", "MatMul cuda other_name", "FusedGemm cuda g", "Relu cuda r"))
-    found = compare(real, derived)
-    assert (found.nodes, found.same, found.agrees) == (5, 2, False)
-    assert (found.copies, found.derived_copies) == ((0, 1), (0, 0))
-    assert (found.kernels, found.same_kernels) == (3, 2)
-    assert {(one.what, one.tensor, one.derived, one.real) for one in found.differences} == {
+    comparison = compare(real, derived)
+    assert (comparison.nodes, comparison.same, comparison.agrees) == (5, 2, False)
+    assert (comparison.copies, comparison.derived_copies) == ((0, 1), (0, 0))
+    assert (comparison.kernels, comparison.same_kernels) == (3, 2)
+    differences = {(row.what, row.tensor, row.derived, row.real) for row in comparison.differences}
+    assert differences == {
         ("provider", "s", "cuda", "cpu"), ("operator", "g", "FusedGemm cuda", "Gemm cuda"), ("only real", "v", "", "cuda"),
         ("only derived", "r", "cuda", "")}
-    provider = next(row for row in difference_rows([found]) if row["difference"] == "provider")
+    provider = next(row for row in difference_rows([comparison]) if row["difference"] == "provider")
     assert provider == {"difference": "provider", "operator": "Shape", "opset": 17, "types": "float32", "derived": "cuda",
                         "real": "cpu", "nodes": 1, "models": "m"}
 
@@ -237,8 +238,8 @@ def test_graphs_of_sessions_opened_alike_are_compared() -> None:
     static = NodeList(model="m", way="static", nodes=rows("Conv cuda a"))
     dynamic = NodeList(model="m", way="dynamic", nodes=rows("Conv cuda a", "Shape cpu s"))
     failed = NodeList(model="m", way="static", error="UserError: no")
-    found = compare_all([static, dynamic], [dynamic, failed, NodeList(model="unknown", way="static")])
-    assert [(one.way, one.agrees, one.error) for one in found] == [
+    comparisons = compare_all([static, dynamic], [dynamic, failed, NodeList(model="unknown", way="static")])
+    assert [(comparison.way, comparison.agrees, comparison.error) for comparison in comparisons] == [
         ("dynamic", True, ""), ("static", False, "derived: UserError: no")]
 
 
@@ -248,9 +249,9 @@ def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) ->
     assert [(node.op_type, node.provider, node.types[0]) for node in derived.nodes] == [
         ("Add", "cuda", "float32[1,8]"), ("Relu", "cuda", "float32[1,8]")]
     assert compare(derived, derived).agrees
-    whole = named(made / "loop_constant_trips.onnx")
-    assert isinstance(whole, bytes)
-    loop = onnx.load_from_string(whole)
+    model_bytes = named(made / "loop_constant_trips.onnx")
+    assert isinstance(model_bytes, bytes)
+    loop = onnx.load_from_string(model_bytes)
     inner = [(node.name, inside) for node, inside in every_node(loop.graph) if inside]
     assert inner[0] == ("Loop_last/body/0_MatMul", "Loop_last")
     assert len({name for name, _ in inner}) == len(inner) == 5
@@ -263,7 +264,7 @@ def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) ->
 
 
 @pytest.mark.slow
-def test_without_a_gpu_the_comparison_says_what_to_do(made: Path, tmp_path: Path) -> None:
+def test_without_real_nodes_the_comparison_is_an_error(made: Path, tmp_path: Path) -> None:
     done = command("compare_on_gpu.py", str(made), "--out", str(tmp_path), "--only", "tiny_add", "--derive-only")
     assert done.returncode == 1
     assert "real_nodes.json.gz: no such file" in done.stderr

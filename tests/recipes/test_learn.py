@@ -1,6 +1,6 @@
 """The recipe that learns from the H200's dataset: its parts, and what it leaves in the repository.
 
-Fixture `part` of test_gpu_dataset.py is learned by it. Here its script runs in a folder of its own in place of the repository.
+Fixture `part` of test_gpu_dataset.py learns with it. Here its script runs in a separate folder instead of the repository.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ def repository(tmp_path: Path) -> Path:
     return made
 
 
-def test_what_is_packed_is_unpacked(repository: Path, tmp_path: Path) -> None:
+def test_packing_and_unpacking(repository: Path, tmp_path: Path) -> None:
     """The dataset, its records and the host's side; neither predictors nor logs. A second call packs nothing."""
     flavour = Flavour(device="cuda", runtime_version="1.31")
     record = chain("resnet_a", [conv(), relu()]).model_copy(update={"flavour": flavour})
     target = Target(device_name="NVIDIA H200", flavour=flavour, threads=0)
     workspace = collect(tmp_path / "workspace", record, target=target).root
-    again = tmp_path / "again"
+    copy = tmp_path / "again"
     of_dataset = held(workspace)
     names = [f"{DATASET}/copies.json", "node_profiles.json", "host/benchmark/dataset/cpu/kernels.jsonl",
              "host/ort_analysis/ort_kernel_record/cpu/index.json"]
     written(workspace, [*names, f"{DATASET}/.writer.lock", "host/training/predictors/cpu/x.pkl", "host/logs/hase.log",
                         f"training/predictors/{TARGET}/x.pkl"])
     (workspace / "node_profiles.json").rename(tmp_path / "profiles")
-    (workspace / "node_profiles.json").symlink_to(tmp_path / "profiles")  # a link is packed as what it leads to
+    (workspace / "node_profiles.json").symlink_to(tmp_path / "profiles")  # the target of a link is packed
     packed = []
     for _ in range(2):
         done = learn(repository, workspace, "pack")
@@ -72,14 +72,14 @@ def test_what_is_packed_is_unpacked(repository: Path, tmp_path: Path) -> None:
         os.utime(workspace / names[0], (0, 1e9))
     assert packed[0].keys() == {f"{TARGET}.tar.xz", "host-nvidia-h200.tar.xz"}
     assert packed[0] == packed[1]
-    done = learn(repository, again, "unpack")
+    done = learn(repository, copy, "unpack")
     assert done.returncode == 0, done.stderr
-    unpacked = {name: text for name, text in held(again).items() if not name.startswith("logs/")}
+    unpacked = {name: text for name, text in held(copy).items() if not name.startswith("logs/")}
     assert unpacked == of_dataset | {name: name for name in names}
 
 
-def test_what_was_learned_is_shipped(repository: Path, tmp_path: Path) -> None:
-    """All of it in place of what was there, and the table of operators where it was made. A part of it is refused."""
+def test_shipping_what_was_learned(repository: Path, tmp_path: Path) -> None:
+    """It replaces what was shipped before, with the table of operators if there is one. A part alone is refused."""
     shipped, learned = (repository / "training" / "shipped" / TARGET, tmp_path / "training" / "predictors" / TARGET)
     names = ["predictors.json", "host/predictors.json", "host.json", "composition.json", "energy.json", "sharing.json"]
     written(shipped, ["old.pkl"])
@@ -107,7 +107,7 @@ def test_an_unknown_part_is_refused_before_anything_is_done(repository: Path, tm
 
 @pytest.mark.slow
 def test_a_figure_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    """In an empty workspace each fails by itself, in one line; what fails is named at the end."""
+    """In an empty workspace each one fails with one line, and all failures are named at the end."""
     done = learn(ROOT, tmp_path, "families")
     assert done.returncode == 1
     *_, last = lines = done.stderr.splitlines()

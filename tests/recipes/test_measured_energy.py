@@ -1,5 +1,5 @@
-"""The energy that was measured on three H200s and ships with Hase: how sound it is, what is learned from it, and how far
-predictions are off. Nothing is measured here."""
+"""The energy that was measured on three H200s and ships with Hase: its soundness, what is learned from it, and the
+errors of predictions. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def learned(shipped_energy: Workspace) -> EnergyModel:
     done = run_script("training/fit_energy.py", "--workspace", shipped_energy.root, "--target", TARGET, "--models",
                       "--limit-w", LIMIT_W, "--markdown", shipped_energy.root / "page.md")
     assert done.returncode == 0, done.stderr
-    found = read_energy(shipped_energy.predictors(TARGET))
+    energy_model = read_energy(shipped_energy.predictors(TARGET))
     assert "vgg16@batch=64\tvgg\t692\t10.32\t" in done.stdout
     page = (shipped_energy.root / "page.md").read_text()
     shown, made = (FIGURE.findall(text) for text in ((ROOT / "docs" / "energy_measured.md").read_text(), page))
     assert len(made) > 79
     assert [float(value) for value in shown] == pytest.approx([float(value) for value in made], abs=0.3)  # per cent
     assert "differ by 0.3% (median), and by 1.8% at most" in page
-    assert found.kind == shipped.kind
-    assert found.coefficients == pytest.approx(shipped.coefficients, rel=1e-3)  # what ships was learned from this
-    return found
+    assert energy_model.kind == shipped.kind
+    assert energy_model.coefficients == pytest.approx(shipped.coefficients, rel=1e-3)  # what ships was learned from this
+    return energy_model
 
 
 def test_the_readings_are_sound(shipped_energy: Workspace) -> None:
@@ -81,32 +81,32 @@ def test_cards_differ_little(shipped_energy: Workspace) -> None:
     """Where two hosts were as fast, models took about the same energy on their cards."""
     table = pd.read_csv(model_table_path(shipped_energy.dataset(TARGET)))
     of_cards = table.pivot_table(index="Model", columns="Machine", values=["energy_j", "energy_ms"])
-    found = []
-    for one, other in itertools.combinations(table["Machine"].unique(), 2):
-        apart = {name: (of_cards[name, other] / of_cards[name, one] - 1.0).dropna() for name in ("energy_j", "energy_ms")}
+    medians = []
+    for card, second in itertools.combinations(table["Machine"].unique(), 2):
+        apart = {name: (of_cards[name, second] / of_cards[name, card] - 1.0).dropna() for name in ("energy_j", "energy_ms")}
         alike = apart["energy_j"][apart["energy_ms"].abs() < 0.025]
         assert alike.between(-0.065, 0.031).all()
-        found.append((len(apart["energy_j"]), len(alike), round(100 * alike.median(), 1)))
-    assert found == [(22, 12, -2.2), (12, 7, -0.7), (22, 14, 1.8)]
+        medians.append((len(apart["energy_j"]), len(alike), round(100 * alike.median(), 1)))
+    assert medians == [(22, 12, -2.2), (12, 7, -0.7), (22, 14, 1.8)]
 
 
 def test_predictions_from_before_the_measurements(shipped_energy: Workspace) -> None:
     """The blind test of docs/energy.md: the first measurement of each model counts."""
     measured = pd.read_csv(model_table_path(shipped_energy.dataset(TARGET))).drop_duplicates("Model").set_index("Model")
-    found = pd.read_csv(PREDICTED_FIRST).set_index("model").join(
+    table = pd.read_csv(PREDICTED_FIRST).set_index("model").join(
         measured[["energy_j", "power_w"]].rename(columns={"energy_j": "measured_j"}))
-    assert len(found) == 28
-    found = found.dropna(subset="measured_j")
-    assert len(found) == 22
-    errors = (found["energy_j"] / found["measured_j"] - 1.0).abs()
-    by_gpu = found["power_w"] > 242.0
+    assert len(table) == 28
+    table = table.dropna(subset="measured_j")
+    assert len(table) == 22
+    errors = (table["energy_j"] / table["measured_j"] - 1.0).abs()
+    by_gpu = table["power_w"] > 242.0
     assert (errors.mean(), errors.median()) == pytest.approx((0.058, 0.030), abs=0.001)
     assert (errors[by_gpu].mean(), errors[~by_gpu].mean()) == pytest.approx((0.038, 0.093), abs=0.001)
-    assert found["measured_j"].between(found["low_j"], found["high_j"]).sum() == 20
+    assert table["measured_j"].between(table["low_j"], table["high_j"]).sum() == 20
 
 
 def test_families_left_out_are_within_the_bar(learned: EnergyModel) -> None:
-    """10 %, better 6 %."""
+    """The bar is 10 %, better 6 %."""
     assert learned.left_out is not None
     assert learned.left_out.count == 80
     assert learned.left_out.mape < 0.06
@@ -117,7 +117,7 @@ def test_families_left_out_are_within_the_bar(learned: EnergyModel) -> None:
     assert learned.idle_w == pytest.approx(120.9, abs=0.1)
     assert learned.interval is not None
     assert learned.interval.coverage > 0.8
-    plain = {one.name: one.cv_mape for one in learned.candidates}
+    plain = {candidate.name: candidate.cv_mape for candidate in learned.candidates}
     assert (plain["class powers and work"] or 0.0) > 1.3 * learned.left_out.mape  # how full the device is matters
     errors = [model.predicted_j / model.measured_j - 1.0 for model in learned.models]
     assert np.abs(errors).mean() == pytest.approx(learned.left_out.mape)
@@ -126,22 +126,22 @@ def test_families_left_out_are_within_the_bar(learned: EnergyModel) -> None:
 def test_the_evaluator_scores_energies(shipped_energy: Workspace, learned: EnergyModel) -> None:
     done = run_script("evaluator.py", "--workspace", shipped_energy.root, "--target", TARGET, "--recorded", "--json")
     assert done.returncode == 0, done.stderr
-    [summary] = [one for one in json.loads(done.stdout)["summaries"] if one["group"] == "all models"]
-    assert summary["energy"]["count"] >= 40  # those whose host was not disturbed
+    [summary] = [row for row in json.loads(done.stdout)["summaries"] if row["group"] == "all models"]
+    assert summary["energy"]["count"] >= 40  # models whose host was not disturbed
     assert summary["energy"]["mape"] < 0.1
 
 
 def test_the_figures_of_the_pages(shipped_energy: Workspace, tmp_path: Path) -> None:
-    """MnasNet at batch 1 and 16: as predicted by the predictors that come with Hase, and as measured."""
-    said = re.search(r"It says (\S+) J at batch 1 and (\S+) J at batch 16, .*? were (\S+) J and (\S+) J\.",
-                     (ROOT / "docs" / "energy.md").read_text(encoding="utf-8"))
-    assert said is not None
+    """MnasNet at batch 1 and 16, predicted by the shipped predictors and measured."""
+    figures = re.search(r"It says (\S+) J at batch 1 and (\S+) J at batch 16, .*? were (\S+) J and (\S+) J\.",
+                        (ROOT / "docs" / "energy.md").read_text(encoding="utf-8"))
+    assert figures is not None
     table = pd.read_csv(model_table_path(shipped_energy.dataset(TARGET))).set_index("Model")["energy_j"]
-    for batch, predicted, measured in ((1, said[1], said[3]), (16, said[2], said[4])):
+    for batch, predicted, measured in ((1, figures[1], figures[3]), (16, figures[2], figures[4])):
         name = f"mnasnet1_0@batch={batch}"
         record = shipped_energy.root / "ort_analysis" / "ort_kernel_record" / "cuda-ort1.31-all" / f"{name}.json"
-        found = Predictor(Workspace(tmp_path), TARGET).energy(read_model_record(record))
-        assert found.energy_j == pytest.approx(float(predicted), rel=0.05)
+        energy = Predictor(Workspace(tmp_path), TARGET).energy(read_model_record(record))
+        assert energy.energy_j == pytest.approx(float(predicted), rel=0.05)
         assert table[name] == pytest.approx(float(measured), rel=0.01)
 
 
@@ -151,8 +151,8 @@ def test_a_prediction_with_the_predictors_that_come_with_hase(shipped_energy: Wo
     done = run_script("inference/predict_model_latency.py", "--workspace", tmp_path, "--target", "nvidia-h200", "--energy",
                       "--model", record, "--json")
     assert done.returncode == 0, done.stderr
-    [found] = json.loads(done.stdout)
-    energy = found["energy"]
+    [answer] = json.loads(done.stdout)
+    energy = answer["energy"]
     assert 0.43 < energy["energy_j"] < 1.9
     assert energy["energy_per_item_j"] == pytest.approx(energy["energy_j"] / 16)
     assert 300.0 < energy["mean_power_w"] < LIMIT_W

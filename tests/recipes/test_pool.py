@@ -1,4 +1,4 @@
-"""The recipe of the pool: each model is analysed at its own sizes, and one that can't be costs only itself."""
+"""The recipe of the pool: each model is analysed at its own sizes, and one that fails costs only itself."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
-    """One with a convolution of the pool, a file of another exporter, and one whose sizes no run can tell."""
+    """A workspace with a convolution of the pool, a file of another exporter, and a model whose sizes no run can show."""
     made = Workspace(tmp_path)
     made.models.mkdir(parents=True)
     network = Network("conv", "other", "convs", NormedConv(3, 8, 2, True).eval(), (NetworkInput("x", ("batch", 3, 16, 16)),),
                       {"batch": (1, 4)})
     write_network(network, "fp32", made.models / "conv.onnx", "cpu")
     foreign = onnx.load(made.models / "conv.onnx")
-    kept = {prop.key: prop.value for prop in foreign.metadata_props}
+    properties = {prop.key: prop.value for prop in foreign.metadata_props}
     del foreign.metadata_props[:]
     onnx.save(foreign, made.models / "foreign.onnx")
-    helper.set_model_props(foreign, kept | {DATA_SIZED_KEY: "yes"})
+    helper.set_model_props(foreign, properties | {DATA_SIZED_KEY: "yes"})
     foreign.graph.node[0].op_type = "Unknown"
     onnx.save(foreign, made.models / "unknown.onnx")
     return made
@@ -77,7 +77,7 @@ def test_sizes_by_data_are_those_of_a_run_at_each_size(workspace: Workspace) -> 
         assert 0 < record.outputs["y"].shape[1] < 64 * record.dims["batch"]
 
 
-def test_kernels_of_the_host_are_listed_apart_and_measured_without_models(tmp_path: Path) -> None:
+def test_kernels_of_the_host_are_listed_separately_and_measured_without_models(tmp_path: Path) -> None:
     workspace, into = Workspace(tmp_path), Workspace(tmp_path / "host")
     nodes = [helper.make_node(op, [f"t{place}"], [f"t{place + 1}"]) for place, op in enumerate(("Relu", "Sinh", "Sigmoid"))]
     values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1000]) for name in ("t0", "t3")]
@@ -92,13 +92,13 @@ def test_kernels_of_the_host_are_listed_apart_and_measured_without_models(tmp_pa
     assert work.models == ()
 
 
-def test_copies_are_measured_over_size() -> None:
-    """On a CPU, where nothing is copied, as far as that goes."""
+def test_copies_are_measured_at_several_sizes() -> None:
+    """On a CPU, where nothing is really copied."""
     copies, waits = measure("cpu", [4, 1 << 20])
-    assert [one.bytes for one in copies] == [4, 1 << 20]
+    assert [copy.bytes for copy in copies] == [4, 1 << 20]
     assert {name: len(samples) > 2 for name, samples in copies[1].samples_ms.items()} == dict.fromkeys(
         ("one", "gpu", "cpu", "to_host", "to_gpu", "through_one", "through_four"), True)
-    assert {(one.operator, one.elements) for one in waits} == set(itertools.product(WAITING, WAITING_ELEMENTS))
+    assert {(wait.operator, wait.elements) for wait in waits} == set(itertools.product(WAITING, WAITING_ELEMENTS))
 
 
 def test_the_recipe_names_models_of_the_pool() -> None:

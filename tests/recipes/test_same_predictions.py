@@ -25,21 +25,21 @@ def test_every_number_of_every_answer_is_as_recorded() -> None:
     assert done.returncode == 0, f"{done.stderr}\n{done.stdout}\nIf that is on purpose: python {RECORD}"
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     (lambda answer: answer.update(latency_ms=answer["latency_ms"] * (1 + 1e-11)), "latency_ms"),
     (lambda answer: answer.pop("interval_ms"), "interval_ms is missing"),
     (lambda answer: answer["kernels"].pop(), "kernels"),
     (lambda answer: answer["kernels"][2].update(provenance="guessed"), "kernels[2].provenance: "),
     (lambda answer: answer["memory"].update(peak_mib=None), "memory.peak_mib"),
 ])
-def test_what_changed_is_found(change: object, said: str) -> None:
+def test_each_kind_of_change_is_reported(change: object, message: str) -> None:
     before = read_answers()
     question = next(iter(before))
-    now = copy.deepcopy(before)
-    change(now[question][0])  # type: ignore[operator]
-    (line,) = changes(before, now, TOLERANCE)
+    changed = copy.deepcopy(before)
+    change(changed[question][0])  # type: ignore[operator]
+    (line,) = changes(before, changed, TOLERANCE)
     assert question in line
-    assert said in line
+    assert message in line
 
 
 def test_a_new_field_or_question_is_no_change() -> None:

@@ -1,4 +1,4 @@
-"""The table of operators: it names real operators and inputs, and one without a row is marked."""
+"""The table of operators: it names real operators and inputs, and marks operators without a row."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ def test_every_operator_of_a_provider_has_a_row_or_is_marked() -> None:
 
 
 def test_no_other_module_lists_operators() -> None:
-    """What holds of an operator is a column of the table. Runtimes have rules of their own, the sampler draws by operator, and
+    """Properties of an operator are columns of the table. Runtimes have their own rules, the sampler draws by operator, and
     recipes measure some."""
     own_lists = {"features.py": "parts of names, which a saved predictor's features count",
                  "nn_meter.py": "the classes of nn-Meter's authors",
                  "memory.py": "parts of names of the operators that load cuDNN and cuBLAS"}
-    found = {path.name for package in ("records", "measuring", "benchmark", "graph_model", "training", "inference")
-             for path in (ROOT / package).glob("**/*.py") if any(listed_operators(path))}
-    assert found - {"operators.py"} == own_lists.keys()
+    listing = {path.name for package in ("records", "measuring", "benchmark", "graph_model", "training", "inference")
+               for path in (ROOT / package).glob("**/*.py") if any(listed_operators(path))}
+    assert listing - {"operators.py"} == own_lists.keys()
 
 
 def listed_operators(path: Path) -> Iterator[list[str]]:

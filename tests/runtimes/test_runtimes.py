@@ -1,4 +1,4 @@
-"""The seam between runtimes and the rest: the table, what each runtime says of itself, and that nobody else asks for a name."""
+"""The seam between runtimes and the rest: the table, each runtime's description, and that nothing else compares names."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from utils.errors import UserError
 from utils.paths import ROOT
 
 SEAM = ("runtimes/__init__.py", *(f"runtimes/{name}/" for name in MODULES))
-APART = ("graph_stages/", "convolutions/")  # they feed no prediction, and have runtimes of their own
+APART = ("graph_stages/", "convolutions/")  # they feed no prediction and have their own runtimes
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_runtime_says_what_it_is(name: str) -> None:
+def test_a_runtime_describes_itself(name: str) -> None:
     runtime = runtime_named(name)
     assert runtime.name == name
     assert find_spec(runtime.worker)

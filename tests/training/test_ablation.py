@@ -1,4 +1,4 @@
-"""The ablation: what each variant may see, the sums of models by hand, and a first stage that does not see the answer."""
+"""The ablation: the rows and features of each variant, sums of models by hand, and a first stage that never sees the answer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(workspace: Workspace, script: str, *options: str) -> subprocess.Complete
                       *options)
 
 
-@pytest.mark.parametrize(("names", "found"), [
+@pytest.mark.parametrize(("names", "expected"), [
     (["void nchwToNhwcKernel<float>(float const*)", "Memset (Device)",
       "sm90_xmma_fprop_implicit_gemm_tf32f32_nhwc_tilesize64x128x32__5x_cudnn", "void op_generic_tensor_kernel<4>(float*)"],
      "sm_xmma_fprop_implicit_gemm_tf_f_nhwc_tilesize_x_x_x_cudnn"),
@@ -61,18 +61,18 @@ def run(workspace: Workspace, script: str, *options: str) -> subprocess.Complete
     (["void relu<float>(float*)"], ""),
     ([], ""),
 ])
-def test_classes_of_cuda_kernels(names: list[str], found: str) -> None:
-    assert cuda_class(names) == found
+def test_classes_of_cuda_kernels(names: list[str], expected: str) -> None:
+    assert cuda_class(names) == expected
 
 
-def test_what_a_variant_may_see(data: Dataset) -> None:
+def test_rows_and_features_of_variants(data: Dataset) -> None:
     rows = data.rows
     hidden = chosen_rows(data, VARIANTS["no-tiles-alignment"]).features
     tiles = [KERNEL_FEATURES.index(name) for name in (*KERNEL_FEATURES.groups["tiles"], *KERNEL_FEATURES.groups["alignment"])]
-    others = [place for place in range(len(KERNEL_FEATURES.names)) if place not in tiles]
+    visible = [place for place in range(len(KERNEL_FEATURES.names)) if place not in tiles]
     assert (hidden[:, tiles] == 0).all()
-    assert (hidden[:, others] == rows.features[:, others]).all()
-    assert (rows.features[:, tiles] != 0).any()  # the dataset itself stays as it is
+    assert (hidden[:, visible] == rows.features[:, visible]).all()
+    assert (rows.features[:, tiles] != 0).any()  # the dataset does not change
     of_models = chosen_rows(data, VARIANTS["no-samples"])
     assert set(of_models.ids) == {name for model in data.models for name in model.record.kernels}
     assert len(chosen_rows(data, VARIANTS["no-free"])) == len(rows)  # all were sampled near a family
@@ -80,12 +80,12 @@ def test_what_a_variant_may_see(data: Dataset) -> None:
     assert len(chosen_rows(free, VARIANTS["no-free"])) == len(rows) - 1
 
 
-def test_without_a_roofline_times_are_learned_all_the_same(data: Dataset) -> None:
-    """And a kernel type of none of the rows is estimated from its sizes, as those of its class."""
+def test_times_are_learned_without_a_roofline(data: Dataset) -> None:
+    """A kernel type without rows is estimated from its sizes, like other types of its class."""
     rows = data.rows.rows(data.rows.idle & (data.rows.types == "Conv"))
     for variant in (VARIANTS["no-roofline"], VARIANTS["forest"], VARIANTS["one-for-all"]):
-        found = learn(rows, data, variant, QUICK).predict_ms(rows.kernels)
-        assert np.median(np.abs(found / rows.times_ms["run"] - 1)) < 0.02
+        times_ms = learn(rows, data, variant, QUICK).predict_ms(rows.kernels)
+        assert np.median(np.abs(times_ms / rows.times_ms["run"] - 1)) < 0.02
     unknown = learn(rows, data, VARIANTS["no-roofline"], QUICK).predict_ms(
         replace(rows.kernels, types=np.array(["Unheard"] * len(rows))))
     assert np.median(np.abs(unknown / rows.times_ms["run"] - 1)) < 0.01
@@ -93,39 +93,39 @@ def test_without_a_roofline_times_are_learned_all_the_same(data: Dataset) -> Non
 
 def test_sums_of_models() -> None:
     """Two models: 2 · 1 + 3 against 2 · 2 + 3, and one whose second kernel was never measured: 5 against 4."""
-    one, two, three = conv(), relu(), relu(batch=2)
+    convolution, small_relu, large_relu = conv(), relu(), relu(batch=2)
     models = [MeasuredModel(chain(name, kernels), name, 1.0) for name, kernels in (
-        ("anet", [one, one, two]), ("bnet", [one, three]))]
-    predicted = {"anet": {one.id: 1.0, two.id: 3.0}, "bnet": {one.id: 5.0, three.id: 100.0}}
-    measured = {one.id: {"gpu": 2.0}, two.id: {"gpu": 3.0}, three.id: {"run": 1.0}}
+        ("anet", [convolution, convolution, small_relu]), ("bnet", [convolution, large_relu]))]
+    predicted = {"anet": {convolution.id: 1.0, small_relu.id: 3.0}, "bnet": {convolution.id: 5.0, large_relu.id: 100.0}}
+    measured = {convolution.id: {"gpu": 2.0}, small_relu.id: {"gpu": 3.0}, large_relu.id: {"run": 1.0}}
     assert sum_mape(models, predicted, measured, "gpu") == pytest.approx(100 * (2 / 7 + 3 / 2) / 2)
 
 
 def test_the_first_stage_does_not_see_the_answer(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each family has a class of its own: what is guessed of a row comes from others, so that its class is never among it."""
+    """Each family has its own class. The guesses for a row come from other families, so they never include its class."""
     rows = data.rows.rows(np.array([len(families) == 1 for families in data.rows.groups]))
     family_of = {str(name): min(families) for name, families in zip(rows.ids, rows.groups, strict=True)}
-    seen: list[npt.NDArray[np.float64]] = []
+    guesses: list[npt.NDArray[np.float64]] = []
 
-    def remember(given: TrainingSet, *rest: object) -> KernelModel:
-        seen.append(given.features[:, len(KERNEL_FEATURES.names):])
-        return fit(given, *rest)  # type: ignore[arg-type]
+    def remember(training: TrainingSet, *options: object) -> KernelModel:
+        guesses.append(training.features[:, len(KERNEL_FEATURES.names):])
+        return fit(training, *options)  # type: ignore[arg-type]
 
     fit = fit_kernel_model
     monkeypatch.setattr(cuda_classes, "fit_kernel_model", remember)
     model = cuda_classes.fit_two_stages(rows, "run", family_of, QUICK)
-    (guessed,) = seen
+    (guessed,) = guesses
     assert guessed.sum(axis=1) == pytest.approx(np.ones(len(rows)))
     families = Counter(family_of[str(row)] for row in rows.ids).most_common()  # the order of the columns
     for column, (name, _) in enumerate(families):
         mine = np.array([family_of[str(row)] == name for row in rows.ids])
         assert (guessed[mine, column] == 0).all()
         assert guessed[~mine, column].any()
-    found = model.predict_ms(rows.kernels)
-    assert np.median(np.abs(found / rows.times_ms["run"] - 1)) < 0.04
+    times_ms = model.predict_ms(rows.kernels)
+    assert np.median(np.abs(times_ms / rows.times_ms["run"] - 1)) < 0.04
 
 
-def test_every_variant_has_words_and_a_difference() -> None:
+def test_every_variant_has_a_description_and_a_difference() -> None:
     assert len({variant.what for variant in VARIANTS.values()}) == len(VARIANTS)
     plain = [replace(variant, what="") for variant in VARIANTS.values()]
     assert len(set(plain)) == len(plain)

@@ -36,24 +36,24 @@ CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_ra
                         xgboost_class=XgboostSettings(trees=60, learning_rate=0.2))
 EACH = 60
 ELEMENTWISE, REDUCTIONS = ("Relu", "Sigmoid", "Neg", "Exp"), ("ReduceMean", "ReduceSum", "ReduceMax")
-SLOW = 5.0  # times as long as an elementwise operator of as many bytes, a reduction takes
+SLOW = 5.0  # time of a reduction over that of an elementwise operator with as many bytes
 
 
 def true_ms(kernel: Kernel, metric: float = 0.0) -> float:
-    """What the made-up device takes: bytes at a rate that depends on the class, and a floor."""
+    """The time in ms on the made-up device: a floor, and bytes at a rate that depends on the class."""
     slow = SLOW if kernel.op_type.startswith("Reduce") else 1.0
     return 0.003 + slow * (kernel.bytes_read + kernel.bytes_written) / 1e8
 
 
 def kernels_of(op_type: str, generator: Generator) -> list[Kernel]:
     """EACH kernels of an operator in both floating types, none larger than 64 MiB."""
-    found: dict[str, Kernel] = {}
-    while len(found) < EACH:
-        dtype = ("float32", "float16")[len(found) % 2]
+    kernels: dict[str, Kernel] = {}
+    while len(kernels) < EACH:
+        dtype = ("float32", "float16")[len(kernels) % 2]
         kernel = reduction(dtype, 2, generator) if op_type in REDUCTIONS else unary(op_type, dtype, 2, generator)
         if kernel.op_type == op_type and footprint_mib(kernel) < 64:
-            found[kernel.id] = kernel
-    return list(found.values())
+            kernels[kernel.id] = kernel
+    return list(kernels.values())
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,10 @@ def test_classes_go_by_the_operator_of_a_type() -> None:
     assert not is_class("Conv_Add_Relu")
 
 
-def test_an_unknown_operator_takes_what_its_class_does(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:
+def test_an_unknown_operator_takes_as_long_as_its_class(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:
     """The roofline of all kernels can't tell a reduction from an activation; the classes can."""
-    seen = rows.rows(np.array([operator_of(str(name)) not in ("Exp", "ReduceMax") for name in rows.types]))
-    model = fit_kernel_model(seen, "run", (), CONFIG)
+    measured_rows = rows.rows(np.array([operator_of(str(name)) not in ("Exp", "ReduceMax") for name in rows.types]))
+    model = fit_kernel_model(measured_rows, "run", (), CONFIG)
     for op_type in ("Exp", "ReduceMax"):
         kernels = [kernel for kernel in made[1].values() if kernel.op_type == op_type and true_ms(kernel) > 0.01]
         truth = np.array([true_ms(kernel) for kernel in kernels])
@@ -99,7 +99,7 @@ def test_an_unknown_operator_takes_what_its_class_does(rows: TrainingSet, made: 
         assert np.median(errors) < 0.2 * np.median(np.abs(estimated(bare, kernels, rows) / truth - 1))
 
 
-def test_an_operator_without_a_class_takes_what_all_do(rows: TrainingSet) -> None:
+def test_an_operator_without_a_class_takes_as_long_as_all(rows: TrainingSet) -> None:
     model = fit_kernel_model(rows, "run", (), CONFIG)
     assert {name for name in model.boosters if is_class(name)} == {ANY, "class elementwise", "class reduction"}
     unknown, known_class = model.predict_ms(KernelRows(
@@ -122,26 +122,26 @@ def test_boosters_of_classes_are_saved_and_read(rows: TrainingSet, made: tuple[W
     save_predictors(tmp_path, {"run": model}, {"run": ()}, {}, about(rows))
     predictors = read_predictors(tmp_path)
     new = unary("Abs", "float32", 2, np.random.default_rng(5))
-    found = predictors.predict([new], {})
-    assert found.provenance == ["estimated"]
-    assert found.latency_ms[0] == pytest.approx(float(estimated(model, [new], rows)[0]))
+    times = predictors.predict([new], {})
+    assert times.provenance == ["estimated"]
+    assert times.latency_ms[0] == pytest.approx(float(estimated(model, [new], rows)[0]))
 
 
 def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:
-    """Each operator of a class as its fellows, within a few per cent; the table and the page say so."""
-    found = leave_operators_out(rows, "run", CONFIG)
-    assert [one.operator for one in found] == sorted(ELEMENTWISE) + sorted(REDUCTIONS)
-    assert max(np.median(one.errors) for one in found) < 0.035
-    assert {one.operator: len(one.ids) for one in found} == dict.fromkeys((*ELEMENTWISE, *REDUCTIONS), EACH)
-    ranges = ranges_of(found, "run")
+    """Each operator is predicted like the rest of its class, within a few per cent, in the table and on the page."""
+    operators = leave_operators_out(rows, "run", CONFIG)
+    assert [operator.operator for operator in operators] == sorted(ELEMENTWISE) + sorted(REDUCTIONS)
+    assert max(np.median(operator.errors) for operator in operators) < 0.035
+    assert {operator.operator: len(operator.ids) for operator in operators} == dict.fromkeys((*ELEMENTWISE, *REDUCTIONS), EACH)
+    ranges = ranges_of(operators, "run")
     assert set(ranges) == {"elementwise", "reduction"}
     assert 0.5 < ranges["elementwise"].low <= 1.0 <= ranges["elementwise"].high < 2.0
     assert ranges["elementwise"].operators == len(ELEMENTWISE) > LEAST_KERNELS / 10
 
-    table = operator_rows(rows, "run", made[1], (), found)
+    table = operator_rows(rows, "run", made[1], (), operators)
     assert [(row["operator"], row["type"], row["kernels"]) for row in table[:2]] == [
         ("Exp", "float16", 30), ("Exp", "float32", 30)]
-    summary = summary_rows(found)
+    summary = summary_rows(operators)
     assert [(row["class"], row["operators"], row["below_30_%"]) for row in summary] == [
         ("elementwise", 4, 100.0), ("reduction", 3, 100.0), ("all", 7, 100.0)]
     page = markdown("made-up", "run", table, summary, [], made[1].values())
@@ -157,40 +157,40 @@ def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, 
 
 def test_the_report_of_a_target(made: tuple[Workspace, dict[str, Kernel]], rows: TrainingSet, tmp_path: Path,
                                 caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors of cross-validation are in the page where training wrote them for this dataset; else a warning says so."""
+    """The page has cross-validated errors if training wrote them for this dataset; else there is a warning."""
     monkeypatch.setattr(logging.getLogger("hase"), "propagate", True)
     page, titles = tmp_path / "operators.md", []
-    known = next(kernel for kernel in made[1].values() if (kernel.op_type, kernel.dtype) == ("Exp", "float32"))
+    measured = next(kernel for kernel in made[1].values() if (kernel.op_type, kernel.dtype) == ("Exp", "float32"))
     write_errors(made[0].kernel_errors(TARGET.name), KernelErrors(
         target=TARGET, label="run", held_out=(), dataset_sha256=rows.sha256,
-        kernels=(KernelError(kernel=known, families=(), measured_ms=1.0, predicted_ms=1.25),)))
+        kernels=(KernelError(kernel=measured, families=(), measured_ms=1.0, predicted_ms=1.25),)))
     operator_report(made[0], TARGET.name, CONFIG, page, lambda rows, title: None)
     assert not caplog.messages
     assert "| elementwise | Exp | float32 | 30 | 25.0 |" in page.read_text()
     made[0].kernel_errors(TARGET.name).unlink()
-    found = operator_report(made[0], TARGET.name, CONFIG, page, lambda rows, title: titles.append(title))
+    report = operator_report(made[0], TARGET.name, CONFIG, page, lambda rows, title: titles.append(title))
     assert "no such file, so the table has no cross-validated errors" in caplog.text
-    assert [row["class"] for row in found["classes"]] == ["elementwise", "reduction", "all"]
+    assert [row["class"] for row in report["classes"]] == ["elementwise", "reduction", "all"]
     assert len(titles) == 2  # no launches were measured
     assert page.read_text().startswith("# Operators\n")
 
 
 def test_a_class_whose_sizes_mislead_takes_its_median(rows: TrainingSet) -> None:
-    """Where every operator that was left out is closer to the median of its class, that is what is saved."""
-    def one(operator: str, by_sizes: float, steady: float) -> LeftOutOperator:
+    """If every left-out operator is closer to the median of its class, the median is saved."""
+    def left_out(operator: str, by_sizes: float, steady: float) -> LeftOutOperator:
         ratios = np.ones(9)
         return LeftOutOperator(operator, "elementwise", np.array(["id"] * 9), by_sizes * ratios, steady * ratios, ratios)
 
-    assert steady_classes([one("Relu", 2.0, 1.0), one("Exp", 1.5, 1.1)]) == {"class elementwise"}
-    assert steady_classes([one("Relu", 1.2, 1.0), one("Exp", 1.1, 1.3)]) == frozenset()
-    known = fit_kernel_model(rows, "run", (), CONFIG, steady=frozenset({"class elementwise"}))
-    seen = rows.types == "Exp"
-    times = known.predict_ms(dataclasses.replace(rows.rows(seen).kernels, types=np.array(["Abs"] * int(seen.sum()))))
-    ratios = times / known.roofline.bound_ms(rows.flops[seen], rows.bytes_moved[seen])
+    assert steady_classes([left_out("Relu", 2.0, 1.0), left_out("Exp", 1.5, 1.1)]) == {"class elementwise"}
+    assert steady_classes([left_out("Relu", 1.2, 1.0), left_out("Exp", 1.1, 1.3)]) == frozenset()
+    model = fit_kernel_model(rows, "run", (), CONFIG, steady=frozenset({"class elementwise"}))
+    of_exp = rows.types == "Exp"
+    times = model.predict_ms(dataclasses.replace(rows.rows(of_exp).kernels, types=np.array(["Abs"] * int(of_exp.sum()))))
+    ratios = times / model.roofline.bound_ms(rows.flops[of_exp], rows.bytes_moved[of_exp])
     assert ratios == pytest.approx(float(ratios[0]), rel=1e-5)
     of_class = np.isin(rows.types, ELEMENTWISE)
-    bound = known.roofline.bound_ms(rows.flops, rows.bytes_moved)
+    bound = model.roofline.bound_ms(rows.flops, rows.bytes_moved)
     assert ratios[0] == pytest.approx(float(np.median((rows.times_ms["run"] / bound)[of_class])), rel=0.02)
-    again = from_arrays(*as_arrays(known.boosters["class elementwise"]))  # it has no tree
-    anything = np.zeros((1, again.num_features()), dtype=np.float32)
-    assert again.inplace_predict(anything)[0] == pytest.approx(np.log(ratios[0]), rel=1e-4)
+    booster = from_arrays(*as_arrays(model.boosters["class elementwise"]))  # it has no tree
+    anything = np.zeros((1, booster.num_features()), dtype=np.float32)
+    assert booster.inplace_predict(anything)[0] == pytest.approx(np.log(ratios[0]), rel=1e-4)

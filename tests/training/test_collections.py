@@ -1,4 +1,4 @@
-"""Collections held out of everything: which kernels leave the training with one."""
+"""Held-out collections: which kernels leave the training with a collection."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from utils.paths import Workspace
 COLLECTION_OF = {"anet": "timm", "bnet": "transformers", "cnet": "transformers", "secretnet": "timm"}
 
 
-def test_a_kernel_is_of_every_collection_that_holds_it_or_has_a_family_near_it() -> None:
-    """Where two collections have a family of one name, a kernel sampled near it is of both, and one of a model of its own."""
+def test_a_kernel_belongs_to_every_collection_that_has_it_or_a_family_near_it() -> None:
+    """If two collections have a family of the same name, a kernel sampled near it belongs to both, a model's kernel to one."""
     header = DatasetHeader(
         target=TARGET, metrics=(), machines={}, groups={"vit_a": "vit", "vit_b": "vit", "bert": "bert", "mine": "mine"},
         collections={"vit_a": "timm", "vit_b": "transformers", "bert": "transformers"})
@@ -32,7 +32,7 @@ def test_a_kernel_is_of_every_collection_that_holds_it_or_has_a_family_near_it()
 
 
 def test_a_fold_leaves_out_all_kernels_of_its_collection(workspace: Workspace) -> None:
-    """Those of its models that were not measured as a whole, too; and those sampled near its families."""
+    """Also those of its models that were not measured as a whole, and those sampled near its families."""
     records = write_workspace(workspace, families=tuple(COLLECTION_OF), sampled=40)
     folder = workspace.dataset(TARGET.name)
     collections = {name: COLLECTION_OF[record.group] for name, record in records.items()}

@@ -1,4 +1,4 @@
-"""Composition: α and β found again on constructed data, and no evaluated model in the fit."""
+"""Composition: the fit finds α and β of constructed data, and uses no evaluated model."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ def test_the_line_stays_physical() -> None:
     assert beta >= 0
 
 
-def test_what_a_node_costs_is_recovered_and_bounded() -> None:
+def test_the_cost_of_a_node_is_recovered_and_bounded() -> None:
     sums, nodes = np.array([1.0, 2.0, 5.0, 10.0, 20.0, 40.0]), np.array([100.0, 20.0, 60.0, 100.0, 30.0, 80.0])
     line = fit_line(sums, 1.1 * sums - 0.004 * nodes + 0.2, nodes)
     assert line == pytest.approx((1.1, 0.2, -0.004))
     assert latency_ms(line, 1.0, 100) == pytest.approx(0.9)
     assert latency_ms(line, 1.0, 100_000) == pytest.approx(0.11)  # never below a tenth of α·Σ
-    assert fit_line(sums[:4], 2 * sums[:4], nodes[:4]).node_ms == 0.0  # four models can't tell
+    assert fit_line(sums[:4], 2 * sums[:4], nodes[:4]).node_ms == 0.0  # four models are too few
 
 
-def test_leaving_out_leaves_out() -> None:
+def test_predictions_without_the_left_out_group() -> None:
     sums = np.array([1.0, 2.0, 3.0, 4.0])
     measured = np.array([1.0, 2.0, 30.0, 40.0])
     assert leave_out(sums, measured, ["a", "a", "b", "b"]) == pytest.approx([10.0, 20.0, 3.0, 4.0])
@@ -122,17 +122,17 @@ def test_the_simplest_is_used_unless_another_is_better_by_more_than_noise() -> N
     assert chosen([slightly, plain]) == ("run", "sum")
     surely = tried("run", "sum_nodes", 0.15, 0.16, 0.15, 0.16)  # better by 0.0175 ± 0.0025
     assert chosen([plain, slightly, surely]) == ("run", "sum_nodes")
-    assert chosen([surely, plain], groups=None) == ("run", "sum")  # nothing was held out, so nothing is sure
+    assert chosen([surely, plain], groups=None) == ("run", "sum")  # nothing was held out, so nothing is certain
 
 
-def test_of_a_kind_the_label_with_the_smallest_error_competes() -> None:
+def test_the_label_with_the_smallest_error_competes_for_its_kind() -> None:
     good, bad = tried("kernel_time", "sum", 0.1, 0.1, 0.1, 0.1), tried("run", "sum", 0.0, 0.5, 0.0, 0.0)
     assert chosen([bad, good]) == ("kernel_time", "sum")
     assert chosen([good, tried("run", "sum", 0.1, 0.1, 0.1, 0.1)]) == ("kernel_time", "sum")  # between equals the first
 
 
 def test_a_family_counts_once_in_the_noise() -> None:
-    """Eight models of one family on which a candidate is better are one observation, and so is one that says the opposite."""
+    """Eight models of one family for which a candidate is better are one observation, like one model for which it is worse."""
     differences = np.array([*[0.1] * 8, -0.1])
     assert not exceeds_noise(differences, [*["a"] * 8, "b"])
     assert exceeds_noise(np.array([*[0.1] * 8, 0.08]), [*["a"] * 8, "b"])
@@ -154,13 +154,13 @@ def test_a_profile_shows_whether_kernels_overlap() -> None:
 
 
 def test_a_line_that_few_models_mislead_is_not_taken() -> None:
-    """Their sums, off by a tenth up and down, are nearer to each model than the lines fitted to the three others."""
+    """Their sums, a tenth too long or too short, are closer to each model than lines fitted to the three others."""
     sums, measured, groups = np.array([1.1, 1.8, 4.4, 7.2]), np.array([1.0, 2.0, 4.0, 8.0]), ["a", "b", "c", "d"]
     taken, predicted, _ = try_line("run", "sum", sums, measured, np.ones(4), groups)
     assert np.abs(leave_out(sums, measured, groups) / measured - 1).mean() > 0.15
     assert (taken.alpha, taken.beta_ms, predicted.tolist()) == (1.0, 0.0, sums.tolist())
     assert (taken.cv_mape, taken.fit_mape, taken.plain_mape) == pytest.approx((0.1, 0.1, 0.1))
-    fitted = try_line("run", "sum", sums, measured, np.ones(4), None).candidate  # nothing tells how good the sum is
+    fitted = try_line("run", "sum", sums, measured, np.ones(4), None).candidate  # nothing shows how good the sum is
     assert fitted.alpha != 1.0
 
 
@@ -194,21 +194,21 @@ def test_the_host_s_pace_is_that_beside_each_model(workspace: Workspace) -> None
 def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, sidecar = read_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
     models = measured_models(trained, TARGET.name, sidecar)
-    seen: list[set[str]] = []
+    trained_ids: list[set[str]] = []
     fit = estimators.fit_kernel_model
 
-    def spy(rows: TrainingSet, *rest: object) -> estimators.KernelModel:
-        seen.append(set(rows.ids))
-        return fit(rows, *rest)  # type: ignore[arg-type]
+    def spy(rows: TrainingSet, *options: object) -> estimators.KernelModel:
+        trained_ids.append(set(rows.ids))
+        return fit(rows, *options)  # type: ignore[arg-type]
 
     monkeypatch.setattr("training.composition.held_out.fit_kernel_model", spy)
     left_out, groups = left_out_groups(models)
     times = predict_out_of_fold(rows, models, groups, left_out, "run", [], QUICK)
     assert set(times) == {model.record.model for model in models}
-    assert len(seen) == 3
+    assert len(trained_ids) == 3
     for family in ("anet", "bnet", "cnet"):
         kernels = {name for model in models if model.group == family for name in model.record.kernels}
-        assert sum(not (kernels & ids) for ids in seen) == 1
+        assert sum(not (kernels & ids) for ids in trained_ids) == 1
 
 
 def test_left_out_predictions_are_close(trained: Workspace) -> None:
@@ -304,14 +304,14 @@ def test_a_forced_composition_is_kept_until_another_is_asked_for(trained: Worksp
     assert kept_composition(trained, TARGET.name, "sum") is None
     assert kept_composition(trained, TARGET.name) is None
     printed(*command)
-    kept = kept_composition(trained, TARGET.name)
-    assert kept is not None
-    assert (kept.kind != "critical_path", kept.forced) == (True, False)
-    assert kept_composition(trained, TARGET.name, kept.kind) is None  # it was chosen; what is forced is marked as such
+    chosen_again = kept_composition(trained, TARGET.name)
+    assert chosen_again is not None
+    assert (chosen_again.kind != "critical_path", chosen_again.forced) == (True, False)
+    assert kept_composition(trained, TARGET.name, chosen_again.kind) is None  # it was chosen, not forced
 
 
-def test_an_interval_holds_nine_of_ten() -> None:
-    """Errors drawn from one distribution: the interval is its outer twentieths, and covers what was left out."""
+def test_an_interval_covers_nine_of_ten() -> None:
+    """Errors from one distribution: the interval leaves out a twentieth on each side and covers the left-out models."""
     draw = np.random.default_rng(2)
     predicted = draw.uniform(1.0, 20.0, 400)
     measured = predicted * draw.normal(1.02, 0.05, 400)
@@ -321,7 +321,7 @@ def test_an_interval_holds_nine_of_ten() -> None:
     assert 0.85 <= interval.coverage <= 0.95
 
 
-def test_too_few_models_tell_no_interval() -> None:
+def test_too_few_models_give_no_interval() -> None:
     assert error_range_of(np.ones(19), np.ones(19), ["a", *["b"] * 18]) is None
 
 

@@ -1,4 +1,4 @@
-"""The open door: estimators from a file, a package and the repository are checked, admitted, and used; or refused."""
+"""Users' estimators: from a file, a package or the repository, they are checked, admitted and used; or refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHECK = "training/check_estimator.py"
 NAME = "softmax_by_bytes"
 PAGE = (ROOT / "docs" / "estimators.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-WITH_ARRAY = EXAMPLE.replace('"ms_per_byte": self.ms_per_byte', '"ms_per_byte": np.array([self.ms_per_byte])')  # has a file
+WITH_ARRAY = EXAMPLE.replace('"ms_per_byte": self.ms_per_byte', '"ms_per_byte": np.array([self.ms_per_byte])')
 COMMANDS = [line for line in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0].splitlines() if line]
 
 
@@ -69,7 +69,7 @@ def made(once: Once) -> Path:
 
 @pytest.fixture
 def mine(made: Path, tmp_path: Path) -> Workspace:
-    """A copy that a test may change, with the page's example in a folder of its own."""
+    """A copy that a test may change, with the page's example in a separate folder."""
     workspace = Workspace(Path(shutil.copytree(made, tmp_path / "mine")))
     files.write_text(workspace.root / "estimators" / f"{NAME}.py", EXAMPLE)
     return workspace
@@ -93,7 +93,7 @@ def softmax_of(workspace: Workspace) -> Kernel:
 
 
 def worse(workspace: Workspace) -> Path:
-    """An estimator that takes every time to be eight times as long."""
+    """An estimator whose times are eight times too long."""
     path = workspace.root / "worse.py"
     eightfold = EXAMPLE.replace("return self.floor_ms +", "return 8 * self.floor_ms + 8 *")
     files.write_text(path, eightfold.replace(NAME, "worse"))
@@ -101,22 +101,22 @@ def worse(workspace: Workspace) -> Path:
 
 
 @pytest.mark.slow
-def test_the_page_as_it_stands(mine: Workspace) -> None:
-    """Its file and its commands."""
-    said: list[tuple[Any, str]] = []
+def test_the_example_of_the_page(mine: Workspace) -> None:
+    """The example and the commands of the page."""
+    outputs: list[tuple[Any, str]] = []
     for line in COMMANDS:
         done = run_script(*line.replace("out/mine", str(mine.root)).split()[1:], "--json")
         assert done.returncode == 0, f"{line}\n{done.stderr}"
-        said.append((json.loads(done.stdout) if done.stdout else None, done.stderr))
-    (table, told), (answers, warned), (listed, _), _ = said
+        outputs.append((json.loads(done.stdout) if done.stdout else None, done.stderr))
+    (table, check_log), (answers, predict_log), (listed, _), _ = outputs
     errors = {row["estimator"]: row["MAPE_%"] for row in table}
     assert errors[NAME] < 0.01  # the made-up times are exactly of this form
     assert errors[NAME] < errors["what is in use"]
-    assert f"{NAME}: admitted for Softmax" in told
+    assert f"{NAME}: admitted for Softmax" in check_log
     (answer,) = answers
     (used,) = answer["estimators"]
     assert (used["name"], used["types"], used["forced"]) == (NAME, ["Softmax"], False)
-    assert f"Softmax: predicted by the estimator {NAME}" in warned
+    assert f"Softmax: predicted by the estimator {NAME}" in predict_log
     (softmax,) = [kernel for kernel in answer["kernels"] if kernel["type"] == "Softmax"]
     assert softmax["latency_ms"] == pytest.approx(trained_workspace.made_up_ms(softmax_of(mine)), rel=1e-3)
     assert softmax["provenance"] == "predicted"
@@ -139,17 +139,17 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("bytes_of_softmax", None)
 
 
-def test_one_through_an_entry_point(mine: Workspace, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimator_from_an_entry_point(mine: Workspace, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = check(mine, "from_a_package")
     assert done.returncode == 0, done.stderr
     answer = Predictor(mine).predict("mine.onnx")
-    assert [(one.name, one.source) for one in answer.estimators] == [("from_a_package", "package bytes-of-softmax 1.5")]
+    assert [(used.name, used.source) for used in answer.estimators] == [("from_a_package", "package bytes-of-softmax 1.5")]
     sys.path.remove(str(package))
     with pytest.raises(UserError, match=r"from_a_package: not found.*--remove from_a_package"):
         Predictor(mine, estimators=[mine.root / "estimators"]).predict("mine.onnx")
 
 
-def test_one_in_the_repositorys_folder(mine: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimator_in_the_repositorys_folder(mine: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file put next to those of Hase is found; here the folder is a copy."""
     import training.estimators
 
@@ -161,7 +161,7 @@ def test_one_in_the_repositorys_folder(mine: Workspace, tmp_path: Path, monkeypa
     assert check(mine, "added").returncode == 0
 
 
-def test_what_is_not_better_is_not_admitted_unless_forced(mine: Workspace) -> None:
+def test_an_estimator_that_is_not_better_is_admitted_only_if_forced(mine: Workspace) -> None:
     before = Predictor(mine, strict=True).predict("mine.onnx")
     done = check(mine, "worse", "--estimators", worse(mine))
     assert done.returncode == 1
@@ -169,15 +169,15 @@ def test_what_is_not_better_is_not_admitted_unless_forced(mine: Workspace) -> No
     assert not (folder_of(mine) / ADMITTED).exists()
     assert check(mine, "worse", "--estimators", worse(mine), "--force").returncode == 0
     forced = Predictor(mine, strict=True, estimators=[worse(mine)]).predict("mine.onnx")
-    assert [one.forced for one in forced.estimators] == [True]
+    assert [used.forced for used in forced.estimators] == [True]
     assert any("forced: it is not better" in warning for warning in forced.warnings)
     (softmax,) = [kernel for kernel in forced.kernels if kernel.type == "Softmax"]
     assert softmax.latency_ms == pytest.approx(8 * trained_workspace.made_up_ms(softmax_of(mine)), rel=1e-3)
-    assert forced.interval_ms[0] / forced.latency_ms < 0.9 * before.interval_ms[0] / before.latency_ms  # the truth is below
+    assert forced.interval_ms[0] / forced.latency_ms < 0.9 * before.interval_ms[0] / before.latency_ms  # the true time is lower
     assert (before.rough_estimate, forced.rough_estimate) == (False, True)
 
 
-def test_it_is_admitted_for_the_types_where_it_is_better(mine: Workspace) -> None:
+def test_an_estimator_is_admitted_for_the_types_where_it_is_better(mine: Workspace) -> None:
     path = mine.root / "both.py"
     for_two = EXAMPLE.replace('{"Softmax"}', '{"Softmax", "Gemm"}').replace(
         "* kernels.features[:, 0]", '* kernels.features[:, 0] * np.where(kernels.types == "Gemm", 8.0, 1.0)')
@@ -188,11 +188,11 @@ def test_it_is_admitted_for_the_types_where_it_is_better(mine: Workspace) -> Non
     assert (entry.types, entry.forced, entry.errors.count) == (("Softmax",), False, 24)
     assert entry.errors.mape < 0.97 * entry.errors_before.mape
     answer = Predictor(mine, strict=True, estimators=[path]).predict("mine.onnx")
-    assert [one.types for one in answer.estimators] == [("Softmax",)]
+    assert [used.types for used in answer.estimators] == [("Softmax",)]
 
 
-def test_another_check_compares_with_what_was_admitted(mine: Workspace) -> None:
-    """What an estimator replaces may itself be one; it takes over the types, and is not compared with itself."""
+def test_another_check_compares_with_the_admitted_estimator(mine: Workspace) -> None:
+    """An estimator may replace another one. It takes over the types, and is not compared with itself."""
     assert check(mine, NAME, "--estimators", named(mine)).returncode == 0
     assert check(mine, NAME, "--estimators", named(mine)).returncode == 0
     second = mine.root / "second.py"
@@ -216,7 +216,7 @@ def test_a_workspaces_files_do_not_run_by_themselves(mine: Workspace) -> None:
     assert mark.exists()
 
 
-def test_other_code_than_was_checked_is_refused(mine: Workspace) -> None:
+def test_code_that_differs_from_the_checked_one_is_refused(mine: Workspace) -> None:
     named(mine).write_text(WITH_ARRAY)
     assert check(mine, NAME, "--estimators", named(mine)).returncode == 0
     with pytest.raises(UserError, match=f"{NAME}: not found"):
@@ -238,20 +238,20 @@ def test_the_environment_names_files_too(mine: Workspace, monkeypatch: pytest.Mo
     assert find_estimator(NAME).source == f"file {NAME}.py"
 
 
-def test_under_a_load_it_takes_the_predictors_slowdown(mine: Workspace) -> None:
+def test_under_a_load_estimators_use_the_predictors_slowdown(mine: Workspace) -> None:
     kernel, load = softmax_of(mine), {trained_workspace.METRIC: 0.5}
     plain = Predictor(mine).fitted.predictors
     slowdown = plain.predict([kernel], load).latency_ms[0] / plain.predict([kernel], {}, strict=True).latency_ms[0]
     assert slowdown > 1.2
     assert check(mine, NAME, "--estimators", named(mine), "--label", plain.labels[0]).returncode == 0
-    found = Predictor(mine, estimators=[named(mine)]).fitted.predictors
-    idle, loaded = (found.predict([kernel], one, strict=True).latency_ms[0] for one in ({}, load))
+    with_estimator = Predictor(mine, estimators=[named(mine)]).fitted.predictors
+    idle, loaded = (with_estimator.predict([kernel], metrics, strict=True).latency_ms[0] for metrics in ({}, load))
     assert idle == pytest.approx(trained_workspace.made_up_ms(kernel), rel=1e-3)
     assert loaded / idle == pytest.approx(slowdown)
 
 
-def test_where_none_is_admitted_nothing_is_looked_for(mine: Workspace) -> None:
-    """Not even the modules that would look are loaded."""
+def test_nothing_is_loaded_where_none_is_admitted(mine: Workspace) -> None:
+    """Not even the modules for it are loaded."""
     program = f"""
 import sys
 from pathlib import Path
@@ -285,22 +285,22 @@ def test_families_are_held_out(made: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["roofline", "random_forest", "xgboost", "neural_network", "in_use"])
-def test_those_of_hase_predict_the_same_after_saving(name: str, made: Path, tmp_path: Path) -> None:
+def test_hases_estimators_predict_the_same_after_saving(name: str, made: Path, tmp_path: Path) -> None:
     task = softmax_task(Workspace(made))
-    found = find_estimator(name).estimator
-    fitted = task.fitted_to_all(found)
-    kernels, times_ms = task.kernel_rows(found.features, task.chosen), task.rows.times_ms["run"][task.chosen]
-    again = open_estimator(save_estimator(tmp_path, name, fitted), found, tmp_path, "")
+    estimator = find_estimator(name).estimator
+    fitted = task.fitted_to_all(estimator)
+    kernels, times_ms = task.kernel_rows(estimator.features, task.chosen), task.rows.times_ms["run"][task.chosen]
+    reopened = open_estimator(save_estimator(tmp_path, name, fitted), estimator, tmp_path, "")
     predicted = fitted.predict_ms(kernels)
-    assert again.predict_ms(kernels) == pytest.approx(predicted, rel=1e-4 if name in ("xgboost", "in_use") else 0)
-    assert np.abs(predicted / times_ms - 1).mean() < 0.25  # on what it learned from
+    assert reopened.predict_ms(kernels) == pytest.approx(predicted, rel=1e-4 if name in ("xgboost", "in_use") else 0)
+    assert np.abs(predicted / times_ms - 1).mean() < 0.25  # on its training rows
     if name == "random_forest":
         problem = problem_of(kernels, times_ms)
         real = train_forest(problem.matrix, problem.log_ratios, task.config.forest, task.config.seed)
         assert fitted.log_ratios(kernels.types.tolist(), problem.matrix) == pytest.approx(real.predict(problem.matrix))
 
 
-def test_all_of_them_in_one_table(mine: Workspace) -> None:
+def test_all_estimators_in_one_table(mine: Workspace) -> None:
     done = check(mine, "--types", "Softmax,Gemm", "--estimators", named(mine), "--json")
     assert done.returncode == 0, done.stderr
     table = json.loads(done.stdout)
@@ -334,42 +334,42 @@ def test_a_class_that_is_not_listed_is_refused(fitted_roofline: Any, tmp_path: P
         open_estimator(save_estimator(tmp_path, "roofline", fitted_roofline), Forgetful, tmp_path, "")
 
 
-@pytest.mark.parametrize(("damage", "said"), [
+@pytest.mark.parametrize(("damage", "message"), [
     ({"version": 7}, "saved with version 7"), ({"name": "another"}, "saved with name another"),
     ({"features": ("work 9",)}, "saved with features work 9"), ({"learned": {}}, "can't read what it saved"),
     ({"learned": {"roofline": {CLASS: "Roofline", "fields": {"floor_ms": "x"}}}}, "damaged: Roofline")])
-def test_damaged_forms_are_refused(damage: dict[str, Any], said: str, fitted_roofline: Any, tmp_path: Path) -> None:
+def test_damaged_forms_are_refused(damage: dict[str, Any], message: str, fitted_roofline: Any, tmp_path: Path) -> None:
     saved = save_estimator(tmp_path, "roofline", fitted_roofline)
-    with pytest.raises(UserError, match=f"{said}.*make it anew"):
+    with pytest.raises(UserError, match=f"{message}.*make it anew"):
         open_estimator(Saved.model_validate(saved.model_dump() | damage), type(fitted_roofline), tmp_path, "make it anew")
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("x = 1\n", "defines no Estimator"), ("import nowhere_to_be_found\n", "can't be run"),
     (EXAMPLE.replace('    name = "softmax_by_bytes"\n', ""), "does not state its name"),
     (EXAMPLE.replace(NAME, "../x"), "letters, digits"),
     (EXAMPLE.replace(f'"{NAME}"', '"roofline"'), "two estimators have this name"),
     (EXAMPLE.replace('EnvironmentPattern(device="cpu"), ', ""), "must be a tuple of EnvironmentPattern")])
-def test_files_that_are_no_estimators(text: str, said: str, tmp_path: Path) -> None:
+def test_files_that_are_no_estimators(text: str, message: str, tmp_path: Path) -> None:
     files.write_text(tmp_path / "one.py", text)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         find_estimators([tmp_path])
 
 
-def test_predictions_that_are_no_times_are_refused(mine: Workspace) -> None:
+def test_predictions_that_are_not_positive_are_refused(mine: Workspace) -> None:
     path = mine.root / "negative.py"
     files.write_text(path, EXAMPLE.replace(NAME, "negative").replace("return self", "return -self"))
     done = check(mine, "negative", "--estimators", path, "--force")
     assert (done.returncode, "must predict a positive number of ms" in done.stderr) == (1, True)
 
 
-@pytest.mark.parametrize(("types", "said"), [("Softmaks", "no kernel of this type"), ("Softmax,Gemm", "is not for it")])
-def test_types_that_can_not_be_checked(types: str, said: str, mine: Workspace) -> None:
+@pytest.mark.parametrize(("types", "message"), [("Softmaks", "no kernel of this type"), ("Softmax,Gemm", "is not for it")])
+def test_types_that_can_not_be_checked(types: str, message: str, mine: Workspace) -> None:
     done = check(mine, NAME, "--estimators", named(mine), "--types", types)
-    assert (done.returncode, said in done.stderr) == (1, True)
+    assert (done.returncode, message in done.stderr) == (1, True)
 
 
-def test_it_holds_where_it_says(mine: Workspace) -> None:
+def test_an_estimator_holds_for_its_environments(mine: Workspace) -> None:
     target = local_target("cpu")
     assert EnvironmentPattern().holds_for(target)
     assert EnvironmentPattern(device="cpu", runtime="ort", target=f"{target.name[:5]}*").holds_for(target)

@@ -1,4 +1,4 @@
-"""Features: right numbers for known kernels, and some number for every kernel that ORT makes."""
+"""Features: right numbers for known kernels, and a finite number for every kernel of ORT."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_convolution() -> None:
            out_channels_alignment=64, inputs=3, activation_inputs=1, constant_inputs=2, layout=0, bits=32)
 
 
-def test_tiles_say_how_well_a_product_fills_them() -> None:
+def test_tiles_and_how_well_a_product_fills_them() -> None:
     features = named(conv(batch=1, channels=16, side=12, out=33, window=1))  # m = 144, n = 33: 2 × 1 tiles of 128
     assert features["log_tiles_128"] == 1.0
     assert features["fill_128"] == pytest.approx(144 * 33 / (2 * 128 * 128))
@@ -100,8 +100,8 @@ def test_transposes(shape: tuple[int, ...], perm: list[int], blocks: int, inner:
            block_1=block_1, block_2=block_2, block_3=block_3)
 
 
-def test_tables_that_a_run_copies() -> None:
-    """A Split into unequal parts and a Concat of more than 32 inputs take four copies more than others."""
+def test_tables_copied_in_each_run() -> None:
+    """A Split into unequal parts and a Concat of more than 32 inputs make four more copies than others."""
     def split(*parts: int) -> Kernel:
         return describe_kernel("Split", "", 20, {"axis": 1}, [tensor(2, sum(parts))],
                                [Tensor(dtype="float32", shape=(2, part)) for part in parts])
@@ -139,14 +139,14 @@ def test_element_wise_and_unknown_operations() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
 def test_every_kernel_of_real_models(torch_models: dict[str, Path], provider: str) -> None:
-    seen: dict[tuple[float, ...], Kernel] = {}
+    kernels_by_features: dict[tuple[float, ...], Kernel] = {}
     for path in torch_models.values():
         for kernel in analyze(path, provider).kernels.values():
             features = kernel_features(kernel)
             assert len(features) == len(KERNEL_FEATURES.names)
             assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in features), kernel.id
-            seen[(*features, hash(kernel.type))] = kernel
-    assert len(seen) > 60
+            kernels_by_features[(*features, hash(kernel.type))] = kernel
+    assert len(kernels_by_features) > 60
 
 
 SHAPES = [(), (0,), (1,), (5,), (0, 7), (1, 1), (3, 4), (2, 0, 4), (2, 3, 4), (2, 8, 4, 4), (1, 8, 2, 4, 4),
@@ -158,13 +158,13 @@ ODD_OPS = (*OP_CLASSES, "Add", "LSTM", "ReduceMax", "GlobalAveragePool", "MaxPoo
 
 @pytest.mark.parametrize("op_type", ODD_OPS)
 def test_every_operation_at_every_rank(op_type: str) -> None:
-    """Scalars, empty tensors and ranks that an operator never has: some number for each, never an error."""
+    """Scalars, empty tensors and ranks that an operator never has: a finite number for each, never an error."""
     for shape, result in itertools.product(SHAPES, SHAPES[::3]):
         for inputs in ([tensor(*shape)], [tensor(*shape), tensor(*result, constant=True)],
                        [KernelInput(dtype="int64", shape=shape)] * 3, [KernelInput(dtype="sequence(float32)")], []):
             for attributes in ({}, {"axis": 1}, {"axis": -1, "transA": 1}):
-                given = [*inputs, *[tensor(*result)] * (4 if "Conv" in op_type else 0)]  # ORT lets none without weights pass
-                kernel = describe_kernel(op_type, "", 20, attributes, given, [Tensor(dtype="float32", shape=result)])
+                operands = [*inputs, *[tensor(*result)] * (4 if "Conv" in op_type else 0)]  # ORT refuses those without weights
+                kernel = describe_kernel(op_type, "", 20, attributes, operands, [Tensor(dtype="float32", shape=result)])
                 features = kernel_features(kernel)
                 assert len(features) == len(KERNEL_FEATURES.names)
                 assert all(math.isfinite(value) for value in features), (shape, result, attributes)

@@ -1,4 +1,4 @@
-"""A composition for a handful of models: constants from kernels as measured, and on a GPU one number, its host's pace."""
+"""A composition for a handful of models: constants from measured kernels, and on a GPU one number, the pace of its host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNELS = draw_kernels(30)
 RECORDS = [chain(name, KERNELS[begin:begin + 10]) for begin, name in ((0, "anet_x"), (10, "bnet_x"), (20, "cnet_x"))]
 MEASURED = {kernel.id: {"run": 0.1 + 0.01 * place, GPU_LABEL: 0.02 + 0.002 * place, LAUNCHES: 1.0}
             for place, kernel in enumerate(KERNELS)}
-WRONG = 3.0  # how many times too long kernels that were held out are predicted
+WRONG = 3.0  # predicted over measured time of held-out kernels
 
 
 def models(latencies_ms: list[float]) -> list[MeasuredModel]:
@@ -36,7 +36,7 @@ def sums_ms(label: str) -> np.ndarray:
     return np.array([sum(MEASURED[node.kernel_id][label] for node in record.nodes) for record in RECORDS])
 
 
-def test_the_line_is_that_of_kernels_as_measured() -> None:
+def test_the_line_is_fitted_to_measured_kernels() -> None:
     latency = 1.2 * sums_ms("run") + 0.05
     [tried] = try_few_models(models(latency.tolist()), out_of_fold("run"), MEASURED, ["a", "b", "c"])
     candidate = tried.candidate
@@ -57,11 +57,11 @@ def test_nothing_is_held_out_of_one_model() -> None:
 
 def test_a_gpu_has_the_shipped_costs_at_the_pace_of_its_host() -> None:
     times = out_of_fold(GPU_LABEL, LAUNCHES)
-    given = models([1.0] * 3)
-    known = [tracks(model, *({name: MEASURED[name][label] for name in model.record.kernels} for label in (GPU_LABEL, LAUNCHES)))
-             for model in given]
-    latency = latencies_ms(known, shipped_costs().at_pace(1.7))
-    measured = [replace(model, latency_ms=float(latency_ms)) for model, latency_ms in zip(given, latency, strict=True)]
+    unmeasured = models([1.0] * 3)
+    known_tracks = [tracks(model, *({name: MEASURED[name][label] for name in model.record.kernels}
+                                    for label in (GPU_LABEL, LAUNCHES))) for model in unmeasured]
+    latency = latencies_ms(known_tracks, shipped_costs().at_pace(1.7))
+    measured = [replace(model, latency_ms=float(latency_ms)) for model, latency_ms in zip(unmeasured, latency, strict=True)]
     [tried] = try_few_models(measured, times, MEASURED, ["a", "b", "c"])
     assert tried.candidate.kind == "pipeline"
     assert tried.candidate.costs is not None
@@ -71,7 +71,7 @@ def test_a_gpu_has_the_shipped_costs_at_the_pace_of_its_host() -> None:
     assert tried.candidate.cv_mape > 0.2, "their kernels are predicted too long"
 
 
-def test_the_pace_is_found_where_the_host_matters() -> None:
+def test_the_pace_is_fitted_where_the_host_matters() -> None:
     small = Tracks(np.full(20, 0.001), np.ones(20), np.ones(20, dtype=int))
     for pace in (0.5, 1.0, 3.0):
         latency = latencies_ms([MeasuredTracks(small, float("nan"), 1.0)], shipped_costs().at_pace(pace))[0]

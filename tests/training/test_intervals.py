@@ -1,4 +1,4 @@
-"""Intervals calibrated on held-out collections: they hold what they say, and widen with what a prediction rests on."""
+"""Intervals calibrated on held-out collections: they have the stated coverage, and widen with the sources of a prediction."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ H200 = "nvidia-h200-cuda-ort1.31-all"
 
 
 def made_up_cases(collections: int, families: int, each: int, seed: int = 0) -> list[Case]:
-    """Errors of a known size: 2 %, and more the more of a latency rests on operators that were never measured."""
+    """Errors of a known size: 2 %, and more where unmeasured operators have a larger share of the latency."""
     draw = np.random.default_rng(seed)
     cases = []
     for collection in range(collections):
@@ -52,8 +52,8 @@ def made_up_cases(collections: int, families: int, each: int, seed: int = 0) -> 
     return cases
 
 
-def test_intervals_of_a_new_collection_hold_nine_of_ten() -> None:
-    """… whatever they rest on, since those that rest on operators that were never measured are wider."""
+def test_intervals_of_a_new_collection_cover_nine_of_ten() -> None:
+    """For all sources alike, since intervals with unmeasured operators are wider."""
     cases = made_up_cases(4, 15, 12)
     ends = intervals_held_out(cases)
     inside = np.array([low <= math.exp(case.error) <= high for (low, high), case in zip(ends, cases, strict=True)])
@@ -64,7 +64,7 @@ def test_intervals_of_a_new_collection_hold_nine_of_ten() -> None:
     assert width[share == 0.6].min() > 4 * width[share == 0].max()
     interval = calibrate(cases)
     assert interval is not None
-    assert interval.coverage == pytest.approx(inside.mean())  # the families have as many models each
+    assert interval.coverage == pytest.approx(inside.mean())  # all families have equally many models
     assert (interval.left_out, interval.families) == ("collection", 60)
     assert interval.reach["unmeasured"] == pytest.approx(0.4, rel=0.25)
     assert interval.low < 0 < interval.high
@@ -79,12 +79,12 @@ def test_one_collection_leaves_families_out_and_few_families_give_none() -> None
 
 
 def test_a_large_family_counts_as_much_as_a_small_one() -> None:
-    """A hundred models of one family that err by a half do not widen the interval more than one such model would."""
+    """A hundred models of one family, each with an error of a half, widen the interval no more than one such model."""
     usual, odd = made_up_cases(1, 40, 3), Case("0", "odd", Sources(predicted=1.0), math.log(1.5))
-    single, many = calibrate([*usual, odd]), calibrate([*usual, *[odd] * 100])
+    single, hundred = calibrate([*usual, odd]), calibrate([*usual, *[odd] * 100])
     assert single is not None
-    assert many is not None
-    sizes = [math.log(interval.ends(Sources(predicted=1.0))[1]) for interval in (single, many)]
+    assert hundred is not None
+    sizes = [math.log(interval.ends(Sources(predicted=1.0))[1]) for interval in (single, hundred)]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.1)
 
 
@@ -95,7 +95,7 @@ def test_a_host_of_unknown_pace_widens_in_quadrature() -> None:
 
 
 def test_sources_by_hand() -> None:
-    """The GPU works for 8 of 10 ms: 2 of them measured, 1 known, 2 never measured, 3 four times beyond."""
+    """The GPU works for 8 of 10 ms: 2 of them measured, 1 known, 2 of unmeasured operators, 3 four times beyond the data."""
     kernels = [(2.0, None), (1.0, KNOWN), (2.0, Novelty("unmeasured")), (3.0, Novelty("beyond", 4.0))]
     assert sources(kernels, 10.0) == pytest.approx(
         Sources(predicted=0.4, unmeasured=0.2, other_form=0.0, beyond=0.3 * math.log(4), host=0.2))
@@ -104,25 +104,25 @@ def test_sources_by_hand() -> None:
 
 
 def test_novelties_of_a_fold(workspace: Workspace) -> None:
-    """An operator that only the held-out models have, a form that others lack, a size beyond; and what is like the others."""
+    """An operator and a form that only the held-out models have, a size beyond the data, and a kernel like the others."""
     write_workspace(workspace, sampled=60)
     rows = read_training_set(workspace, TARGET.name)
-    far, known, relu_kernel = conv(side=32 * 64), conv(), relu(channels=16)
-    half = relu_kernel.model_copy(update={"inputs": tuple(
+    far, usual, relu_kernel = conv(side=32 * 64), conv(), relu(channels=16)
+    float16 = relu_kernel.model_copy(update={"inputs": tuple(
         tensor.model_copy(update={"dtype": "float16"}) for tensor in relu_kernel.inputs)})
-    fold = Fold(frozenset({"x"}), (), {kernel.id: kernel for kernel in (far, known, gemm())}, rows.types != "Gemm")
+    fold = Fold(frozenset({"x"}), (), {kernel.id: kernel for kernel in (far, usual, gemm())}, rows.types != "Gemm")
     novelties = novelties_of(fold, rows, "run")
     assert novelties.keys() == {far.id, gemm().id}
     assert novelties[gemm().id].kind == "unmeasured"
     assert novelties[far.id].kind == "beyond"
     assert novelties[far.id].times > 4
-    batched = conv().model_copy(update={"inputs": (half.inputs[0], *conv().inputs[1:])})
+    batched = conv().model_copy(update={"inputs": (float16.inputs[0], *conv().inputs[1:])})
     novelties = novelties_of(Fold(frozenset({"x"}), (), {batched.id: batched}, rows.idle), rows, "run")
     assert novelties[batched.id].kind == "other form"
 
 
 def test_cases_of_held_out_models(workspace: Workspace) -> None:
-    """A measured kernel is no source of error, a predicted one is; a model with work on the CPU is no case."""
+    """A measured kernel is no source of error, a predicted one is. A model with work on the CPU is no case."""
     records = list(write_workspace(workspace, families=("anet", "bnet", "cnet"), sampled=40).values())
     rows = read_training_set(workspace, TARGET.name)
     models = [MeasuredModel(record, record.group, 0.5 + 0.1 * place) for place, record in enumerate(records)]
@@ -130,10 +130,10 @@ def test_cases_of_held_out_models(workspace: Workspace) -> None:
     models[-1] = replace(models[-1], off_gpu=NodesOffGpu(ones > 0, ones, ones, OffGpu(ones, ones > 1)))
     times = {record.model: dict.fromkeys(record.kernels, 0.04) for record in records}
     groups = [model.group for model in models]
-    known = {name: {GPU_LABEL: 0.04, LAUNCHES: 1.0} for name in rows.ids}
+    times_of_rows = {name: {GPU_LABEL: 0.04, LAUNCHES: 1.0} for name in rows.ids}
     held_out = HeldOut("family", models, groups, replace(rows, times_ms={GPU_LABEL: rows.times_ms["run"]}),
-                       folds_of(rows, models, groups, "family", 3), known,
-                       {GPU_LABEL: times, LAUNCHES: {model: dict.fromkeys(of, 1.0) for model, of in times.items()}})
+                       folds_of(rows, models, groups, "family", 3), times_of_rows,
+                       {GPU_LABEL: times, LAUNCHES: {model: dict.fromkeys(names, 1.0) for model, names in times.items()}})
     predicted, measured = held_out.cases("predicted"), held_out.cases("measured")
     assert [case.family for case in predicted] == groups[:-1]
     for latencies, of, shown in ((held_out.predicted, predicted, True), (held_out.as_measured, measured, False)):
@@ -146,12 +146,11 @@ def test_cases_of_held_out_models(workspace: Workspace) -> None:
 
 
 def test_a_prediction_takes_its_calibrated_interval() -> None:
-    """Its ends follow from the reach of what it rests on; an unknown pace still widens it, and so does a larger doubt about one
-    of its kernels."""
+    """Its ends follow from the reach of its sources. An unknown pace still widens it, and so does a doubtful kernel."""
     used = fitted_for(Workspace(), H200).composition
     wide, narrow = (used.model_copy(update={"calibrated": CalibratedInterval(
         reach={ALWAYS: always}, low=-2.0, high=3.0, left_out="collection", families=50)}) for always in (0.2, 0.02))
-    model = onnx.parser.parse_model(  # kernels like many that were measured
+    model = onnx.parser.parse_model(  # kernels like many of the dataset
         '<ir_version: 10, opset_import: ["" : 20]> g (float[32,256,56,56] x) => (float[32,256,56,56] y) {'
         "a = Relu(x) b = Add(a, x) c = Relu(b) d = Add(c, b) e = Relu(d) y = Add(e, d)}")
     for composition, always in ((wide, 0.2), (narrow, 0.02)):
@@ -165,5 +164,5 @@ def test_a_prediction_takes_its_calibrated_interval() -> None:
     assert doubtful.estimated_operators == ("LRN",)
     assert doubtful.interval_ms[1] > 1.2 * doubtful.latency_ms
     short = small_model()
-    known, unknown = (predict(short, target=H200, composition=narrow, host_pace=pace) for pace in (1.0, None))
-    assert unknown.interval_ms[1] > 1.2 * known.interval_ms[1]
+    at_usual_pace, at_unknown_pace = (predict(short, target=H200, composition=narrow, host_pace=pace) for pace in (1.0, None))
+    assert at_unknown_pace.interval_ms[1] > 1.2 * at_usual_pace.interval_ms[1]

@@ -1,4 +1,4 @@
-"""The learning curve: a made-up dataset replayed as if some of its kernels alone had been measured."""
+"""The learning curve: a made-up dataset replayed as if only some of its kernels had been measured."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def replay(workspace: Workspace) -> Replay:
 
 
 def curve(workspace: Workspace, *options: str) -> list[dict[str, float]]:
-    found = printed("training/learning_curve.py", "--workspace", str(workspace.root), "--config",
-                    str(workspace.root / "training.yaml"), "--json", *options)
-    table: list[dict[str, float]] = json.loads(found)[TARGET.name]
+    output = printed("training/learning_curve.py", "--workspace", str(workspace.root), "--config",
+                     str(workspace.root / "training.yaml"), "--json", *options)
+    table: list[dict[str, float]] = json.loads(output)[TARGET.name]
     return table
 
 
-def test_nothing_of_a_held_out_family_is_learned_from(replay: Replay) -> None:
+def test_held_out_families_are_not_learned_from(replay: Replay) -> None:
     assert len(replay.folds) == 3
     assert len(set(replay.rows.ids)) == len(replay.rows)
     tested = np.zeros(len(replay.rows), dtype=int)
     for fold in replay.folds:
         assert not (fold.pool & fold.tested).any()
-        out = set().union(*(groups for groups, one in zip(replay.rows.groups, fold.tested, strict=True) if one))
-        assert not any(groups & out for groups, one in zip(replay.rows.groups, fold.pool, strict=True) if one)
+        out = set().union(*(groups for groups, is_tested in zip(replay.rows.groups, fold.tested, strict=True) if is_tested))
+        assert not any(groups & out for groups, in_pool in zip(replay.rows.groups, fold.pool, strict=True) if in_pool)
         assert replay.of_models[fold.tested].all()
         tested += fold.tested
     assert tested.max() == 1
@@ -55,19 +55,19 @@ def test_nothing_of_a_held_out_family_is_learned_from(replay: Replay) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_more_kernels_hold_the_fewer(replay: Replay, order: str) -> None:
+def test_larger_sets_include_the_smaller_ones(replay: Replay, order: str) -> None:
     fold = replay.folds[1]
     grown = grow(replay, fold, [20, 60, 100], order, QUICK, 1)  # type: ignore[arg-type]
     assert [len(set(rows.tolist())) for rows in grown] == [20, 60, 100]
     assert set(grown[0]) < set(grown[1]) < set(grown[2])
     assert fold.pool[grown[2]].all()
-    again = grow(replay, fold, [20, 60, 100], order, QUICK, 1)  # type: ignore[arg-type]
-    assert [rows.tolist() for rows in again] == [rows.tolist() for rows in grown]
+    grown_again = grow(replay, fold, [20, 60, 100], order, QUICK, 1)  # type: ignore[arg-type]
+    assert [rows.tolist() for rows in grown_again] == [rows.tolist() for rows in grown]
 
 
-def test_errors_are_of_kernels_that_were_held_out(replay: Replay) -> None:
-    known = np.flatnonzero(replay.folds[1].pool)[:90]
-    errors = left_out_log_errors(replay, known, QUICK)
+def test_errors_are_of_held_out_kernels(replay: Replay) -> None:
+    pool_rows = np.flatnonzero(replay.folds[1].pool)[:90]
+    errors = left_out_log_errors(replay, pool_rows, QUICK)
     assert 0.02 < np.abs(errors).mean() < 0.1, "in sample it would be less than the noise of 0.03"
 
 
@@ -75,25 +75,25 @@ def test_the_curve_falls(workspace: Workspace) -> None:
     table = curve(workspace, "--sizes", "10,55,100000", "--order", "random", "--order", "useful", "--repeats", "2")
     assert [(row["kernels"], row["order"], row["start_from"]) for row in table] == [
         (10, "random", "nothing"), (10, "useful", "nothing"), (55, "random", "nothing"), (55, "useful", "nothing")]
-    for few, many in zip(table[:2], table[2:], strict=True):
-        assert many["MAPE_%"] < few["MAPE_%"]
-        assert many["tested"] == few["tested"] > 10
+    for smaller, larger in zip(table[:2], table[2:], strict=True):
+        assert larger["MAPE_%"] < smaller["MAPE_%"]
+        assert larger["tested"] == smaller["tested"] > 10
 
 
-def test_it_starts_from_another_target(workspace: Workspace) -> None:
-    """Which is no like device, so the error is only there to be seen."""
+def test_training_may_start_from_another_target(workspace: Workspace) -> None:
+    """The other device is unlike this one, so the error only has to differ."""
     table = curve(workspace, "--sizes", "50", "--order", "useful", "--start-from", "nvidia-h200-cuda-ort1.31-all")
     assert [row["start_from"] for row in table] == ["nothing", "nvidia-h200-cuda-ort1.31-all"]
     assert table[0]["MAPE_%"] != table[1]["MAPE_%"]
 
 
 def test_a_kernel_in_single_precision() -> None:
-    single = conv(channels=40)
-    half = single.model_copy(update={
-        "inputs": tuple(tensor.model_copy(update={"dtype": "float16"}) for tensor in single.inputs),
-        "outputs": tuple(tensor.model_copy(update={"dtype": "float16"}) for tensor in single.outputs)})
-    assert in_single_precision(half) == single
-    assert in_single_precision(single) == single
+    float32 = conv(channels=40)
+    float16 = float32.model_copy(update={
+        "inputs": tuple(tensor.model_copy(update={"dtype": "float16"}) for tensor in float32.inputs),
+        "outputs": tuple(tensor.model_copy(update={"dtype": "float16"}) for tensor in float32.outputs)})
+    assert in_single_precision(float16) == float32
+    assert in_single_precision(float32) == float32
 
 
 def test_what_can_not_be_replayed(workspace: Workspace, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""CUDA sessions with nodes that the CPU provider runs: what they and the copies around them cost."""
+"""CUDA sessions with nodes that the CPU provider runs: the cost of these nodes and of the copies around them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ COSTS = PipelineCosts(node_ms=0.002, view_ms=0.001, launch_ms=0.004, start_ms=0.
 
 
 def chain(*operators: str, size: int = 1 << 20) -> ModelRecord:
-    """Operators of one input after another, on float32 tensors of `size` elements."""
+    """A chain of operators of one input, on float32 tensors of `size` elements."""
     names = ["x", *(f"t{place}" for place in range(len(operators) - 1)), "y"]
     nodes = [helper.make_node(op, [names[place]], [names[place + 1]], op.lower()) for place, op in enumerate(operators)]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [size]) for name in ("x", "y")]
@@ -80,10 +80,10 @@ def test_the_host_waits_for_the_gpu_at_a_copy_to_it() -> None:
     third_dispatched = first_done + (COSTS.node_ms + 5.0) + COSTS.node_ms + COSTS.launch_ms
     at = dispatched_ms(tracks, COSTS, waiting)
     assert at.tolist() == pytest.approx([first_done, first_done + COSTS.node_ms + 5.0, third_dispatched])
-    whole = third_dispatched + COSTS.lead_ms + 1.0 + COSTS.gap_ms + COSTS.end_ms
-    assert pipeline_ms(tracks, COSTS, waiting) == pytest.approx(whole)
-    assert timeline(tracks, COSTS, waiting)[2].gpu == pytest.approx((whole - COSTS.end_ms - COSTS.gap_ms - 1.0,
-                                                                     whole - COSTS.end_ms - COSTS.gap_ms))
+    end_ms = third_dispatched + COSTS.lead_ms + 1.0 + COSTS.gap_ms + COSTS.end_ms
+    assert pipeline_ms(tracks, COSTS, waiting) == pytest.approx(end_ms)
+    assert timeline(tracks, COSTS, waiting)[2].gpu == pytest.approx((end_ms - COSTS.end_ms - COSTS.gap_ms - 1.0,
+                                                                     end_ms - COSTS.end_ms - COSTS.gap_ms))
 
 
 def test_a_node_of_the_cpu_adds_its_copies_and_its_own_guessed_time() -> None:
@@ -97,7 +97,7 @@ def test_a_node_of_the_cpu_adds_its_copies_and_its_own_guessed_time() -> None:
     assert mixed.latency_ms == pytest.approx(gpu.latency_ms + copies_ms + sinh.latency_ms, rel=0.01)
 
 
-def test_a_model_that_the_cpu_decides_is_a_rough_estimate_and_says_why() -> None:
+def test_a_model_bound_by_the_cpu_is_a_rough_estimate_with_a_reason() -> None:
     mixed = predicted(chain("Relu", "Sinh", "Sigmoid"))
     assert mixed.rough_estimate
     assert mixed.estimated_operators == ("Sinh",)
@@ -115,7 +115,7 @@ def test_the_trace_of_such_a_run_ends_with_its_latency() -> None:
     assert last == pytest.approx(mixed.latency_ms, rel=0.05)
 
 
-def test_reading_a_shape_takes_no_time_and_is_no_guess() -> None:
+def test_reading_a_shape_takes_no_time_and_is_not_estimated() -> None:
     nodes = [helper.make_node("Shape", ["x"], ["s"])]
     graph = helper.make_graph(nodes, "shape", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 8])],
                               [helper.ValueInfoProto(name=name) for name in ("s",)])
@@ -126,7 +126,7 @@ def test_reading_a_shape_takes_no_time_and_is_no_guess() -> None:
     assert prediction.estimated_operators == ()
 
 
-def test_what_copies_cost_follows_from_graphs_with_and_without_them() -> None:
+def test_costs_of_copies_follow_from_graphs_with_and_without_them() -> None:
     """Latencies are simulated with known curves; to the GPU a copy of 4 KiB takes 3 µs, of 4 MiB 400 µs."""
     to_host, to_gpu = {4: 0.008, 4096: 0.009, 1 << 22: 0.09}, {4: 0.003, 4096: 0.003, 1 << 22: 0.4}
     on_cpu, on_gpu = {4: HOST_NODE_MS, 4096: 0.002, 1 << 22: 0.05}, {4: GPU_NODE_MS, 4096: GPU_NODE_MS, 1 << 22: 0.02}
@@ -142,7 +142,7 @@ def test_what_copies_cost_follows_from_graphs_with_and_without_them() -> None:
     waits = WaitTimes(operator="NonZero", elements=64, samples_ms={
         str(count): (simulated_ms(waiting * count, COSTS),) for count in (1, 4, 8)})
     measured = MeasuredCopies(target=TARGET, machine=machine("cpu"), copies=tuple(map(times, to_host)), waits=(waits,))
-    costs = fit_copies(measured, lambda one: (0.004, 3.0), COSTS)
+    costs = fit_copies(measured, lambda wait: (0.004, 3.0), COSTS)
     assert costs.to_host.ms == pytest.approx(tuple(to_host.values()), abs=1e-4)
     assert costs.to_gpu.ms == pytest.approx(tuple(to_gpu.values()), abs=1e-4)
     assert costs.wait_ms == pytest.approx(0.007, abs=1e-6)
@@ -153,7 +153,7 @@ def test_what_copies_cost_follows_from_graphs_with_and_without_them() -> None:
 
 @pytest.fixture(scope="module")
 def with_host(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """The H200's predictors, beside those of Sinh and Unique as this machine's CPU ran them, and made-up costs of copies."""
+    """The H200's predictors, those of Sinh and Unique learned on this machine's CPU, and made-up costs of copies."""
     workspace = Workspace(tmp_path_factory.mktemp("gpu"))
     host = Workspace(workspace.root / "host")
     [target] = [path.parent.name for path in SHIPPED.glob(f"*{TARGET}*/{SIDECAR}")]
@@ -203,7 +203,7 @@ def test_kernels_of_the_host_are_measured_and_learned(with_host: Workspace) -> N
 
 
 @pytest.mark.slow
-def test_copies_take_what_was_measured_and_the_composition_knows_it_too(with_host: Workspace) -> None:
+def test_copies_take_their_measured_time_in_predictions_and_compositions(with_host: Workspace) -> None:
     record = chain("Relu", "Sinh", "Sigmoid", size=4096 * 7)
     prediction = predict(record, target=TARGET, workspace=with_host)
     copies = {kernel.type: kernel.latency_ms for kernel in prediction.kernels if "Memcpy" in kernel.type}
@@ -238,14 +238,14 @@ def test_the_host_waits_inside_a_node_whose_output_size_depends_on_data() -> Non
 
 
 @pytest.mark.slow
-def test_a_model_is_judged_with_kernels_that_were_learned_without_its_family(with_host: Workspace) -> None:
+def test_a_model_is_judged_with_kernels_learned_without_its_family(with_host: Workspace) -> None:
     plain, mixed = chain("Relu", "Sigmoid"), chain("Relu", "Sinh", "Sigmoid", size=4096 * 7)
     assert [uses_host(record) for record in (plain, mixed)] == [False, True]
     assert [on_cpu(record) for record in (plain, mixed)] == [0, 3]
-    known = Predictor(with_host, TARGET).run(mixed).run.known
+    run_kernels = Predictor(with_host, TARGET).run(mixed).run.known
     everywhere = {mixed.model: dict.fromkeys(mixed.kernels, 0.5)}
     on_host = {mixed.model: dict.fromkeys(mixed.kernels, 0.25)}
-    kernels = held_out_kernels(known, mixed, {"gpu": everywhere, "launches": everywhere}, on_host, lambda group: {"Sinh"})
+    kernels = held_out_kernels(run_kernels, mixed, {"gpu": everywhere, "launches": everywhere}, on_host, lambda group: {"Sinh"})
     of_type = {mixed.kernels[name].type: kernel for (name, _), kernel in kernels.items()}
     assert {kind: (kernel.latency_ms, kernel.launches) for kind, kernel in of_type.items() if "Memcpy" not in kind} == {
         "Relu": (0.5, 0.5), "Sinh": (0.25, 0.0), "Sigmoid": (0.5, 0.5)}
@@ -253,19 +253,19 @@ def test_a_model_is_judged_with_kernels_that_were_learned_without_its_family(wit
 
 
 def test_boxes_are_selected_one_after_another() -> None:
-    """As an H200 took in a detector: 20,000 boxes, of which 5,295 or 10,610 are kept."""
-    def selection(kept: int) -> Kernel:
+    """Times of an H200 in a detector: 20,000 boxes, of which 5,295 or 10,610 are kept."""
+    def selection(boxes: int) -> Kernel:
         inputs = [KernelInput(dtype="float32", shape=(1, 20000, 4)), KernelInput(dtype="float32", shape=(1, 1, 20000))]
-        return describe_kernel("NonMaxSuppression", "", 11, {}, inputs, [Tensor(dtype="int64", shape=(kept, 3))])
+        return describe_kernel("NonMaxSuppression", "", 11, {}, inputs, [Tensor(dtype="int64", shape=(boxes, 3))])
 
-    assert [selection_ms(selection(kept)) for kept in (5295, 10610)] == pytest.approx([4.7, 7.39], rel=0.06)
+    assert [selection_ms(selection(boxes)) for boxes in (5295, 10610)] == pytest.approx([4.7, 7.39], rel=0.06)
     assert selects_boxes(selection(5))
     assert not selects_boxes(describe_kernel("Relu", "", 11, {}, [KernelInput(dtype="float32", shape=(4,))],
                                              [Tensor(dtype="float32", shape=(4,))]))
 
 
 def test_a_long_row_is_selected_by_one_block_of_threads() -> None:
-    """As an H200 took: 33,600 numbers, and 1.2 million in a detector."""
+    """Times of an H200: 33,600 numbers, and 1.2 million in a detector."""
     def topk(numbers: int, chosen: int = 1000) -> Kernel:
         inputs = [KernelInput(dtype="float32", shape=(numbers,)), KernelInput(dtype="int64", shape=(1,), values=(chosen,))]
         return describe_kernel("TopK", "", 11, {}, inputs, [Tensor(dtype="float32", shape=(chosen,))] * 2)
@@ -300,9 +300,9 @@ def test_a_loop_waits_only_where_its_body_makes_the_condition_on_the_gpu() -> No
         values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [8, 64]) for name in ("x", "y")]
         constants = [helper.make_tensor("trips", TensorProto.INT64, [], [12]),
                      helper.make_tensor("go", TensorProto.BOOL, [], [True])]
-        whole = helper.make_graph([node("Loop", ["trips", "go", "x"], ["y"], body=graph)], "loop", values[:1], values[1:],
-                                  constants)
-        return analyze(helper.make_model(whole, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), "cuda")
+        main_graph = helper.make_graph([node("Loop", ["trips", "go", "x"], ["y"], body=graph)], "loop", values[:1], values[1:],
+                                       constants)
+        return analyze(helper.make_model(main_graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), "cuda")
 
     free, reading = looping(False), looping(True)
     assert [len(reading_loops(record)) for record in (free, reading)] == [0, 1]
@@ -310,13 +310,13 @@ def test_a_loop_waits_only_where_its_body_makes_the_condition_on_the_gpu() -> No
 
 
 def test_the_copies_of_the_h200_are_read_and_fitted(tmp_path: Path) -> None:
-    """From 1 to 16 MiB it copies at 30 GB/s and more to the host, and at 9 to 14 GB/s to the GPU."""
+    """From 1 to 16 MiB it copies at least 30 GB/s to the host, and 9 to 14 GB/s to the GPU."""
     with tarfile.open(ROOT / "recipes" / "h200" / "host-nvidia-h200.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     [dataset] = (tmp_path / "benchmark" / "dataset").iterdir()
     measured = read_copies(dataset)
     assert measured is not None
-    costs = fit_copies(measured, lambda one: None, shipped_costs())
+    costs = fit_copies(measured, lambda wait: None, shipped_costs())
     assert costs.wait_ms == DEFAULT_COSTS.wait_ms
     for size in (1 << 20, 1 << 24):
         assert 8e6 < size / costs.to_gpu.at(size) < 14e6
@@ -324,8 +324,8 @@ def test_the_copies_of_the_h200_are_read_and_fitted(tmp_path: Path) -> None:
     assert len(measured.waits) == 9
 
 
-def test_a_slow_kernel_of_the_host_is_guessed_by_its_numbers() -> None:
-    """On the host of an H200 a Multinomial of 32,000 numbers took 0.3 ms; it moves 0.1 MB."""
+def test_a_slow_kernel_of_the_host_is_estimated_from_its_elements() -> None:
+    """On the host of an H200, a Multinomial of 32,000 numbers took 0.3 ms, although it moves only 0.1 MB."""
     numbers = KernelInput(dtype="float32", shape=(1, 32000))
     drawn, gathered = (describe_kernel(op, "", 17, {}, [numbers, *more], [Tensor(dtype=kind, shape=shape)])
                        for op, more, kind, shape in (

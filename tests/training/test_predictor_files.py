@@ -1,4 +1,4 @@
-"""Saved predictors: what is predicted from them, and what happens to damaged, hostile and foreign files."""
+"""Saved predictors: predictions from them, and errors for damaged, hostile and foreign files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NEW = [conv(channels=40, side=20, out=56), conv(channels=20, side=24, out=40, wi
        gemm(rows=3, depth=300, columns=200)]
 
 
-def test_predicts_kernels_that_it_never_saw(trained: Workspace) -> None:
+def test_predicts_new_kernels(trained: Workspace) -> None:
     times = read_predictors(trained.predictors(TARGET.name)).predict(NEW, {})
     assert times.provenance == ["predicted"] * len(NEW)
     assert times.latency_ms == pytest.approx([true_ms(kernel) for kernel in NEW], rel=0.3)
@@ -72,14 +72,14 @@ def test_predicts_kernels_that_it_never_saw(trained: Workspace) -> None:
 
 def test_looks_measured_times_up_unless_strict_or_under_load(trained: Workspace) -> None:
     predictors = read_predictors(trained.predictors(TARGET.name))
-    known = measured_kernels(trained)[:5]
-    looked_up = predictors.predict(known, {}, "run")
+    measured = measured_kernels(trained)[:5]
+    looked_up = predictors.predict(measured, {}, "run")
     assert looked_up.provenance == ["measured"] * 5
-    assert looked_up.latency_ms == [predictors.measured[kernel.id]["run"] for kernel in known]
-    assert predictors.predict(known, {}, "run", strict=True).provenance == ["predicted"] * 5
-    loaded = predictors.predict(known, {METRIC: 50.0}, "run")
+    assert looked_up.latency_ms == [predictors.measured[kernel.id]["run"] for kernel in measured]
+    assert predictors.predict(measured, {}, "run", strict=True).provenance == ["predicted"] * 5
+    loaded = predictors.predict(measured, {METRIC: 50.0}, "run")
     assert loaded.provenance == ["predicted"] * 5
-    assert loaded.latency_ms == pytest.approx([1.5 * true_ms(kernel) for kernel in known], rel=0.3)
+    assert loaded.latency_ms == pytest.approx([1.5 * true_ms(kernel) for kernel in measured], rel=0.3)
 
 
 def test_labels_differ(trained: Workspace) -> None:
@@ -93,19 +93,19 @@ def test_labels_differ(trained: Workspace) -> None:
 
 def test_order_and_repeats(trained: Workspace) -> None:
     predictors = read_predictors(trained.predictors(TARGET.name))
-    known = measured_kernels(trained)[0]
-    mixed = [NEW[1], known, NEW[0], NEW[1]]
+    measured = measured_kernels(trained)[0]
+    mixed = [NEW[1], measured, NEW[0], NEW[1]]
     times = predictors.predict(mixed, {})
     assert times.provenance == ["predicted", "measured", "predicted", "predicted"]
     assert times.latency_ms[0] == times.latency_ms[3]
     apart = read_predictors(trained.predictors(TARGET.name))
     assert times.latency_ms == [apart.predict([kernel], {}).latency_ms[0] for kernel in mixed]
-    assert predictors.predict(mixed, {}) == times  # remembered
+    assert predictors.predict(mixed, {}) == times  # from the cache
 
 
 def test_a_type_without_predictor_falls_back_and_is_not_dropped(trained: Workspace) -> None:
-    one = tensor(1, 64, 32, 32)
-    unknown = describe_kernel("NobodyKnows", "org.example", 1, {}, [one], [Tensor(dtype="float32", shape=one.shape)])
+    x = tensor(1, 64, 32, 32)
+    unknown = describe_kernel("NobodyKnows", "org.example", 1, {}, [x], [Tensor(dtype="float32", shape=x.shape)])
     times = read_predictors(trained.predictors(TARGET.name)).predict([unknown, NEW[0]], {})
     assert times.provenance == ["estimated", "predicted"]
     assert times.latency_ms[0] == pytest.approx(true_ms(unknown), rel=1.0)
@@ -129,7 +129,7 @@ def test_predictors_of_an_idle_device_refuse_a_load(workspace: Workspace) -> Non
         read_predictors(workspace.predictors(TARGET.name)).predict(NEW, {METRIC: 30.0})
 
 
-def test_the_sidecar_says_what_the_predictors_are(trained: Workspace) -> None:
+def test_the_sidecar_describes_the_predictors(trained: Workspace) -> None:
     sidecar = read_predictors(trained.predictors(TARGET.name)).sidecar
     assert sidecar.target == TARGET
     assert sidecar.dataset_sha256 == files.sha256(trained.dataset(TARGET.name) / "kernel_latency.csv")
@@ -141,15 +141,15 @@ def test_the_sidecar_says_what_the_predictors_are(trained: Workspace) -> None:
     assert sidecar.labels["run"].errors[0].mape < 0.06
 
 
-@pytest.mark.parametrize("which", ["run-*.npz", "kernel_time-*.npz", "measured-*.json.gz"])
-def test_one_changed_byte_is_noticed(folder: Path, which: str) -> None:
-    path = next(folder.glob(which))
+@pytest.mark.parametrize("pattern", ["run-*.npz", "kernel_time-*.npz", "measured-*.json.gz"])
+def test_one_changed_byte_is_noticed(folder: Path, pattern: str) -> None:
+    path = next(folder.glob(pattern))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(UserError, match=rf"{path.name}: damaged .*train_kernel_model"):
-        read_predictors(folder).kernel_model(which.partition("-")[0])  # boosters are read when they are needed
-    if which.startswith("kernel_time"):
+        read_predictors(folder).kernel_model(pattern.partition("-")[0])  # boosters are read on demand
+    if pattern.startswith("kernel_time"):
         assert read_predictors(folder).predict(NEW, {}, "run").provenance == ["predicted"] * len(NEW)
 
 
@@ -236,7 +236,7 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(sidecar.files, "write_json", full)  # a real full disk can't be had in a test
+        patched.setattr(sidecar.files, "write_json", full)  # a test can't really fill the disk
         with pytest.raises(OSError, match="No space"):
             sidecar.save_predictors(folder, models, {"run": ()}, {}, about)
     assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == before
@@ -246,14 +246,15 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
     assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
 
 
-def test_the_look_up_is_renewed_alone(folder: Path) -> None:
+def test_only_the_look_up_is_renewed(folder: Path) -> None:
     before = read_predictors(folder)
-    known = next(name for name, times in before.measured.items() if "run" in times)
-    renewed = sidecar.renew_measured(folder, {NEW[0].id: {"run": 7.0}, known: {"run": 8.0}})
+    measured_id = next(name for name, times in before.measured.items() if "run" in times)
+    renewed = sidecar.renew_measured(folder, {NEW[0].id: {"run": 7.0}, measured_id: {"run": 8.0}})
     after = read_predictors(folder)
     assert after.sidecar == renewed == before.sidecar.model_copy(
         update={"measured": renewed.measured, "measured_sha256": renewed.measured_sha256})
-    assert after.measured == dict(before.measured) | {NEW[0].id: {"run": 7.0}, known: before.measured[known] | {"run": 8.0}}
+    changed = {NEW[0].id: {"run": 7.0}, measured_id: before.measured[measured_id] | {"run": 8.0}}
+    assert after.measured == dict(before.measured) | changed
     assert [path.name for path in folder.glob("measured-*")] == [renewed.measured]
     times = after.predict(NEW[:2], {}, "run")
     assert (times.latency_ms[0], times.provenance) == (7.0, ["measured", "predicted"])
@@ -282,7 +283,7 @@ def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -
 
 
 def test_a_models_kernels_are_predicted_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A booster is asked once for all of its kernels, and read once."""
+    """A booster predicts all of its kernels in one call, and is read once."""
     predictors, rows_asked, ask = read_predictors(folder), list[int](), xgboost.Booster.inplace_predict
 
     def noted(booster: xgboost.Booster, matrix: np.ndarray, *options: object) -> np.ndarray:
@@ -294,13 +295,13 @@ def test_a_models_kernels_are_predicted_together(folder: Path, monkeypatch: pyte
     for count in (40, 400):
         rows_asked.clear()
         predictors.predict(draw_kernels(count, seed=9), {METRIC: 40.0}, "run", strict=True)
-        assert sum(rows_asked) > count / 2  # a type of few kernels has no booster
+        assert sum(rows_asked) > count / 2  # a type with few kernels has no booster
         calls[count] = len(rows_asked)
         shutil.rmtree(folder, ignore_errors=True)
     assert calls[40] == calls[400]
 
 
-def test_a_saved_booster_predicts_what_the_trained_one_does(trained: Workspace) -> None:
+def test_a_saved_booster_predicts_the_same_as_the_trained_one(trained: Workspace) -> None:
     """Every row reaches the same leaf, also where a feature is missing; the leaves are rounded."""
     rows = read_training_set(trained, TARGET.name)
     problem = estimators.learning_problem(rows, "run")
@@ -314,14 +315,14 @@ def test_a_saved_booster_predicts_what_the_trained_one_does(trained: Workspace) 
     assert (saved.predict(everything, pred_leaf=True) == booster.predict(everything, pred_leaf=True)).all()
     rounding = LEAF_STEP * booster.num_boosted_rounds() ** 0.5
     assert np.abs(saved.predict(everything) - booster.predict(everything)).max() < rounding
-    again, arrays_again = as_arrays(saved)
-    assert again == numbers
+    numbers_again, arrays_again = as_arrays(saved)
+    assert numbers_again == numbers
     assert all((arrays_again[name] == array).all() for name, array in arrays.items())  # rounding twice changes nothing
     assert sum(len(zlib.compress(array.tobytes())) for array in arrays.values()) < 0.08 * len(booster.save_raw("ubj"))
 
 
 @pytest.mark.parametrize("parameters", [{"grow_policy": "lossguide", "max_leaves": 16}, {"objective": "reg:gamma"}])
-def test_a_booster_that_can_not_be_saved_says_so(parameters: dict[str, Any]) -> None:
+def test_a_booster_that_can_not_be_saved_is_an_error(parameters: dict[str, Any]) -> None:
     generator = np.random.default_rng(0)
     matrix = generator.normal(size=(500, 4)).astype(np.float32)
     booster = xgboost.train({"max_depth": 0} | parameters, xgboost.DMatrix(matrix, np.exp(matrix.sum(axis=1))), 3)
@@ -348,8 +349,8 @@ def test_measured_times_are_looked_up_one_by_one() -> None:
     assert MeasuredTimes(MeasuredTimes.text({})) == {}
 
 
-def test_a_command_ends_without_a_word_of_its_boosters(tmp_path: Path) -> None:
-    """They were once destroyed after XGBoost's library was gone, with a traceback for each on stderr."""
+def test_a_command_ends_without_messages_of_its_boosters(tmp_path: Path) -> None:
+    """Boosters were once destroyed after XGBoost's library, with a traceback for each on stderr."""
     with tarfile.open(ROOT / "recipes/same_predictions/records.tar.xz") as archive:
         archive.extract("records/cuda/bert_mask_static.json", tmp_path, filter="data")
     path = tmp_path / "records" / "cuda" / "bert_mask_static.json"

@@ -29,7 +29,7 @@ def matmul(rows: int, depth: int, columns: int) -> Kernel:
 
 
 def true_ms(kernel: Kernel, metric: float = 0.0) -> float:
-    """What the made-up device takes: a floor, and arithmetic that is the faster the larger a product is."""
+    """The time in ms on the made-up device: a floor, and arithmetic that is faster for larger products."""
     return 0.003 + kernel.flops / (1e6 * kernel.flops ** 0.5)
 
 
@@ -41,8 +41,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
     made = [gemm(*(int(draw.choice(SIZES)) for _ in range(3))) for _ in range(300)]
     made += [matmul(*(int(draw.choice(SIZES[:4])) for _ in range(3))) for _ in range(50)]
     write_dataset(workspace, {kernel.id: kernel for kernel in made}, {}, {}, {0.0: 0.0}, noise=0.0, time_ms_of=true_ms)
-    found = read_training_set(workspace, TARGET.name)
-    return replace(found, times_ms={**found.times_ms, GPU_LABEL: found.times_ms["run"]})
+    training = read_training_set(workspace, TARGET.name)
+    return replace(training, times_ms={**training.times_ms, GPU_LABEL: training.times_ms["run"]})
 
 
 def test_the_type_with_the_most_rows_learns_alone() -> None:
@@ -68,11 +68,11 @@ def test_a_large_product_is_predicted_from_products_of_another_type(rows: Traini
     def error(label: str) -> float:
         model = fit_kernel_model(rows, label, ["Gemm", "MatMul"], CONFIG)
         assert model.predictor_of["MatMul"] == "MatMul"
-        found = predict_kernels(model, large, rows.schema.matrix(large), list(rows.idle_load.values()))
-        return float(np.abs(found / truth - 1).max())
+        times_ms = predict_kernels(model, large, rows.schema.matrix(large), list(rows.idle_load.values()))
+        return float(np.abs(times_ms / truth - 1).max())
 
     assert error(GPU_LABEL) < 0.25
-    assert error("run") > 2 * error(GPU_LABEL)  # which each type learns alone
+    assert error("run") > 2 * error(GPU_LABEL)  # here each type learns alone
 
 
 def test_a_type_with_many_rows_gets_more_trees(rows: TrainingSet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +82,6 @@ def test_a_type_with_many_rows_gets_more_trees(rows: TrainingSet, monkeypatch: p
     assert counts == {(GPU_LABEL, "Gemm"): 60, ("run", "Gemm"): 30}
 
 
-def test_types_without_relatives_learn_as_before(rows: TrainingSet) -> None:
-    found = [fit_kernel_model(rows, label, ["Gemm"], CONFIG).boosters["Gemm"] for label in (GPU_LABEL, "run")]
-    assert found[0].save_raw() == found[1].save_raw()
+def test_types_without_relatives_learn_alone(rows: TrainingSet) -> None:
+    boosters = [fit_kernel_model(rows, label, ["Gemm"], CONFIG).boosters["Gemm"] for label in (GPU_LABEL, "run")]
+    assert boosters[0].save_raw() == boosters[1].save_raw()

@@ -1,4 +1,4 @@
-"""What copies and captured graphs cost, found again from made-up models whose costs are known."""
+"""Costs of copies and captured graphs, fitted to made-up models with known costs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(name: str, mib_in: float, mib_out: float) -> MeasuredModel:
     return MeasuredModel(record, name[0], latency_ms, host_io_ms=latency_ms + 0.05 + 0.2 * mib_in + 0.4 * mib_out)
 
 
-def test_copies_are_found_again() -> None:
+def test_the_fit_finds_the_costs_of_copies() -> None:
     models = [model(f"{family}{size}", size, out) for family in "abc" for size, out in ((0.5, 1), (2, 0.1), (9, 3), (30, 1))]
     models.append(replace(models[0], host_io_ms=math.nan))
     groups = [model.group for model in models]
@@ -42,12 +42,12 @@ def test_copies_are_found_again() -> None:
     assert (costs.models, costs.left_out.mape) == (12, pytest.approx(0.0, abs=1e-6))
 
 
-def test_few_models_tell_nothing() -> None:
+def test_few_models_give_no_costs() -> None:
     models = [model(f"a{size}", size, 1) for size in (1, 2, 3)]
     assert fit_host_io(models, np.ones(3), ["a"] * 3) is None
 
 
-def test_replaying_a_graph_is_found_again() -> None:
+def test_the_fit_finds_the_costs_of_a_replay() -> None:
     draw = np.random.default_rng(0)
     models, tracks = [], []
     for place in range(24):

@@ -1,4 +1,4 @@
-"""The feature schema as a value: another one than the kernels' own can be learned from; saved predictors of it are refused."""
+"""The feature schema as a value: predictors can learn from another schema than the kernels', but saved ones are refused."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def test_a_schema_of_two_features() -> None:
 
 
 def test_the_kernels_own_schema() -> None:
-    """Its names and their order are what the shipped boosters were trained on."""
+    """The shipped boosters were trained on these names in this order."""
     for label in read_sidecar(next(SHIPPED.glob("*/predictors.json")).parent).labels.values():
         assert label.features == ("kernel 2", *KERNEL_FEATURES.names)
-    one = conv(batch=2, channels=16, side=32, out=64)
-    (values,) = KERNEL_FEATURES.matrix([one])
-    assert values[KERNEL_FEATURES.index("log_flops")] == math.log2(1 + one.flops)
+    kernel = conv(batch=2, channels=16, side=32, out=64)
+    (values,) = KERNEL_FEATURES.matrix([kernel])
+    assert values[KERNEL_FEATURES.index("log_flops")] == math.log2(1 + kernel.flops)
     assert values[[KERNEL_FEATURES.index(name) for name in ("batch", "k", "tables")]].tolist() == [2, 16 * 9, 0]
 
 
-def test_what_lies_behind_a_reduced_axis() -> None:
+def test_elements_behind_a_reduced_axis() -> None:
     def behind(shape: tuple[int, ...], out: tuple[int, ...]) -> float:
         kernel = describe_kernel("ReduceSum", "", 13, {}, [tensor(*shape)], [Tensor(dtype="float32", shape=out)])
         return float(KERNEL_FEATURES.matrix([kernel])[0][KERNEL_FEATURES.index("axis_inner")])
@@ -84,15 +84,15 @@ def test_what_lies_behind_a_reduced_axis() -> None:
 def test_estimators_learn_from_two_features(made: Workspace, rows: TrainingSet) -> None:
     kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(made.dataset(TARGET.name))}
     assert rows.features.tolist() == [two_numbers(kernels[name]) for name in rows.ids]
-    assert table_counts(rows.schema, rows.features).tolist() == [0.0] * len(rows)  # TWO does not count them
+    assert table_counts(rows.schema, rows.features).tolist() == [0.0] * len(rows)  # TWO has no such feature
     model = fit_kernel_model(rows, "run", (), QUICK)
     assert model.features is TWO
     assert model.boosters[SHARED].num_features() == 2 + 1 + 1  # and the type, and the metric
-    activations = [relu(channels=40, side=20), relu(channels=16, side=50)]  # their time is that of their bytes
+    activations = [relu(channels=40, side=20), relu(channels=16, side=50)]  # their time depends on their bytes
     times = predict_kernels(model, activations, TWO.matrix(activations), list(rows.idle_load.values()))
     assert times == pytest.approx([0.004 + kernel.bytes_read * 2 / 1e7 for kernel in activations], rel=0.25)
     row = head(rows, "run", 1)[0]
-    assert set(row) == {"type_code", METRIC, "run_ms"}  # the table of first rows shows what the schema has
+    assert set(row) == {"type_code", METRIC, "run_ms"}  # the table of first rows shows the schema's features
 
 
 def test_predictors_of_another_schema_are_refused(rows: TrainingSet, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Runs next to another process on one GPU: whose turn it is, how long a run waits, and what a probe and metrics say of it.
+"""Runs next to another process on one GPU: turns, how long a run waits, and what a probe and metrics show of it.
 
-No GPU is here: tracks are made up, and what they should give was seen on an H200 (ResNet-18 and -50 next to bursts).
+No GPU is here: tracks are made up, and the expected values are from an H200 (ResNet-18 and -50 next to bursts).
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ def always(wait_ms: float) -> CoRunner:
 
 @pytest.mark.parametrize("gpu_ms", [0.1, 0.7, 3.0, 9.0])
 @pytest.mark.parametrize("nodes", [5, 60, 400])
-def test_beside_nothing_a_run_is_as_long_as_on_an_idle_gpu(gpu_ms: float, nodes: int) -> None:
+def test_without_other_work_a_run_is_as_long_as_on_an_idle_gpu(gpu_ms: float, nodes: int) -> None:
     nothing = CoRunner(0.0, 1.0, np.zeros(0))
     assert runs(gpu_ms, nothing, nodes) == pytest.approx(idle(gpu_ms, nodes), rel=1e-4)
 
 
-def test_a_run_waits_once_before_it_and_once_more_for_each_slice_that_it_fills() -> None:
+def test_a_run_waits_once_at_its_start_and_once_for_each_full_slice() -> None:
     for gpu_ms, waits in ((1.0, 1), (3.0, 2), (5.5, 3)):
-        found = runs(gpu_ms, always(2.4))
-        assert found.std() == pytest.approx(0, abs=1e-9)
-        assert found.mean() == pytest.approx(idle(gpu_ms) + waits * 2.4, rel=0.05)
+        runs_ms = runs(gpu_ms, always(2.4))
+        assert runs_ms.std() == pytest.approx(0, abs=1e-9)
+        assert runs_ms.mean() == pytest.approx(idle(gpu_ms) + waits * 2.4, rel=0.05)
 
 
 def test_a_host_that_is_the_slower_track_hides_part_of_a_wait() -> None:
-    """While the run waits the host goes on dispatching, and what it dispatched is then done without pauses."""
+    """While the run waits, the host continues to dispatch; the GPU then works without pauses."""
     alone = idle(0.1)
     assert alone > 5 * 0.1
     assert runs(0.1, always(0.3)).mean() < alone + 0.2
@@ -94,38 +94,38 @@ def test_a_host_that_is_the_slower_track_hides_part_of_a_wait() -> None:
 
 
 def test_beside_pauses_a_run_is_a_mixture() -> None:
-    found = runs(1.0, CoRunner(10.0, 10.0, np.array([0.7])))
-    assert np.percentile(found, 5) == pytest.approx(idle(1.0), rel=0.01)
-    assert np.percentile(found, 97) == pytest.approx(idle(1.0) + 0.7, rel=0.05)
-    assert idle(1.0) < found.mean() < idle(1.0) + 0.5
+    runs_ms = runs(1.0, CoRunner(10.0, 10.0, np.array([0.7])))
+    assert np.percentile(runs_ms, 5) == pytest.approx(idle(1.0), rel=0.01)
+    assert np.percentile(runs_ms, 97) == pytest.approx(idle(1.0) + 0.7, rel=0.05)
+    assert idle(1.0) < runs_ms.mean() < idle(1.0) + 0.5
 
 
-def test_a_probe_that_never_waited_saw_nothing() -> None:
-    seen = co_runner_seen(np.arange(100) * 0.02, np.full(100, 0.016), 0.016)
-    assert (seen.busy_ms, len(seen.waits_ms)) == (0.0, 0)
+def test_a_probe_that_never_waited_shows_no_other_work() -> None:
+    co_runner = co_runner_seen(np.arange(100) * 0.02, np.full(100, 0.016), 0.016)
+    assert (co_runner.busy_ms, len(co_runner.waits_ms)) == (0.0, 0)
 
 
-def test_a_probe_that_always_waited_saw_work_without_pauses() -> None:
-    seen = co_runner_seen(np.arange(50) * 2.45, np.full(50, 2.436), 0.016)
-    assert seen.quiet_ms == 0
-    assert seen.waits_ms == pytest.approx(np.full(50, 2.42))
+def test_a_probe_that_always_waited_shows_work_without_pauses() -> None:
+    co_runner = co_runner_seen(np.arange(50) * 2.45, np.full(50, 2.436), 0.016)
+    assert co_runner.quiet_ms == 0
+    assert co_runner.waits_ms == pytest.approx(np.full(50, 2.42))
 
 
-def test_a_probe_tells_phases_apart() -> None:
+def test_a_probe_separates_phases() -> None:
     """Four periods of 20 ms, the other process busy in the first 8 ms of each with bursts of 0.74 ms."""
-    starts, latencies, now = [], [], 0.0
-    while now < 80.0:
-        took = 0.74 if now % 20.0 < 8.0 else 0.016
-        starts.append(now)
-        latencies.append(took)
-        now += took
-    seen = co_runner_seen(starts, latencies, 0.016)
-    assert (seen.busy_ms, seen.quiet_ms) == (pytest.approx(8.0, abs=0.75), pytest.approx(12.0, abs=0.75))
-    assert seen.waits_ms == pytest.approx(np.full(len(seen.waits_ms), 0.724))
+    starts_ms, latencies_ms, now_ms = [], [], 0.0
+    while now_ms < 80.0:
+        run_ms = 0.74 if now_ms % 20.0 < 8.0 else 0.016
+        starts_ms.append(now_ms)
+        latencies_ms.append(run_ms)
+        now_ms += run_ms
+    co_runner = co_runner_seen(starts_ms, latencies_ms, 0.016)
+    assert (co_runner.busy_ms, co_runner.quiet_ms) == (pytest.approx(8.0, abs=0.75), pytest.approx(12.0, abs=0.75))
+    assert co_runner.waits_ms == pytest.approx(np.full(len(co_runner.waits_ms), 0.724))
 
 
 def long_runs(latencies_ms: list[float], sharing: SharingMode = "time_slices") -> ProbeReading:
-    """A reading whose long piece took these, run after run."""
+    """A reading of the long piece with these latencies."""
     starts = np.cumsum([0.0, *latencies_ms[:-1]]).tolist()
     long = ProbedRuns(starts_ms=tuple(starts), latencies_ms=tuple(latencies_ms))
     return ProbeReading(machine_uuid="GPU-0", device="cuda", sharing=sharing, started="2026-01-01T00:00:00+00:00",
@@ -133,9 +133,9 @@ def long_runs(latencies_ms: list[float], sharing: SharingMode = "time_slices") -
 
 
 @pytest.mark.parametrize(("archive", "border_runs"), [("beside", 1), ("under-load", 0), ("beside-more", 0)])
-def test_a_summary_says_what_its_reading_does(archive: str, border_runs: int) -> None:
-    """Readings of H200s, idle and next to everything that was measured. In one of them a run takes 0.490 ms, which is the
-    border of waiting: it cuts a quiet phase in two for the summary alone."""
+def test_a_summary_gives_the_same_as_its_reading(archive: str, border_runs: int) -> None:
+    """Readings of H200s, idle and next to all measured loads. In one of them a run takes 0.490 ms, exactly the border of
+    waiting: only the summary has its quiet phase in two parts."""
     with tarfile.open(ROOT / "recipes" / "h200" / f"{archive}-nvidia-h200.tar.xz") as opened:
         journal = opened.extractfile("benchmark/dataset/nvidia-h200-cuda-ort1.31-all/measurements.jsonl")
         assert journal is not None
@@ -144,48 +144,48 @@ def test_a_summary_says_what_its_reading_does(archive: str, border_runs: int) ->
     for block in blocks:
         assert block.probe is not None
         probed, summary = co_runner_probed(block.probe, alone), summarised(block.probe)
-        found = co_runner_summarised(summary, alone)
-        assert (found.busy_ms == 0.0, found.quiet_ms == 0.0) == (probed.busy_ms == 0.0, probed.quiet_ms == 0.0)
-        assert found.busy_ms == pytest.approx(probed.busy_ms, rel=0.05)
-        at_the_border += found.quiet_ms != pytest.approx(probed.quiet_ms, rel=0.05)
-        assert found.quiet_ms == pytest.approx(probed.quiet_ms, rel=0.2)
-        assert bool(len(found.waits_ms)) == bool(len(probed.waits_ms))
+        from_summary = co_runner_summarised(summary, alone)
+        assert (from_summary.busy_ms == 0.0, from_summary.quiet_ms == 0.0) == (probed.busy_ms == 0.0, probed.quiet_ms == 0.0)
+        assert from_summary.busy_ms == pytest.approx(probed.busy_ms, rel=0.05)
+        at_the_border += from_summary.quiet_ms != pytest.approx(probed.quiet_ms, rel=0.05)
+        assert from_summary.quiet_ms == pytest.approx(probed.quiet_ms, rel=0.2)
+        assert bool(len(from_summary.waits_ms)) == bool(len(probed.waits_ms))
         if len(probed.waits_ms):
-            assert found.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.05)
+            assert from_summary.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.05)
     assert {block.level for block in blocks} >= {0.0, 0.25, 0.5, 1.0}
     assert at_the_border == border_runs
 
 
 def test_a_summary_where_even_the_shortest_run_waited() -> None:
-    """Alone they took 0.5 ms; among themselves, of 2 to 3 ms, some seem to wait and some not."""
+    """Alone the runs take 0.5 ms. Among these runs of 2 to 3 ms, some seem to wait and some not."""
     reading = long_runs([2.0, 2.1, 3.0, 2.9, 2.0, 2.05, 3.0] * 5)
     summary = summarised(reading)
     assert summary.busy_ms > 0
     assert summary.quiet_ms > 0
-    found, probed = (co_runner_summarised(summary, SHARING.alone_ms), co_runner_probed(reading, SHARING.alone_ms))
-    assert (found.busy_ms, found.quiet_ms) == (probed.busy_ms, probed.quiet_ms) == (1.0, 0.0)
-    assert found.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.02)
+    from_summary, probed = (co_runner_summarised(summary, SHARING.alone_ms), co_runner_probed(reading, SHARING.alone_ms))
+    assert (from_summary.busy_ms, from_summary.quiet_ms) == (probed.busy_ms, probed.quiet_ms) == (1.0, 0.0)
+    assert from_summary.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.02)
 
 
-def test_summaries_of_nothing_and_of_next_to_nothing_but_waiting() -> None:
+def test_summaries_without_waiting_and_with_little_else() -> None:
     nothing = summarised(long_runs([0.5] * 30 + [0.6]))
     assert (nothing.waited_ms, nothing.busy_ms, nothing.quiet_ms) == ((), 0.0, pytest.approx(15.6))
     assert (nothing.latencies_ms[0], nothing.latencies_ms[-1], len(nothing.latencies_ms)) == (0.5, 0.6, 21)
     assert co_runner_summarised(nothing, SHARING.alone_ms)[:2] == (0.0, 1.0)
     always = summarised(long_runs([2.9] * 30 + [0.5] + [2.9] * 30))
     assert (always.busy_ms, always.quiet_ms) == (pytest.approx(60 * 2.9 + 0.5), 0.0)
-    found = co_runner_summarised(always, SHARING.alone_ms)
-    assert found[:2] == (1.0, 0.0)
-    assert found.waits_ms == pytest.approx(np.full(21, 2.4))
+    from_summary = co_runner_summarised(always, SHARING.alone_ms)
+    assert from_summary[:2] == (1.0, 0.0)
+    assert from_summary.waits_ms == pytest.approx(np.full(21, 2.4))
 
 
 @pytest.mark.parametrize("mode", ["mps", "mig"])
-def test_a_summary_of_a_gpu_that_is_shared_otherwise(mode: SharingMode) -> None:
+def test_a_summary_of_a_gpu_in_another_sharing_mode(mode: SharingMode) -> None:
     with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
         co_runner_summarised(summarised(long_runs([0.5], mode)), SHARING.alone_ms)
 
 
-def test_metrics_tell_how_busy_the_gpu_is() -> None:
+def test_metrics_show_how_busy_the_gpu_is() -> None:
     assert busy_share({"DCGM_FI_DEV_GPU_UTIL": 60.0}) == 0.6
     assert busy_share({"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.3, "DCGM_FI_DEV_GPU_UTIL": 60.0}) == 0.3
     assert busy_share({"DCGM_FI_DEV_POWER_USAGE": 300.0}) is None
@@ -195,17 +195,17 @@ def test_metrics_tell_how_busy_the_gpu_is() -> None:
     assert co_runner_guessed(0.0, SHARING).busy_ms == 0
 
 
-def test_a_load_guessed_to_be_like_a_probed_one_has_its_waits_and_phases() -> None:
+def test_a_guessed_load_like_a_probed_one_has_its_waits_and_phases() -> None:
     like = CoRunner(5.0, 3.0, np.array([0.7, 0.8]))
     guessed = co_runner_guessed(0.25, SHARING, like)
     assert (guessed.busy_ms, guessed.quiet_ms, guessed.waits_ms.tolist()) == (2.0, 6.0, [0.7, 0.8])
     steady = co_runner_guessed(0.25, SHARING, CoRunner(1.0, 0.0, np.array([0.7])))
-    assert (steady.busy_ms, steady.quiet_ms, steady.waits_ms.tolist()) == (5.0, 15.0, [0.7])  # no phases to be seen
+    assert (steady.busy_ms, steady.quiet_ms, steady.waits_ms.tolist()) == (5.0, 15.0, [0.7])  # no phases
     nothing = co_runner_guessed(0.25, SHARING, CoRunner(0.0, 1.0, np.zeros(0)))
     assert nothing.waits_ms.tolist() == [0.3, 0.7, 2.4]
 
 
-def test_what_was_learned_is_read_as_written(tmp_path: Path) -> None:
+def test_learned_sharing_is_read_as_written(tmp_path: Path) -> None:
     assert read_sharing(tmp_path) is None
     files.write_json(sharing_path(tmp_path), SHARING)
     assert read_sharing(tmp_path) == SHARING
@@ -221,19 +221,19 @@ def shared(model: str, machine: str, latencies_ms: list[float], wait_ms: float =
 
 
 def track(gpu_ms: float) -> Tracks:
-    """Ten nodes that are dispatched at once."""
+    """Ten nodes that are dispatched together."""
     return alike(gpu_ms, 10, 1e-6)
 
 
-def test_what_another_machine_measured() -> None:
-    found = measured_elsewhere([shared("a", "one", [1.0]), shared("a", "two", [2.0]), shared("a", "three", [4.0]),
-                                shared("b", "one", [9.0])])
-    assert found[:, 0].tolist()[:3] == [3.0, 2.5, 1.5]
-    assert np.isnan(found[3]).all()
+def test_measurements_of_other_machines() -> None:
+    elsewhere = measured_elsewhere([shared("a", "one", [1.0]), shared("a", "two", [2.0]), shared("a", "three", [4.0]),
+                                    shared("b", "one", [9.0])])
+    assert elsewhere[:, 0].tolist()[:3] == [3.0, 2.5, 1.5]
+    assert np.isnan(elsewhere[3]).all()
 
 
 def test_backgrounds_that_are_a_known_model_in_a_loop() -> None:
-    backgrounds = {one.name: one for one in (
+    backgrounds = {background.name: background for background in (
         Background(name="compute"), Background(name="r50", kind="model", model=Path("zoo/resnet50.onnx"), dims={"batch": 16}),
         Background(name="other", kind="model", model=Path("other.onnx")))}
     assert looped_models(backgrounds, {"resnet50@batch=16", "resnet50"}) == {"r50": "resnet50@batch=16"}
@@ -243,38 +243,38 @@ def test_one_name_for_two_backgrounds_is_refused(tmp_path: Path) -> None:
     target = local_target("cpu")
 
     def workspace(name: str, burst_ms: float) -> Workspace:
-        found = Workspace(tmp_path / name)
-        files.write_json(header_path(found.dataset(target.name)), DatasetHeader(
+        made = Workspace(tmp_path / name)
+        files.write_json(header_path(made.dataset(target.name)), DatasetHeader(
             target=target, metrics=(), machines={}, backgrounds={"bursts": Background(name="bursts", burst_ms=burst_ms)}))
-        return found
+        return made
 
-    one, same, other = workspace("one", 0.5), workspace("same", 0.5), workspace("other", 2.0)
-    assert list(backgrounds_of([one, same], target.name)) == ["bursts"]
+    short, equal, long = workspace("one", 0.5), workspace("same", 0.5), workspace("other", 2.0)
+    assert list(backgrounds_of([short, equal], target.name)) == ["bursts"]
     with pytest.raises(UserError, match=r"other.*background bursts differs"):
-        backgrounds_of([one, other], target.name)
+        backgrounds_of([short, long], target.name)
     with pytest.raises(UserError, match="no dataset of target"):
-        backgrounds_of([one, Workspace(tmp_path / "none")], target.name)
+        backgrounds_of([short, Workspace(tmp_path / "none")], target.name)
 
 
-def test_the_longest_wait_is_that_of_the_reading_that_has_it_largest() -> None:
-    found = typical([shared("a", "one", [1.0]), shared("a", "one", [1.0], 2.4)], 2.0, SHARING.alone_ms)
-    assert (found.longest_wait_ms, found.slice_ms, found.cycle_ms) == (2.4, 2.0, 20.0)
+def test_the_longest_wait_is_the_largest_of_all_readings() -> None:
+    sharing = typical([shared("a", "one", [1.0]), shared("a", "one", [1.0], 2.4)], 2.0, SHARING.alone_ms)
+    assert (sharing.longest_wait_ms, sharing.slice_ms, sharing.cycle_ms) == (2.4, 2.0, 20.0)
     with pytest.raises(UserError, match="no reading of the sharing probe waited"):
         typical([], 2.0, SHARING.alone_ms)
 
 
-def test_waits_are_those_beside_an_average_kind_of_work() -> None:
-    """Of two kinds, however often each was read: no mixture of both."""
-    short, again, long = (replace(shared("a", "one", [1.0], wait_ms), background=name)
-                          for name, wait_ms in (("short", 0.5), ("short", 0.5), ("long", 2.5)))
-    found = typical([short, again, long], 2.0, SHARING.alone_ms)
-    assert set(found.waits_ms) == {1.5}
+def test_waits_are_those_beside_average_work() -> None:
+    """The average of two kinds, however often each was read, and not a mixture of both."""
+    short, short_again, long = (replace(shared("a", "one", [1.0], wait_ms), background=name)
+                                for name, wait_ms in (("short", 0.5), ("short", 0.5), ("long", 2.5)))
+    sharing = typical([short, short_again, long], 2.0, SHARING.alone_ms)
+    assert set(sharing.waits_ms) == {1.5}
 
 
 @pytest.mark.parametrize(("slice_ms", "warns"), [(SLICES_MS[0], True), (2.0, False), (SLICES_MS[-1], True)])
-def test_a_slice_at_the_edge_of_those_tried_is_warned_of(slice_ms: float, warns: bool,
-                                                         caplog: pytest.LogCaptureFixture) -> None:
-    """A run as it is simulated with a slice finds this slice again."""
+def test_a_slice_at_the_edge_of_the_tried_ones_gives_a_warning(slice_ms: float, warns: bool,
+                                                               caplog: pytest.LogCaptureFixture) -> None:
+    """The fit to a run simulated with a slice finds this slice."""
     model = Simulated(track(7.3), COSTS)
     run = shared("a", "one", [1.0], 2.4)
     run = replace(run, idle_ms=model.idle_ms(), samples_ms=model.next_to(run.co_runner, slice_ms)[:1])
@@ -285,14 +285,14 @@ def test_a_slice_at_the_edge_of_those_tried_is_warned_of(slice_ms: float, warns:
     assert (f"a slice of {slice_ms:g} ms gives the smallest error" in caplog.text) is warns
 
 
-def test_errors_are_of_what_is_predicted() -> None:
-    found = errors_of(np.array([[1.1, 1.0, 0.9], [np.nan] * 3]), np.ones((2, 3)))
-    assert (found.cases, found.mean, found.p50, found.p95) == (1, pytest.approx(0.1), 0.0, pytest.approx(0.1))
+def test_cases_without_a_prediction_have_no_error() -> None:
+    errors = errors_of(np.array([[1.1, 1.0, 0.9], [np.nan] * 3]), np.ones((2, 3)))
+    assert (errors.cases, errors.mean, errors.p50, errors.p95) == (1, pytest.approx(0.1), 0.0, pytest.approx(0.1))
 
 
 def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() -> None:
-    """Runs next to one looped model were measured as with a switch of 0.1, next to the other of 0.3. Each is predicted with the
-    switch of the other, and with its own where nothing else is left."""
+    """Runs next to one looped model have a switch of 0.1 ms, next to the other model of 0.3 ms. Each is predicted with the
+    other one's switch, and with its own if nothing else is left."""
     models = {name: Simulated(track(gpu_ms), COSTS) for name, gpu_ms in (
         ("a", 1.0), ("b", 1.5), ("short", 0.5), ("long", 3.0))}
     learned = SHARING.model_copy(update={"longest_wait_ms": 2.4})
@@ -302,8 +302,8 @@ def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() ->
 
     def next_to(place: int, switch_ms: float) -> npt.NDArray[np.float64]:
         sharing = learned.model_copy(update={"switch_ms": switch_ms})
-        model, other = models[runs[place].model], models[looped[runs[place].background]]
-        return model.next_to(in_a_loop(other.run, model.run, sharing), sharing.slice_ms)
+        model, looped_model = models[runs[place].model], models[looped[runs[place].background]]
+        return model.next_to(in_a_loop(looped_model.run, model.run, sharing), sharing.slice_ms)
 
     measured = np.array([next_to(0, 0.1), next_to(1, 0.1), next_to(2, 0.3), next_to(3, 0.3)])
     pairs = Pairs(runs, measured, models, {"a": "a", "b": "b"}, looped, [learned] * 4)
@@ -314,8 +314,8 @@ def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() ->
     assert (alone.switch_ms(), alone.left_out()[0]) == (0.1, pytest.approx(next_to(0, 0.1)))
 
 
-def test_a_model_in_a_loop_as_another_meets_it() -> None:
-    """A short one has its turn run by run; one longer than the longest turn is cut, the rest of it a turn as well."""
+def test_turns_of_a_model_in_a_loop() -> None:
+    """A short model has one turn per run. A run longer than the longest turn is cut, and its rest has a turn too."""
     sharing = SHARING.model_copy(update={"longest_wait_ms": 2.4, "switch_ms": 0.2})
 
     def run(gpu_ms: float) -> TracksAndCosts:
@@ -327,5 +327,5 @@ def test_a_model_in_a_loop_as_another_meets_it() -> None:
     assert long.waits_ms.max() == pytest.approx(2.4)
     assert long.waits_ms.min() == pytest.approx(0.8 + 0.2, rel=0.05)
     assert gpu_work_ms(*run(3.0)) == pytest.approx(3.0)
-    brief = sharing.model_copy(update={"longest_wait_ms": 0.15})  # all that was measured was shorter than a switch
+    brief = sharing.model_copy(update={"longest_wait_ms": 0.15})  # all measured waits were shorter than a switch
     assert in_a_loop(run(3.0), run(1.0), brief).waits_ms.max() == pytest.approx(0.4)

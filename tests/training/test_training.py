@@ -1,4 +1,4 @@
-"""Training: errors on a made-up device with known noise, folds without leaks, and what may not enter."""
+"""Training: errors on a made-up device with known noise, folds without leaks, and rows that are excluded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_recovers_the_formula_up_to_its_noise(rows: TrainingSet) -> None:
 
 
 def test_numbers_of_launches_have_no_rows_by_time(rows: TrainingSet) -> None:
-    """As a GPU's dataset holds them, made up: a launch is no millisecond, so none is longer than 20 µs."""
+    """Made-up rows like those of a GPU: launches are not milliseconds, so none is longer than 20 µs."""
     launches = (1 + np.arange(len(rows)) % 3).astype(np.float64)
     counted = replace(rows, times_ms={**rows.times_ms, LAUNCHES: launches})
     left_out = LeftOut(*(np.full(len(rows), 2.0),) * 4)
@@ -82,7 +82,7 @@ def test_folds_keep_a_kernel_on_one_side(rows: TrainingSet) -> None:
     assert all(len(set(folds[rows.ids == name])) == 1 for name in set(rows.ids))
     for name in set(rows.types):
         counts = np.bincount(folds[rows.types == name], minlength=5)
-        assert counts.max() - counts.min() <= 2  # two rows a kernel: at most one kernel more
+        assert counts.max() - counts.min() <= 2  # two rows per kernel: at most one kernel more
 
 
 def test_cross_validation_does_not_see_the_answer(rows: TrainingSet) -> None:
@@ -111,7 +111,7 @@ def test_types_are_numbered_by_speed() -> None:
     assert codes == {"c": 0.0, "a": 1.0, "b": 2.0}
 
 
-def test_roofline_finds_the_device() -> None:
+def test_the_roofline_finds_the_rates_of_the_device() -> None:
     flops, moved = np.array([0.0, 1e6, 1e9, 0.0] * 50), np.array([1e3, 1e3, 1e3, 1e8] * 50)
     times = np.maximum(flops / 2e7, moved / 1e6) + 0.01
     roofline = fit_roofline(flops, moved, times)
@@ -193,12 +193,12 @@ def test_no_dataset_no_idle_rows_too_few_kernels(workspace: Workspace) -> None:
 def test_measured_times_are_the_idle_ones(workspace: Workspace) -> None:
     kernel = conv()
     write_dataset(workspace, {kernel.id: kernel}, {}, {}, LEVELS, noise=0.0)
-    found = measured_times(workspace, TARGET.name)
-    assert found == {kernel.id: {"run": pytest.approx(true_ms(kernel)), "kernel_time": pytest.approx(0.9 * true_ms(kernel))}}
+    times = measured_times(workspace, TARGET.name)
+    assert times == {kernel.id: {"run": pytest.approx(true_ms(kernel)), "kernel_time": pytest.approx(0.9 * true_ms(kernel))}}
 
 
 def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
-    """Three of them, with known ratios: a row for each, in one fold; the look-up takes the median, which is the first's."""
+    """Three machines with known ratios: each has a row, all in one fold. The look-up takes the median, the first one's time."""
     import pandas as pd
 
     kernels = {kernel.id: kernel for kernel in draw_kernels(12)}
@@ -206,15 +206,15 @@ def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
     alone = measured_times(workspace, TARGET.name)
     path = kernel_table_path(workspace.dataset(TARGET.name))
     table, times = pd.read_csv(path), ["Latency_ms", "run_median_ms", "kernel_time_ms"]
-    others = [table.assign(Machine=name, **{column: table[column] * ratio for column in times})
-              for name, ratio in (("slow", 1.5), ("fast", 0.9))]
-    pd.concat([table, *others]).to_csv(path, index=False)
+    further = [table.assign(Machine=name, **{column: table[column] * ratio for column in times})
+               for name, ratio in (("slow", 1.5), ("fast", 0.9))]
+    pd.concat([table, *further]).to_csv(path, index=False)
     rows = read_training_set(workspace, TARGET.name)
     assert len(rows) == 3 * len(table)
     folds = estimators.assign_folds(rows.ids, rows.types, 3, seed=7)
     assert all(len(set(folds[rows.ids == name])) == 1 for name in kernels)
-    found = measured_times(workspace, TARGET.name)
-    assert {name: found[name]["run"] for name in kernels} == pytest.approx({name: alone[name]["run"] for name in kernels})
+    looked_up = measured_times(workspace, TARGET.name)
+    assert {name: looked_up[name]["run"] for name in kernels} == pytest.approx({name: alone[name]["run"] for name in kernels})
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -242,9 +242,9 @@ def test_the_command(workspace: Workspace) -> None:
     assert "type_code" in shown
     assert f"{METRIC}" in shown
     assert "forest_MAPE_%" in shown
-    found = json.loads(printed(*command, "--json"))
-    assert found[0]["target"] == TARGET.name
-    assert found[0]["errors"]["run"][0]["mape"] > 0
+    report = json.loads(printed(*command, "--json"))
+    assert report[0]["target"] == TARGET.name
+    assert report[0]["errors"]["run"][0]["mape"] > 0
 
 
 def test_a_second_training_on_the_same_rows_is_kept(workspace: Workspace) -> None:

@@ -32,16 +32,16 @@ SLOWER = 2.5
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
+def other_rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
     """The rows of the other device: 400 kernels, idle."""
-    workspace = Workspace(tmp_path_factory.mktemp("there"))
+    workspace = Workspace(tmp_path_factory.mktemp("elsewhere"))
     write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(400)}, {}, {}, {0.0: 0.0})
     return read_training_set(workspace, TARGET.name)
 
 
 @pytest.fixture(scope="module")
-def start(there: TrainingSet) -> OtherPredictors:
-    return OtherPredictors("there", fit_kernel_model(there, "run", (), QUICK))
+def start(other_rows: TrainingSet) -> OtherPredictors:
+    return OtherPredictors("elsewhere", fit_kernel_model(other_rows, "run", (), QUICK))
 
 
 def few(rows: TrainingSet, count: int = 40, times: float = SLOWER) -> TrainingSet:
@@ -54,18 +54,18 @@ def times_of(model: KernelModel | Transferred) -> npt.NDArray[np.float64]:
     return predict_kernels(model, NEW, KERNEL_FEATURES.matrix(NEW), [0.0])
 
 
-def test_a_correction_learns_the_ratio_to_the_other_device(there: TrainingSet, start: OtherPredictors) -> None:
-    rows = few(there)
-    ratios, there_ms = as_ratios(rows, "run", start.model)
-    assert ratios.times_ms["run"] * there_ms == pytest.approx(rows.times_ms["run"])
+def test_a_correction_learns_the_ratio_to_the_other_device(other_rows: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(other_rows)
+    ratios, other_ms = as_ratios(rows, "run", start.model)
+    assert ratios.times_ms["run"] * other_ms == pytest.approx(rows.times_ms["run"])
     assert np.median(ratios.times_ms["run"]) == pytest.approx(SLOWER, rel=0.05)
     assert ratios.schema is CORRECTION_FEATURES
     assert ratios.features.shape[1] == len(CORRECTION_FEATURES.names) == len(KERNEL_FEATURES.names) + 1
     assert not ratios.flops.any()
 
 
-def test_few_kernels_are_enough_where_devices_are_alike(there: TrainingSet, start: OtherPredictors) -> None:
-    rows = few(there)
+def test_few_kernels_are_enough_for_a_similar_device(other_rows: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(other_rows)
     expected = SLOWER * times_of(start.model)
     corrected = times_of(fit_transferred(rows, "run", (), QUICK, start))
     alone = times_of(fit_kernel_model(rows, "run", (), QUICK))
@@ -73,22 +73,22 @@ def test_few_kernels_are_enough_where_devices_are_alike(there: TrainingSet, star
     assert np.abs(corrected / expected - 1).mean() < np.abs(alone / expected - 1).mean() / 2
 
 
-def test_a_type_that_was_measured_there_alone_is_as_much_slower(there: TrainingSet, start: OtherPredictors) -> None:
-    rows = few(there.rows(there.types != "Relu"))
+def test_a_type_measured_only_on_the_other_device_is_slower_alike(other_rows: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(other_rows.rows(other_rows.types != "Relu"))
     model = fit_transferred(rows, "run", (), QUICK, start)
     assert "Relu" not in model.predictor_of
     assert times_of(model)[2] == pytest.approx(SLOWER * times_of(start.model)[2], rel=0.05)
     assert model.roofline.floor_ms == pytest.approx(SLOWER * start.model.roofline.floor_ms, rel=0.05)
 
 
-def test_a_fused_type_starts_from_its_first_operation(there: TrainingSet, start: OtherPredictors) -> None:
-    rows = few(there)
+def test_a_fused_type_starts_from_its_first_operation(other_rows: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(other_rows)
     fused = replace(rows, types=np.array([f"{name}_Relu" if name == "Conv" else name for name in rows.types]))
     assert as_ratios(fused, "run", start.model)[1] == pytest.approx(as_ratios(rows, "run", start.model)[1])
 
 
-def test_cross_validation_decides(there: TrainingSet, start: OtherPredictors) -> None:
-    rows = few(there, 90)
+def test_cross_validation_decides(other_rows: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(other_rows, 90)
     trained = train_label(rows, "run", QUICK, start)
     alone = train_label(rows, "run", QUICK)
     assert isinstance(trained.model, Transferred)
@@ -96,13 +96,13 @@ def test_cross_validation_decides(there: TrainingSet, start: OtherPredictors) ->
     assert trained.errors[0].roofline_mape == alone.errors[0].roofline_mape, "for comparison, of this device"
     measured, predicted = np.array(list(trained.times_ms.values())).T
     assert np.median(predicted / measured) == pytest.approx(1.0, abs=0.05)
-    shuffled = replace(there, times_ms={"run": np.random.default_rng(1).permutation(there.times_ms["run"])})
+    shuffled = replace(other_rows, times_ms={"run": np.random.default_rng(1).permutation(other_rows.times_ms["run"])})
     nonsense = OtherPredictors("nonsense", fit_kernel_model(shuffled, "run", (), QUICK))
     assert isinstance(train_label(rows, "run", QUICK, nonsense).model, KernelModel)
 
 
-def test_held_out_models_start_from_the_other_device_too(there: TrainingSet, start: OtherPredictors) -> None:
-    rows = few(there)
+def test_held_out_models_start_from_the_other_device_too(other_rows: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(other_rows)
     learn = learner(fit_transferred(rows, "run", (), QUICK, start), "run", (), QUICK)
     assert learn is not None
     assert learn(rows).start is start
@@ -128,25 +128,25 @@ def command(workspace: Workspace, *options: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_held_out_times_are_learned_as_the_predictors_were(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a family, again from the other device; what the fold may see of this one, and no more, is corrected."""
+def test_held_out_times_are_learned_like_the_predictors(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a family, and again from the other device: only the fold's rows of this device are used for the correction."""
     printed(*command(workspace, "--start-from", "elsewhere"))
     predictors, rows = read_predictors(workspace.predictors(TARGET.name)), read_training_set(workspace, TARGET.name)
     models = measured_models(workspace, TARGET.name, predictors.sidecar)
-    seen: list[int] = []
+    row_counts: list[int] = []
 
-    def fit(of_fold: TrainingSet, *rest: Any) -> Transferred:
-        seen.append(len(of_fold))
-        return fit_transferred(of_fold, *rest)
+    def fit(of_fold: TrainingSet, *options: Any) -> Transferred:
+        row_counts.append(len(of_fold))
+        return fit_transferred(of_fold, *options)
 
     monkeypatch.setattr("training.kernels.transfer.fit_transferred", fit)
     groups = [model.group for model in models]
-    found = predict_as_learned(predictors, ("run",), rows, models, groups, "family", QUICK, "leaving out")
-    assert len(seen) == len(set(groups)) == 3
-    assert max(seen) < len(rows)
-    assert found.keys() == {"run"}
+    times_by_label = predict_as_learned(predictors, ("run",), rows, models, groups, "family", QUICK, "leaving out")
+    assert len(row_counts) == len(set(groups)) == 3
+    assert max(row_counts) < len(rows)
+    assert times_by_label.keys() == {"run"}
     for model in models:
-        times = found["run"][model.record.model]
+        times = times_by_label["run"][model.record.model]
         errors = [abs(times[name] / true_ms(kernel) - 1) for name, kernel in model.record.kernels.items()]
         assert np.median(errors) < 0.1
 
@@ -161,22 +161,22 @@ def test_the_command_keeps_a_copy_of_the_other_predictors(workspace: Workspace, 
     model = predictors.kernel_model("run")
     assert isinstance(model, Transferred)
     elsewhere = read_predictors(workspace.predictors("elsewhere")).predict(NEW, {}, "run", strict=True).latency_ms
-    found = predictors.predict(NEW, {}, "run", strict=True).latency_ms
-    assert found == pytest.approx(elsewhere, rel=0.15), "the same device, so the correction is small"
+    times_ms = predictors.predict(NEW, {}, "run", strict=True).latency_ms
+    assert times_ms == pytest.approx(elsewhere, rel=0.15), "the same device, so the correction is small"
     for path in workspace.predictors("elsewhere").iterdir():
         path.unlink()
-    assert read_predictors(folder).predict(NEW, {}, "run", strict=True).latency_ms == found
+    assert read_predictors(folder).predict(NEW, {}, "run", strict=True).latency_ms == times_ms
     (folder / str(about.file)).unlink()
     with pytest.raises(UserError, match=r"run-.* missing"):
         read_predictors(folder)
 
 
-def test_a_target_to_start_from_that_is_not_there(workspace: Workspace) -> None:
+def test_a_missing_target_to_start_from(workspace: Workspace) -> None:
     refused = run_script(*command(workspace, "--start-from", "nowhere"))
     assert refused.returncode == 1
     assert refused.stderr.startswith("error: --start-from nowhere: no predictors of that target")
     shipped = StartFrom.named(workspace, "nvidia-h200-cuda-ort1.31-all")
     assert shipped.of(shipped.target, "gpu") is None, "it can't start from itself"
-    found = shipped.of(TARGET.name, "run")
-    assert found is not None
-    assert (found.target, found.model) == (shipped.target, shipped.predictors.kernel_model("gpu"))
+    of_run = shipped.of(TARGET.name, "run")
+    assert of_run is not None
+    assert (of_run.target, of_run.model) == (shipped.target, shipped.predictors.kernel_model("gpu"))

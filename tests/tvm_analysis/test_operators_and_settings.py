@@ -40,7 +40,7 @@ def test_draws_stay_within_the_bounds() -> None:
         for _ in range(10):
             model = draw(SMALL, numbers)
             tensors = (*model.graph.input, *model.graph.output)
-            shapes = [[dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in tensors]
+            shapes = [[dim.dim_value for dim in tensor.type.tensor_type.shape.dim] for tensor in tensors]
             assert all(shapes)
             assert max(max(shape) for shape in shapes) <= 32
             assert len(model.graph.node) <= 3
@@ -49,7 +49,7 @@ def test_draws_stay_within_the_bounds() -> None:
 
 
 def test_the_environment_of_this_machine(tmp_path: Path) -> None:
-    """Caches and limits are read from files as Linux writes them."""
+    """Caches and limits are read from files in Linux's form."""
     for index, (level, kind, size) in enumerate((("1", "Data", "32K"), ("1", "Instruction", "64K"), ("2", "Unified", "1M"))):
         folder = tmp_path / f"index{index}"
         folder.mkdir()
@@ -62,8 +62,8 @@ def test_the_environment_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert container_limit_mib(tmp_path / "memory.max") is None
     target = Target(device_name="x", flavour=flavour_of("cpu"), threads=3, cores=1)
-    found = environment_of(target, limit_mib=100)
-    assert (found.threads, found.cores, found.memory_limit_mib) == (3, 1, 100)
+    environment = environment_of(target, limit_mib=100)
+    assert (environment.threads, environment.cores, environment.memory_limit_mib) == (3, 1, 100)
     assert environment_of(target).memory_limit_mib > 100
 
 
@@ -72,8 +72,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """Drawn kernels, measured under three settings."""
     needs("tvm", "requirements-tvm.txt")
     workspace = Workspace(tmp_path_factory.mktemp("settings"))
-    found = sample(workspace, SMALL, 10, list(DRAWS), seed=0)
-    assert found.total() >= 8
+    drawn = sample(workspace, SMALL, 10, list(DRAWS), seed=0)
+    assert drawn.total() >= 8
     for threads, cores in SETTINGS:
         collect(workspace, validate({
             "device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
@@ -88,7 +88,7 @@ def test_drawn_kernels_are_measured_under_each_setting(settings: Workspace) -> N
         header = read_header(settings.dataset(target))
         assert header.environment is not None
         assert (header.environment.threads, header.environment.memory_limit_mib) == (header.target.threads, 512)
-        assert {one.kernel.id for one in read_kernels(settings.dataset(target))} == set(seeds)
+        assert {entry.kernel.id for entry in read_kernels(settings.dataset(target))} == set(seeds)
         assert rows.metrics == FEATURES
         assert rows.load[0, 0] == math.log2(1 + header.target.threads)
 
@@ -107,15 +107,15 @@ def test_each_setting_is_left_out_once(settings: Workspace, tmp_path: Path) -> N
         settings_of(settings, "tuned")
 
 
-def test_kernels_that_no_other_setting_has_are_a_row_of_their_own(settings: Workspace) -> None:
-    """What is wrong with these is not the setting's error alone."""
-    found = settings_of(settings, "fused")
-    whole, *others = found
-    for name in others:
-        found[name] = found[name].rows(np.arange(len(found[name])) < 5)
+def test_kernels_that_no_other_setting_has_are_a_separate_row(settings: Workspace) -> None:
+    """Their error is not only the setting's."""
+    rows_of = settings_of(settings, "fused")
+    complete, *partial = rows_of
+    for name in partial:
+        rows_of[name] = rows_of[name].rows(np.arange(len(rows_of[name])) < 5)
     config = TrainingConfig(folds=2)
-    known, new = left_out_rows(found, whole, config)
-    there = {kernel for name in others for kernel in found[name].ids}
-    assert (known["kernels"], known["count"]) == ("known", len(there & set(found[whole].ids)))
-    assert (new["kernels"], new["count"]) == ("new", len(found[whole]) - known["count"])
+    known, new = left_out_rows(rows_of, complete, config)
+    measured_elsewhere = {kernel for name in partial for kernel in rows_of[name].ids}
+    assert (known["kernels"], known["count"]) == ("known", len(measured_elsewhere & set(rows_of[complete].ids)))
+    assert (new["kernels"], new["count"]) == ("new", len(rows_of[complete]) - known["count"])
     assert known["learned_from"] == new["learned_from"] == 10

@@ -1,4 +1,4 @@
-"""Models under TVM: operators and kernels, none of which is lost, and functions that compute what ONNX Runtime does."""
+"""Models under TVM: all operators and kernels are kept, and functions compute the same as ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def test_operators_and_kernels(parsed: dict[str, Parsed]) -> None:
     first, second = (fused.kernel_of(node) for node in fused.nodes[:2])
     assert (first.attributes["kernel_shape"], first.attributes["pads"]) == ([3, 3], [1, 1, 1, 1])
     assert (second.attributes["group"], second.outputs[0].shape) == (8, (2, 8, 16, 16))
-    assert [one.shape for one in first.inputs] == [(2, 3, 16, 16), (8, 3, 3, 3), (1, 8, 1, 1)]
-    assert [one.constant for one in first.inputs] == [False, True, True]
+    assert [tensor.shape for tensor in first.inputs] == [(2, 3, 16, 16), (8, 3, 3, 3), (1, 8, 1, 1)]
+    assert [tensor.constant for tensor in first.inputs] == [False, True, True]
     assert first.flops == 2 * 8 * 16 * 16 * (2 * 3 * 3 * 3 + 1)
     assert (fused.flavour.runtime, fused.flavour.optimization) == ("tvm", FUSED)
 
 
 def test_no_operator_is_lost(parsed: dict[str, Parsed]) -> None:
-    """What is fused is what was there, but for renamed tensors."""
+    """The fused kernels have the same operators, except for renamed tensors."""
     unfused, fused = (parsed[level].record for level in (UNFUSED, FUSED))
     before = Counter(name for node in unfused.nodes for name in unfused.kernel_of(node).attributes["operators"])
     after = Counter(name for node in fused.nodes for name in fused.kernel_of(node).attributes["operators"])
@@ -85,7 +85,7 @@ def test_no_operator_is_lost(parsed: dict[str, Parsed]) -> None:
         name: count for name, count in after.items() if name not in views}
 
 
-def test_the_order_of_kernels_is_that_of_their_tensors(parsed: dict[str, Parsed]) -> None:
+def test_kernels_are_in_the_order_of_their_tensors(parsed: dict[str, Parsed]) -> None:
     for level in (UNFUSED, FUSED):
         dag = build_dag(parsed[level].record)
         assert dag.number_of_nodes() == len(parsed[level].record.nodes)
@@ -97,8 +97,8 @@ def test_the_order_of_kernels_is_that_of_their_tensors(parsed: dict[str, Parsed]
     assert length == len(path) == 6
 
 
-def test_kernels_one_after_another_compute_what_onnx_runtime_does(parsed: dict[str, Parsed], model: Path) -> None:
-    """The records name the right functions and tensors: run in their order, they give the model's output."""
+def test_kernels_in_a_row_compute_the_same_as_onnx_runtime(parsed: dict[str, Parsed], model: Path) -> None:
+    """The records name the right functions and tensors: run in this order, they give the model's output."""
     graph, main = parsed[FUSED].graph, parsed[FUSED].lowered.module["main"]
     x = np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)
     tensors = {graph.inputs[0]: x}
@@ -106,14 +106,14 @@ def test_kernels_one_after_another_compute_what_onnx_runtime_does(parsed: dict[s
                 if not isinstance(part, tvm.relax.Var)] if len(binding.value.args) > 1 and
                isinstance(binding.value.args[1], tvm.relax.Tuple) else [] for binding in main.body.blocks[0].bindings]
     for node, constants in zip(graph.nodes, weights, strict=True):
-        kernel, left = graph.kernels[node.kernel_id], iter(constants)
+        kernel, unused = graph.kernels[node.kernel_id], iter(constants)
         out = np.empty(kernel.outputs[0].shape, kernel.outputs[0].dtype)
         if node.kernel_id not in graph.functions:
             tensors[node.outputs[0]] = tensors[node.inputs[0]].reshape(out.shape)
             continue
         function = graph.functions[node.kernel_id].with_attr("global_symbol", "main")
         built = tvm.compile(tvm.IRModule({"main": function}), llvm_target(1))
-        arguments = [tvm.runtime.tensor(tensors[name] if name else next(left)) for name in node.inputs]
+        arguments = [tvm.runtime.tensor(tensors[name] if name else next(unused)) for name in node.inputs]
         result = tvm.runtime.tensor(out)
         built["main"](*arguments, result)
         tensors[node.outputs[0]] = result.numpy()
@@ -124,10 +124,10 @@ def test_kernels_one_after_another_compute_what_onnx_runtime_does(parsed: dict[s
 def test_kernels_of_one_kind_have_one_id_and_a_function_on_disk(parsed: dict[str, Parsed], model: Path, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path)
     write_parsed(workspace, parsed)
-    again = parse(model, {"batch": 2})
-    assert again[FUSED].record == parsed[FUSED].record
-    other = parse(model, {"batch": 3})[FUSED].record
-    assert not set(other.kernels) & {name for name, kernel in parsed[FUSED].record.kernels.items() if kernel.moves_data}
+    parsed_again = parse(model, {"batch": 2})
+    assert parsed_again[FUSED].record == parsed[FUSED].record
+    of_batch_3 = parse(model, {"batch": 3})[FUSED].record
+    assert not set(of_batch_3.kernels) & {name for name, kernel in parsed[FUSED].record.kernels.items() if kernel.moves_data}
     for name, function in parsed[FUSED].graph.functions.items():
         path = function_path(workspace, parsed[FUSED].record.flavour, name)
         assert hash_of(read_function(path)) == hash_of(function) == parsed[FUSED].record.kernels[name].attributes["function"]
@@ -183,7 +183,7 @@ def test_names() -> None:
 
 
 def test_pytorch_without_onnx_in_between() -> None:
-    """TVM takes the normalisation apart; each of its operators keeps its own name."""
+    """TVM splits the normalisation, and each of its operators keeps its name."""
     needs("tvm", "requirements-tvm.txt")
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 1))
     module = relax_of_torch(network.eval(), (torch.ones(1, 3, 8, 8),), "network")
@@ -205,9 +205,9 @@ def test_a_program_of_pytorch_is_a_model(workspace: Workspace) -> None:
     done = run_script("tvm_analysis/relax_parser.py", "--workspace", workspace.root)
     assert done.returncode == 0, done.stderr
     record = read_model_record(record_path(workspace, tvm_flavour(), "network"))
-    assert [one.shape for one in record.inputs.values()] == [(1, 3, 8, 8)]
-    assert [one.shape for one in record.outputs.values()] == [(1, 5)]
-    assert record.weight_bytes == sum(4 * one.numel() for one in network.parameters())
+    assert [tensor.shape for tensor in record.inputs.values()] == [(1, 3, 8, 8)]
+    assert [tensor.shape for tensor in record.outputs.values()] == [(1, 5)]
+    assert record.weight_bytes == sum(4 * parameter.numel() for parameter in network.parameters())
     assert sum(record.kernel_of(node).flops for node in record.nodes) > 2 * (3 * 9 * 4 * 36 + 144 * 5)
 
     done = run_script("tvm_analysis/relax_parser.py", "--workspace", workspace.root, "--model", "network.pt2", "--dim", "n=2")

@@ -1,4 +1,4 @@
-"""Kernels and models measured under TVM by the collector, with its real worker, and what is learned from their dataset."""
+"""Kernels and models measured under TVM by the collector, with its real worker, and predictors trained on their dataset."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, dict[
     return workspace, collect(workspace, config)
 
 
-def test_a_dataset_of_its_own_target(measured: tuple[Workspace, dict[str, object]]) -> None:
+def test_the_dataset_of_a_tvm_target(measured: tuple[Workspace, dict[str, object]]) -> None:
     workspace, totals = measured
     header = read_header(workspace.dataset(str(totals["target"])))
     assert (header.target.flavour.runtime, header.target.threads, header.target.cores, header.labels) == ("tvm", 1, 1, ("run",))
@@ -83,12 +83,12 @@ def test_a_dataset_of_its_own_target(measured: tuple[Workspace, dict[str, object
 
 
 def test_the_sum_of_a_chain_is_its_longest_path(measured: tuple[Workspace, dict[str, object]]) -> None:
-    """How far both are from the whole network's time, inference/sum_and_path.py measures: a busy machine changes it."""
+    """inference/sum_and_path.py measures the error of both for the whole network, which a busy machine changes."""
     workspace, totals = measured
     folder = workspace.dataset(str(totals["target"]))
     with kernel_table_path(folder).open() as lines:
         times = {row["Kernel_ID"]: float(row["run_median_ms"]) for row in csv.DictReader(lines)}
-    [record] = [one for one in read_model_records(workspace, tvm_flavour()) if one.model == "small"]
+    [record] = [entry for entry in read_model_records(workspace, tvm_flavour()) if entry.model == "small"]
     dag = build_dag(record)
     by_node = {node.name: times[node.kernel_id] for node in record.nodes}
     total_ms = calculate_latency(dag, by_node)
@@ -101,22 +101,22 @@ def test_the_sum_of_a_chain_is_its_longest_path(measured: tuple[Workspace, dict[
 
 def test_memory_is_reported_and_a_limit_refuses(measured: tuple[Workspace, dict[str, object]]) -> None:
     workspace, totals = measured
-    found = {m.id: m for block in read_journal(workspace.dataset(str(totals["target"]))) for m in block.measurements
-             if m.subject == "model"}
-    facts = found["small"].facts
+    by_model = {m.id: m for block in read_journal(workspace.dataset(str(totals["target"]))) for m in block.measurements
+                if m.subject == "model"}
+    facts = by_model["small"].facts
     assert facts["weights_mib"] == pytest.approx(3 * 256 * 256 * 4 / 2**20)
     assert facts["activations_mib"] == pytest.approx(2 * 16 * 256 * 4 / 2**20, rel=0.01)  # two layers' outputs at a time
     assert float(facts["peak_memory_mib"]) > float(facts["weights_mib"])
-    assert found["large"].status == "failed"
-    assert "refused, since it needs 8.2" in found["large"].error
-    assert "the limit is 4 MiB" in found["large"].error
+    assert by_model["large"].status == "failed"
+    assert "refused, since it needs 8.2" in by_model["large"].error
+    assert "the limit is 4 MiB" in by_model["large"].error
     assert totals["failed"] == ["large"]
 
 
-def test_a_worker_keeps_its_setting_and_says_what_is_wrong(measured: tuple[Workspace, dict[str, object]],
-                                                           tmp_path: Path) -> None:
+def test_a_worker_keeps_its_setting_and_reports_errors(measured: tuple[Workspace, dict[str, object]],
+                                                       tmp_path: Path) -> None:
     workspace, _ = measured
-    [record] = [one for one in read_model_records(workspace, tvm_flavour()) if one.model == "small"]
+    [record] = [entry for entry in read_model_records(workspace, tvm_flavour()) if entry.model == "small"]
     path = function_path(workspace, record.flavour, record.nodes[0].kernel_id)
     request = Request(do="alone", device="cpu", effort=Effort(budget_s=0.01, least_runs=12), paths=(str(path),))
     with Worker(60, "tvm", Setting(level="fused", threads=2, cores=1)) as worker:
@@ -124,10 +124,10 @@ def test_a_worker_keeps_its_setting_and_says_what_is_wrong(measured: tuple[Works
         assert len(worker.ask(request).measurements[0].samples_ms) >= 3 * PLACEMENTS
         assert "no carrier" in worker.ask(request.model_copy(update={"do": "carrier"})).error
         assert "describes no kernel" in worker.ask(request.model_copy(update={"paths": (str(tmp_path / "x.tvm"),)})).error
-        other = parse(layers(tmp_path / "small.onnx", 4))["fused"].record
+        deeper = parse(layers(tmp_path / "small.onnx", 4))["fused"].record
         model = request.model_copy(update={"do": "model", "paths": (str(tmp_path / "small.onnx"),),
                                            "record": str(record_path(workspace, record.flavour, "small"))})
-        assert len(other.nodes) == 4
+        assert len(deeper.nodes) == 4
         assert "TVM's graph is not the one in its record" in worker.ask(model).error
     with Worker(60, "tvm", Setting(level="fused", cores=10_000)) as worker:
         assert "cores: 10000, but this process may use" in worker.ask(request).error
@@ -146,13 +146,13 @@ def test_sum_and_path_in_one_table(measured: tuple[Workspace, dict[str, object]]
     workspace, totals = measured
     done = run_script("inference/sum_and_path.py", "--workspace", workspace.root, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    [row] = found["models"]
+    report = json.loads(done.stdout)
+    [row] = report["models"]
     assert (row["model"], row["network"], row["nodes"], row["chain"]) == ("small", "fully connected", 3, 3)
     assert row["sum_ms"] == pytest.approx(row["critical_path_ms"])
     assert row["sum_error_%"] == pytest.approx(100 * (row["sum_ms"] / row["whole_ms"] - 1))
     assert row["peak_MiB"] > 0.75
-    assert [(one["target"], one["models"]) for one in found["targets"]] == [(totals["target"], 1)]
+    assert [(target["target"], target["models"]) for target in report["targets"]] == [(totals["target"], 1)]
 
 
 def test_families_that_choose_may_be_missing_under_one_target_but_not_under_all(
@@ -182,21 +182,21 @@ def test_predictions_and_the_evaluator(tmp_path: Path) -> None:
     done = run_script("inference/predict_model_latency.py", "--workspace", workspace.root, "--target", target,
                       "--model", "wide256.onnx", "--json")
     assert done.returncode == 0, done.stderr
-    [found] = json.loads(done.stdout)
-    assert found["flavour"] == tvm_flavour().name
-    assert found["latency_ms"] > 0
+    [answer] = json.loads(done.stdout)
+    assert answer["flavour"] == tvm_flavour().name
+    assert answer["latency_ms"] > 0
     held_mib = 3 * 256 * 256 * 4 / 2**20  # weights
-    assert held_mib < found["memory"]["peak_mib"] < held_mib + 4 * 16 * 256 * 4 / 2**20
+    assert held_mib < answer["memory"]["peak_mib"] < held_mib + 4 * 16 * 256 * 4 / 2**20
     done = run_script("evaluator.py", "--workspace", workspace.root, "--target", target, "--rounds", "1", "--json",
                       "wide64.onnx", "wide256.onnx")
     assert done.returncode == 0, done.stderr
     rows = {row["model"]: row for row in json.loads(done.stdout)["comparisons"]}
     assert rows["wide256"]["measured_ms"] > rows["wide64"]["measured_ms"] > 0
-    assert rows["wide256"]["measured_memory_mib"] == pytest.approx(found["memory"]["peak_mib"], rel=0.1)
+    assert rows["wide256"]["measured_memory_mib"] == pytest.approx(answer["memory"]["peak_mib"], rel=0.1)
 
 
 def test_the_other_models_choose_the_composition() -> None:
-    """The row's own error does not count, nor do those of its family."""
+    """Errors of the row and of its family do not count."""
     rows = [{"family": family, "sum_error_%": of_sum, "critical_path_error_%": of_path}
             for family, of_sum, of_path in (("a", 0.0, 50.0), ("a", 0.0, 60.0), ("b", -30.0, 4.0), ("c", 20.0, -3.0))]
     assert [chosen_by_others(rows, place) for place in range(4)] == ["critical_path", "critical_path", "sum", "sum"]
@@ -207,7 +207,7 @@ def test_the_other_models_choose_the_composition() -> None:
 
 def test_a_kernel_without_a_time_is_named(measured: tuple[Workspace, dict[str, object]]) -> None:
     workspace, _ = measured
-    [record] = [one for one in read_model_records(workspace, tvm_flavour()) if one.model == "small"]
+    [record] = [entry for entry in read_model_records(workspace, tvm_flavour()) if entry.model == "small"]
     with pytest.raises(UserError, match="small: 1 of 1 kernels were not measured, MatMul_Relu_"):
         kernel_times(record, {}, "run")
 
@@ -223,9 +223,9 @@ def elementwise(path: Path, *operators: str) -> Path:
     return path
 
 
-def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> None:
-    """Two trials of an elementwise kernel: enough for the path, not for a good schedule. A kernel that was not searched counts
-    in the sum of its network as it is without."""
+def test_schedules_are_searched_once_for_a_separate_target(tmp_path: Path) -> None:
+    """Two trials of an elementwise kernel test the path, but find no good schedule. In the sum of a network, a kernel that was
+    not searched counts with its time without a search."""
     needs("tvm", "requirements-tvm.txt")
     workspace = Workspace(tmp_path)
     workspace.models.mkdir(parents=True)
@@ -245,21 +245,21 @@ def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> 
     totals = collect(workspace, tuned)
     assert str(totals["target"]).endswith("-tuned")
     assert (totals["kernel_rows"], totals["model_rows"], totals["failed"]) == (1, 2, [])
-    assert [one["model"] for one in target_rows(workspace, str(totals["target"]))] == ["relu"]  # Softmax has no time
+    assert [row["model"] for row in target_rows(workspace, str(totals["target"]))] == ["relu"]  # Softmax has no time
     fused = str(collect(workspace, validate(CONFIG | {"setting": setting}, CollectorConfig, "test"))["target"])
-    both, relu = target_rows(workspace, str(totals["target"]))
-    assert (both["unsearched"], relu["unsearched"]) == (1, 0)
+    relu_softmax, relu = target_rows(workspace, str(totals["target"]))
+    assert (relu_softmax["unsearched"], relu["unsearched"]) == (1, 0)
     [softmax_ms] = [times["run"] for name, times in measured_times(workspace, fused).items() if name.startswith("Softmax")]
-    assert both["sum_ms"] == pytest.approx(relu["sum_ms"] + softmax_ms)
+    assert relu_softmax["sum_ms"] == pytest.approx(relu["sum_ms"] + softmax_ms)
 
 
 def test_the_recipes_measure_settings(tmp_path: Path) -> None:
-    """Three settings, one with searched schedules, and a GPU without and with them, each a target of its own; twelve networks,
-    four of which choose the composition."""
+    """Three settings, one with searched schedules, and a GPU without and with them: each is a separate target. Of the twelve
+    networks, four choose the composition."""
     configs = [config for name in ("run.sh", "gpu.sh") for config in configs_of(f"recipes/tvm/{name}", tmp_path)]
     collected = [config for config in configs if isinstance(config, CollectorConfig)]
     settings = [(config.device, config.runtime, config.setting) for config in collected]
-    assert [(device, runtime, one.level, one.threads, one.cores) for device, runtime, one in settings] == [
+    assert [(device, runtime, setting.level, setting.threads, setting.cores) for device, runtime, setting in settings] == [
         ("cpu", "tvm", "fused", 2, 2), ("cpu", "tvm", "fused", 2, 1), ("cpu", "tvm", "fused", 1, 1),
         ("cpu", "tvm", "tuned", 2, 2), ("cpu", "ort", "", 0, 0), ("cuda", "tvm", "fused", 0, 0),
         ("cuda", "tvm", "tuned", 0, 0)]

@@ -1,5 +1,5 @@
-"""Models under TVM for a GPU: taken apart and compiled for one, down to machine code, on a machine without. Nothing runs on a
-GPU here: where times are needed, those of a CPU or drawn ones stand for them."""
+"""Models under TVM for a GPU: taken apart and compiled to machine code on a machine without a GPU. Nothing runs on a GPU
+here: where times are needed, they are those of a CPU, or drawn."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def parsed(model: Path) -> Parsed:
     return parse(model, device="cuda")[FUSED]
 
 
-def test_a_graph_for_a_gpu_is_that_of_the_cpu_on_another_device(model: Path, parsed: Parsed) -> None:
+def test_a_gpus_graph_is_the_cpus_on_another_device(model: Path, parsed: Parsed) -> None:
     """No operator of these networks is computed by another routine on a GPU."""
     on_cpu = parse(model)[FUSED].record
     assert parsed.record.kernels == on_cpu.kernels
@@ -77,13 +77,13 @@ def test_kernels_and_whole_models_compile_to_code_for_a_gpu(parsed: Parsed) -> N
         [code] = built_function(function, gpu_target()).imports
         assert code.kind == "cuda"
         assert "threadIdx.x" in code.inspect_source("cuda")
-    whole = compiled_model(parsed.lowered.module, gpu_target())
-    [of_whole] = [one for module in (whole.mod, *whole.mod.imports) for one in module.imports if one.kind == "cuda"]
-    assert of_whole.inspect_source("cuda").count("__global__") >= len(parsed.graph.functions)
+    model = compiled_model(parsed.lowered.module, gpu_target())
+    [model_code] = [part for module in (model.mod, *model.mod.imports) for part in module.imports if part.kind == "cuda"]
+    assert model_code.inspect_source("cuda").count("__global__") >= len(parsed.graph.functions)
 
 
 def excitation(path: Path) -> Path:
-    """A channel's mean decides how much of the channel passes. TVM fuses the product with the convolution before it."""
+    """A channel's mean sets its weight. TVM fuses the product with the convolution before it."""
     weights = [numpy_helper.from_array(np.full(shape, 0.1, np.float32), name)
                for name, shape in (("w", (8, 8, 1, 1)), ("b", (8,)))]
     nodes = [helper.make_node("GlobalAveragePool", ["x"], ["mean"]), helper.make_node("Conv", ["mean", "w", "b"], ["c"]),
@@ -120,7 +120,7 @@ def test_machine_code_is_compiled_once(tmp_path: Path) -> None:
 
 
 def test_all_kernels_and_models_are_compiled_ahead(tmp_path: Path) -> None:
-    """Three layers have one kernel in common; the model is one piece of machine code of its own."""
+    """The three layers have the same kernel. The model has its own piece of machine code."""
     needs("tvm", "requirements-tvm.txt")
     workspace = Workspace(tmp_path)
     workspace.models.mkdir(parents=True)
@@ -151,7 +151,7 @@ def test_without_a_gpu_its_architecture_must_be_named(monkeypatch: pytest.Monkey
 
 
 def test_schedules_are_searched_for_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each trial is compiled to machine code; its time is drawn, since no GPU is there. The first trial fails when it runs."""
+    """Each trial is compiled to machine code; its time is drawn, since there is no GPU. The first trial fails when it runs."""
     graph = parse(model, device="cuda")[FUSED].graph
     [(name, function)] = graph.functions.items()
     compiled: list[str] = []
@@ -165,13 +165,13 @@ def test_schedules_are_searched_for_a_gpu(model: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(tuning, "target_to_run_on", lambda device, threads: gpu_target("sm_90"))
     monkeypatch.setattr(tuning, "tensor_for", lambda described, device: described)
     monkeypatch.setattr(tuning, "samples_ms", drawn_ms)
-    logging.getLogger("tvm.s_tir.meta_schedule").addHandler(logging.NullHandler())  # as others leave one there
-    found = tuning.tune(function, graph.kernels[name], "cuda", 1, 3, tmp_path / "database")
-    assert found.worked == 2
-    assert (found.before_ms, found.after_ms) == (1 / 4, 1 / 5)  # after three trials: by TVM's rules, then the best trial
+    logging.getLogger("tvm.s_tir.meta_schedule").addHandler(logging.NullHandler())  # other tests leave one there
+    tuned = tuning.tune(function, graph.kernels[name], "cuda", 1, 3, tmp_path / "database")
+    assert tuned.worked == 2
+    assert (tuned.before_ms, tuned.after_ms) == (1 / 4, 1 / 5)  # after three trials: by TVM's rules, then the best trial
     assert all("threadIdx.x" in source for source in compiled)
     assert compiled_cubin(compiled[-1], "sm_90").startswith(b"\x7fELF")
-    [code] = built_function(found.function, gpu_target("sm_90")).imports  # the rules leave the found schedule as it is
+    [code] = built_function(tuned.function, gpu_target("sm_90")).imports  # the rules do not change the found schedule
     assert code.inspect_source("cuda") == compiled[-1]
 
 
@@ -183,7 +183,7 @@ def test_without_a_gpu_nothing_runs_on_one(model: Path, monkeypatch: pytest.Monk
 
 
 def test_a_gpu_is_a_target_that_is_learned_and_predicted(tmp_path: Path) -> None:
-    """The times are those of this CPU, since no GPU is there."""
+    """The times are those of this CPU, since there is no GPU."""
     needs("tvm", "requirements-tvm.txt")
     workspace, widths = Workspace(tmp_path), (64, 96, 128, 160, 192, 256)
     workspace.models.mkdir(parents=True)
@@ -206,7 +206,7 @@ def test_a_gpu_is_a_target_that_is_learned_and_predicted(tmp_path: Path) -> None
     done = run_script("inference/predict_model_latency.py", "--workspace", workspace.root, "--target", gpu.name,
                       "--model", "wide256.onnx", "--json")
     assert done.returncode == 0, done.stderr
-    [found] = json.loads(done.stdout)
-    assert found["flavour"] == tvm_flavour("cuda").name
-    low_ms, high_ms = found["interval_ms"]
-    assert 0 < low_ms < found["latency_ms"] < high_ms
+    [answer] = json.loads(done.stdout)
+    assert answer["flavour"] == tvm_flavour("cuda").name
+    low_ms, high_ms = answer["interval_ms"]
+    assert 0 < low_ms < answer["latency_ms"] < high_ms

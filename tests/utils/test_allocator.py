@@ -32,4 +32,4 @@ def test_freed_memory_is_not_zeroed_again() -> None:
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     kept, faults = done.stdout.split()
     assert kept == "True"
-    assert int(faults) < 2**20 * 8 // 4096  # one array alone has so many pages
+    assert int(faults) < 2**20 * 8 // 4096  # one array has so many pages

@@ -1,4 +1,4 @@
-"""Configs: what is read, what extends what, what `--set` changes, and errors that name the file and the key."""
+"""Configs: reading, extending and changing by `--set`, and errors that name the file and the key."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def test_an_error_of_the_base_names_the_base(folder: Path) -> None:
     assert "mine.yaml" not in str(raised.value)
 
 
-def test_a_circle_is_refused(folder: Path) -> None:
+def test_a_cycle_is_refused(folder: Path) -> None:
     (folder / "base.yaml").write_text("extends: mine/mine.yaml")
     with pytest.raises(UserError, match=r"base\.yaml: extends: a config can't extend itself \(\S+ extends \S+ extends \S+\)"):
         read_config(folder / "mine" / "mine.yaml", Outer)
 
 
-def test_yaml_that_holds_itself_is_refused(folder: Path) -> None:
+def test_yaml_that_contains_itself_is_refused(folder: Path) -> None:
     (folder / "base.yaml").write_text("&a {kernel: *a}")
     (folder / "mine" / "mine.yaml").write_text("&b {extends: ../base.yaml, kernel: *b}")
     with pytest.raises(UserError, match=r"mine\.yaml: (not a config: nested too deeply|kernel)"):
@@ -123,8 +123,8 @@ def test_yaml_that_holds_itself_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["benchmark.collector", "tvm_analysis.operator_sampler", "training.train_kernel_model"])
-def test_help_says_how_a_config_is_changed(module: str, capsys: pytest.CaptureFixture[str],
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_how_a_config_is_changed(module: str, capsys: pytest.CaptureFixture[str],
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit):
         importlib.import_module(module).main()

@@ -1,4 +1,4 @@
-"""The GPU that is measured is the one that CUDA takes. NVML is pretended, with two GPUs: this machine may have none."""
+"""The measured GPU is the one that CUDA takes. NVML is pretended, with two GPUs: this machine may have none."""
 
 from __future__ import annotations
 

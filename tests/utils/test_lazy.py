@@ -27,11 +27,11 @@ def test_nothing_is_loaded_before_its_first_use() -> None:
 
 
 def test_the_process_that_measures_on_a_cpu_loads_no_torch() -> None:
-    """It would be the most part of each such process's start, and each kernel that crashes starts another."""
+    """It would take most of each process's start, and each kernel that crashes needs another process."""
     assert python("import sys, runtimes.ort.worker\nprint('torch' in sys.modules)") == "False\n"
 
 
-def test_what_it_gives_is_the_packages_own() -> None:
+def test_a_lazy_package_gives_the_objects_of_the_package() -> None:
     import onnx
     import onnxruntime.capi.onnxruntime_pybind11_state as state
 
@@ -41,13 +41,13 @@ def test_what_it_gives_is_the_packages_own() -> None:
     assert lazy.onnxruntime.capi.onnxruntime_pybind11_state is state
 
 
-def test_a_submodule_is_loaded_as_it_is_asked_for() -> None:
+def test_a_submodule_is_loaded_at_its_first_use() -> None:
     program = ("import sys\nfrom utils.lazy import rich\n"
                "print('rich.table' in sys.modules, rich.table.Table.__name__, 'rich.table' in sys.modules)")
     assert python(program) == "False Table True\n"
 
 
-def test_names_that_are_not_there() -> None:
+def test_missing_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
         lazy.onnx.no_such_thing  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
@@ -57,8 +57,8 @@ def test_names_that_are_not_there() -> None:
     assert not hasattr(LazyPackage("no_such_package"), "__wrapped__")  # asks without loading
 
 
-def test_a_package_that_is_missing_is_missed_at_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a light install; utils.cli says what to install by the error's name."""
+def test_a_missing_package_is_an_error_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a light install; utils.cli uses the error's name to say what to install."""
     monkeypatch.setitem(sys.modules, "pandas", None)
     from utils.lazy import pandas
 
@@ -70,13 +70,13 @@ def test_a_package_that_is_missing_is_missed_at_its_use(monkeypatch: pytest.Monk
 def test_a_package_that_a_test_replaces_is_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     package = lazy.pynvml
     assert callable(package.nvmlInit)
-    other = ModuleType("pynvml")
-    other.nvmlInit = "another"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pynvml", other)
+    replacement = ModuleType("pynvml")
+    replacement.nvmlInit = "another"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", replacement)
     assert package.nvmlInit == "another"
 
 
-def test_threads_may_use_it_first_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_may_load_a_package_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(0.2)\nvalue = 7\n")
     monkeypatch.syspath_prepend(tmp_path)
     package, values = LazyPackage("slow_to_load"), []

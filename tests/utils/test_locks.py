@@ -1,4 +1,4 @@
-"""Locks that end with their process, and temporary folders that go with theirs."""
+"""Locks that end with their process, and temporary folders that are removed after theirs."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def holder(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         os.kill(int(child), 9)
 
 
-def test_the_other_is_named_and_its_locks_die_with_it(tmp_path: Path) -> None:
+def test_the_error_names_the_process_and_locks_end_with_it(tmp_path: Path) -> None:
     with holder(tmp_path / "data") as (process, _):
-        told = rf"in use by process {process.pid} \(-c .*data, since 20\d\d-.*wait until"
+        message = rf"in use by process {process.pid} \(-c .*data, since 20\d\d-.*wait until"
         for block in (sole_writer(tmp_path / "data"), measuring("cpu")):
-            with pytest.raises(UserError, match=told), block:
+            with pytest.raises(UserError, match=message), block:
                 pass
         process.kill()
-        process.wait()  # its child lives on
+        process.wait()  # its child is still alive
         with sole_writer(tmp_path / "data"), measuring("cpu"):
             pass
 
 
-SCRIPTS = {  # each with what it writes or measures
+SCRIPTS = {  # each with the folder or device that it locks
     "benchmark.collector": ("{dataset}", ["--config", "{config}"]),
     "benchmark.ort_kernel_runner": ("cpu", ["--model", "anet_b1.onnx"]),
     "kernel_model.kernel_builder": ("kernel_model/kernel_onnx", []),
@@ -93,17 +93,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", list(SCRIPTS))
-def test_every_script_asks_before_it_writes_or_measures(script: str, built: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_script_locks_what_it_writes_or_measures(script: str, built: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place, options = SCRIPTS[script]
-    there = {"dataset": str(built.dataset(local_target("cpu").name)), "config": str(built.root / "config.yaml")}
-    options = [option.format(**there) for option in options]
+    places = {"dataset": str(built.dataset(local_target("cpu").name)), "config": str(built.root / "config.yaml")}
+    options = [option.format(**places) for option in options]
     monkeypatch.setattr(sys, "argv", [script, "--workspace", str(built.root), "--quiet", *options])
-    with holder(built.root / place.format(**there)) as (process, _), pytest.raises(
+    with holder(built.root / place.format(**places)) as (process, _), pytest.raises(
             UserError, match=f"in use by process {process.pid} "):
         import_module(script).main()
 
 
-def test_whoever_measures_asks_for_the_device(tmp_path: Path) -> None:
+def test_measuring_locks_the_device(tmp_path: Path) -> None:
     fitted: Any = SimpleNamespace(target=local_target("cpu"))
     with holder(tmp_path / "other") as (process, _):
         with pytest.raises(UserError, match=f"device cpu: it is in use by process {process.pid} "):
@@ -112,7 +112,7 @@ def test_whoever_measures_asks_for_the_device(tmp_path: Path) -> None:
             pass
 
 
-def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_files_half_written_before_a_kill_are_removed(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "below"):
         folder.mkdir(exist_ok=True)
         (folder / ".index.a1b2c3.tmp.json").write_text("{")
@@ -121,7 +121,7 @@ def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.rglob("*")} == {"index.json", "below", locks.WRITER}
 
 
-def test_a_process_may_hold_a_lock_several_times_over(tmp_path: Path) -> None:
+def test_a_process_may_hold_a_lock_several_times(tmp_path: Path) -> None:
     with sole_writer(tmp_path), sole_writer(tmp_path):
         pass
     done = subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from utils.locks import sole_writer\n"
@@ -140,7 +140,7 @@ def shared() -> Iterator[Path]:
 
 @contextmanager
 def another_user() -> Iterator[str]:
-    """This process as `nobody` does, for a while; the name of who it is otherwise."""
+    """Runs as `nobody` meanwhile; yields the name of the usual user."""
     os.seteuid(pwd.getpwnam("nobody").pw_uid)
     try:
         yield pwd.getpwuid(0).pw_name
@@ -189,7 +189,7 @@ def test_a_folder_that_only_another_user_may_write(shared: Path) -> None:
 
 
 @only_root
-def test_what_another_user_left_half_written_stays_where_only_they_may_remove_it(shared: Path) -> None:
+def test_half_written_files_of_another_user_stay_where_only_they_may_remove_them(shared: Path) -> None:
     left_over = shared / ".index.a1b2c3.tmp.json"
     left_over.write_text("{")
     shared.chmod(0o1777)
@@ -199,19 +199,19 @@ def test_what_another_user_left_half_written_stays_where_only_they_may_remove_it
         assert not left_over.exists()
 
 
-def test_a_device_s_lock_is_everybodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_user_may_write_a_devices_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(locks.FOLDER_VARIABLE, str(tmp_path))
-    before = os.umask(0o077)
+    umask = os.umask(0o077)
     try:
         with measuring("cpu"):
             assert (tmp_path / "hase-cpu.lock").stat().st_mode & 0o777 == 0o666
     finally:
-        os.umask(before)
+        os.umask(umask)
 
 
 @pytest.mark.parametrize("planted", ["link", "pipe"])
-def test_what_somebody_planted_is_neither_followed_nor_waited_for(planted: str, tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_links_and_pipes_are_neither_followed_nor_waited_for(planted: str, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(locks.FOLDER_VARIABLE, str(tmp_path))
     precious = tmp_path / "precious"
     precious.write_text("kept")
@@ -224,20 +224,20 @@ def test_what_somebody_planted_is_neither_followed_nor_waited_for(planted: str, 
     assert precious.read_text() == "kept"
 
 
-def test_the_temporary_folder_of_a_dead_process_goes_and_a_living_one_s_stays(
+def test_the_temporary_folder_of_a_dead_process_is_removed_and_that_of_a_living_one_stays(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # else any other command of Hase on this machine may clean up first
-    with holder(tmp_path / "one") as (process, temporary), temporary_folder() as own:
+    with holder(tmp_path / "one") as (process, temporary), temporary_folder() as living:
         assert remove_left_over() == []
         assert (temporary / "large").exists()
-        assert own.is_dir()
+        assert living.is_dir()
         process.kill()
         process.wait()
         assert (temporary / "large").exists()
         with temporary_folder():
             assert not temporary.exists()
-        assert own.is_dir()
-    assert not own.exists()
+        assert living.is_dir()
+    assert not living.exists()
 
 
 def test_a_folder_that_is_just_being_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Work in processes of its own, of which one may crash."""
+"""Work in separate processes, one of which may crash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from utils.processes import each_in_a_process
 
 
 def crashes_at(number: int) -> int:
-    """Stands for a damaged model on which ONNX Runtime dies: none that does so is known."""
+    """Stands in for a damaged model that crashes ONNX Runtime: no such model is known."""
     if number in (2, 5):
         os.kill(os.getpid(), signal.SIGSEGV)
     return 10 * number
@@ -35,7 +35,7 @@ def minus(number: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_one_that_crashes_costs_only_itself(jobs: int) -> None:
+def test_a_crash_costs_only_one_item(jobs: int) -> None:
     assert each_in_a_process(crashes_at, range(7), jobs, minus, "working") == [0, 10, -2, 30, 40, -5, 60]
 
 
@@ -54,8 +54,8 @@ except BaseException as error:
 """
 
 
-def test_a_child_that_is_asked_to_end_raises_nothing_into_what_it_runs(tmp_path: Path) -> None:
-    """C++ code that calls Python, as that of onnx does, takes the process down with a message if an error comes out of it."""
+def test_a_child_that_is_asked_to_end_raises_nothing(tmp_path: Path) -> None:
+    """C++ code that calls Python, like that of onnx, ends the process with a message if an error comes out of Python."""
     with subprocess.Popen([sys.executable, "-c", CHILD], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)},
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -69,7 +69,7 @@ def test_a_child_that_is_asked_to_end_raises_nothing_into_what_it_runs(tmp_path:
 
 def analyzed_or_dead(workspace: Workspace, runtime: str, device: str, static: bool, origin: ModelOrigin,
                      model: tuple[Path, dict[str, int]]) -> list[ModelRecord] | UserError:
-    """Analyses a model, and dies at those that are called so."""
+    """Analyses a model, and dies at a model named `dies`."""
     if model[0].stem == "dies":
         os.kill(os.getpid(), signal.SIGABRT)
     return runtime_named(runtime).write_records(workspace, model[0], device, model[1], static, origin)

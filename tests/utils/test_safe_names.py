@@ -1,4 +1,4 @@
-"""Names and places that files tell of: none leads out of the workspace or to what is no plain file."""
+"""Names and paths in files: none leads out of the workspace or to anything but a plain file."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_usual_names_stay_as_they_are(name: str) -> None:
     assert NAME.validate_python(name) == as_file_name(name) == name
 
 
-def test_long_names_stay_apart() -> None:
-    one, other = as_file_name("x" * 300), as_file_name("x" * 301)
-    assert one != other
-    assert len(one.encode()) <= LONGEST_BYTES
+def test_long_names_stay_different() -> None:
+    shorter, longer = as_file_name("x" * 300), as_file_name("x" * 301)
+    assert shorter != longer
+    assert len(shorter.encode()) <= LONGEST_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def renamed(source: Path, to: Path, old: str, new: str) -> Path:
-    """A copy of a JSON file in which the string `old` is `new` everywhere, with the digest that an attacker would give it."""
+    """A copy of a JSON file with the string `old` replaced by `new` and the right digest, as an attacker would make it."""
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
             return {new if key == old else key: walk(item) for key, item in value.items()}
@@ -68,11 +68,11 @@ def renamed(source: Path, to: Path, old: str, new: str) -> Path:
     return to
 
 
-@pytest.mark.parametrize("which", ["record", "index"])
-def test_a_kernel_s_id_writes_nothing_outside_the_workspace(which: str, built: Workspace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["record", "index"])
+def test_a_kernel_s_id_writes_nothing_outside_the_workspace(kind: str, built: Workspace, tmp_path: Path) -> None:
     flavour = flavour_of("cpu")
     record = read_model_record(record_path(built, flavour, "anet_b1"))
-    source = index_path(built, flavour) if which == "index" else record_path(built, flavour, "anet_b1")
+    source = index_path(built, flavour) if kind == "index" else record_path(built, flavour, "anet_b1")
     planted = renamed(source, tmp_path / "planted.json", next(iter(record.kernels)), "../../../kernel")
     inside = tmp_path / "a" / "b" / "workspace"
     inside.mkdir(parents=True)
@@ -99,7 +99,7 @@ def test_a_model_s_and_a_flavour_s_name_are_checked(old: str, new: str, built: W
         kernels_in_file(planted)
 
 
-def test_a_sidecar_s_files_lie_beside_it(tmp_path: Path) -> None:
+def test_files_of_a_sidecar_are_beside_it(tmp_path: Path) -> None:
     source = sidecar_path(next(SHIPPED.glob("*")))
     measured = json.loads(source.read_text())["measured"]
     renamed(source, sidecar_path(tmp_path), measured, "../../measured.json.xz")
@@ -107,7 +107,7 @@ def test_a_sidecar_s_files_lie_beside_it(tmp_path: Path) -> None:
         read_sidecar(tmp_path)
 
 
-def test_names_that_models_bring_are_made_fit(tmp_path: Path) -> None:
+def test_names_in_models_become_file_names(tmp_path: Path) -> None:
     proto = small_model(batch="batch/2")
     proto.graph.name = "encoder/layer"
     record = analyze(proto, "cpu", {"batch/2": 1})
@@ -118,7 +118,7 @@ def test_names_that_models_bring_are_made_fit(tmp_path: Path) -> None:
 # weights in other files --------------------------------------------------------------------------------------------------
 
 def with_weights_in(folder: Path, location: str, inside: str = "initializer") -> Path:
-    """y = x + w, where w lies in `location`: as an initializer, or in a Constant within a branch of an If."""
+    """y = x + w, where w is in `location`: as an initializer, or in a Constant within a branch of an If."""
     weight = numpy_helper.from_array(np.ones(256, dtype=np.float32), "w")
     weight.ClearField("raw_data")
     weight.data_location = TensorProto.EXTERNAL
@@ -156,7 +156,7 @@ def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None
     shown.mkdir()
     with_weights_in(store, "weights.bin").rename(store / "1a2b")
     (store / "3c4d").write_bytes(np.ones(256, dtype=np.float32).tobytes())
-    (shown / "model.onnx").symlink_to(store / "1a2b")  # as a download cache lays a model out
+    (shown / "model.onnx").symlink_to(store / "1a2b")  # as in a download cache
     (shown / "weights.bin").symlink_to(store / "3c4d")
     assert record_of(shown / "model.onnx", flavour_of("cpu")).kernels
 
@@ -176,18 +176,18 @@ def test_a_model_is_a_plain_file(kind: str, tmp_path: Path) -> None:
 
 # damage that leaves valid JSON -------------------------------------------------------------------------------------------
 
-def test_a_number_that_changed_in_a_record_is_noticed(built: Workspace, tmp_path: Path) -> None:
+def test_a_changed_number_in_a_record_is_noticed(built: Workspace, tmp_path: Path) -> None:
     text = record_path(built, flavour_of("cpu"), "anet_b1").read_text()
     changed = tmp_path / "record.json"
     number = next(line for line in text.splitlines() if '"flops"' in line and "0" in line)
     changed.write_text(text.replace(number, number.replace("0", "1"), 1))
     with pytest.raises(UserError, match="damaged or changed by hand"):
         read_model_record(changed)
-    changed.write_text(json.dumps(json.loads(text)))  # laid out otherwise
+    changed.write_text(json.dumps(json.loads(text)))  # in another layout
     assert read_model_record(changed).model == "anet_b1"
 
 
-def test_what_ships_carries_digests() -> None:
+def test_shipped_files_have_digests() -> None:
     for path in SHIPPED.glob("*/*.json"):
         document = files.read_json(path)
         assert document.pop(files.DIGEST) == files.digest_of(document), path

@@ -1,4 +1,4 @@
-"""The server that Prometheus scrapes: who may ask, and clients that go away."""
+"""The server that Prometheus scrapes: who may connect, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from utils.scrape_server import scrape_server
 
-SERIES = 20_000  # more than a socket's buffer takes
+SERIES = 20_000  # more than a socket's buffer holds
 
 
 class Many(Collector):
@@ -27,13 +27,13 @@ class Many(Collector):
         yield family
 
 
-def test_a_client_that_goes_away_costs_no_traceback_and_others_are_answered(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_disconnects_costs_no_traceback_and_no_other_answer(capfd: pytest.CaptureFixture[str]) -> None:
     server = scrape_server(Many(), lambda: "", "", 0)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    for said in (b"", b"GET /met", b"GET /metrics HTTP/1.0\r\n\r\n"):
+    for sent in (b"", b"GET /met", b"GET /metrics HTTP/1.0\r\n\r\n"):
         client = socket.create_connection(("127.0.0.1", server.server_port))
-        client.sendall(said)
+        client.sendall(sent)
         time.sleep(0.05)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not an orderly end
         client.close()
@@ -48,6 +48,6 @@ def test_a_client_that_goes_away_costs_no_traceback_and_others_are_answered(capf
 def test_only_this_machine_is_answered_unless_an_address_is_given() -> None:
     for host, listening in (("", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")):
         server = scrape_server(Many(), lambda: "", host, 0)
-        assert [one.laddr.ip for one in psutil.Process().net_connections() if one.status == "LISTEN"
-                and one.laddr.port == server.server_port] == [listening]
+        assert [connection.laddr.ip for connection in psutil.Process().net_connections() if connection.status == "LISTEN"
+                and connection.laddr.port == server.server_port] == [listening]
         server.server_close()

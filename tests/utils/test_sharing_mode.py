@@ -76,13 +76,13 @@ def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[socket.so
     (MIG_OFF, [], "time_slices"), (None, [], "time_slices"), (MIG_ON, [], "mig"),
     (MIG_OFF, [SimpleNamespace(pid=7)], "mps"), (None, None, "time_slices"),
 ])
-def test_what_nvml_tells(fake: FakeNvml, mig: int | None, clients: list[SimpleNamespace] | None, mode: str) -> None:
+def test_modes_by_nvml(fake: FakeNvml, mig: int | None, clients: list[SimpleNamespace] | None, mode: str) -> None:
     fake.mig, fake.mps_clients = mig, clients
     assert sharing_mode.sharing_mode() == mode
 
 
 def test_a_daemon_that_answers(fake: FakeNvml, daemon: socket.socket) -> None:
-    """The next process that opens the GPU goes through it, even if none has yet."""
+    """The next process that opens the GPU uses it, even if none has yet."""
     assert sharing_mode.sharing_mode() == "mps"
     daemon.setblocking(False)
     with pytest.raises(BlockingIOError):  # it was not disturbed
@@ -102,7 +102,7 @@ def test_without_the_variable_cuda_looks_in_tmp(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("question", ["gpu_facts", "nvmlDeviceGetMigMode"])
-def test_an_error_of_nvml_is_not_taken_for_time_slices(fake: FakeNvml, question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_nvml_does_not_mean_time_slices(fake: FakeNvml, question: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise FakeNvml.NVMLError("GPU is lost")
 
@@ -117,7 +117,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         sharing_mode.sharing_mode()
 
 
-def test_only_what_was_measured_passes() -> None:
+def test_only_the_measured_mode_is_accepted() -> None:
     check_sharing_mode("time_slices")
     with pytest.raises(UserError, match=r"mps: .* in time slices only; .* at the same time; stop its daemon: echo quit"):
         check_sharing_mode("mps")
@@ -125,7 +125,7 @@ def test_only_what_was_measured_passes() -> None:
         check_sharing_mode("mig")
 
 
-def test_a_target_says_how_its_device_is_shared() -> None:
+def test_a_target_has_the_sharing_mode_of_its_device() -> None:
     target = Target(device_name="Some GPU", flavour=flavour_of("cuda"))
     assert target.sharing == "time_slices"
     with pytest.raises(ValidationError, match="sharing"):

@@ -1,4 +1,4 @@
-"""The ground floor: files that are never half written, configs, command lines, statistics, and where things lie."""
+"""The ground floor: files that are never half written, configs, command lines, statistics, and paths."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_is_flushed_is_open_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flushed_files_are_open_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows refuses to flush anything else. A write of nothing to a file that is only read fails here."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: os.write(descriptor, b""))
     files.write_text(tmp_path / "a.txt", "written")
@@ -55,7 +55,7 @@ def test_a_file_with_the_longest_name_can_be_written(tmp_path: Path) -> None:
     path = tmp_path / f"{as_file_name('x' * 300)}.json"
     files.write_json(path, {"a": 1})
     assert files.read_json(path) == {"a": 1}
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_temporary_file_keeps_its_suffix_and_is_no_model(workspace: Workspace) -> None:
@@ -102,7 +102,7 @@ def test_append_to_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: p
 
 
 def test_append_to_a_disk_that_takes_half_a_line(tmp_path: Path) -> None:
-    """A limit on the file's size stands for the full disk: it too takes a part of the line before it refuses."""
+    """A limit on the file's size stands in for a full disk: a part of the line is written before the error."""
     path = tmp_path / "journal.jsonl"
     script = f"""
 import resource
@@ -132,7 +132,7 @@ def test_lines_that_are_no_text_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_reported_and_is_the_users_to_mend() -> None:
+def test_a_full_disk_is_reported_as_a_user_error() -> None:
     done = run_script("open('/dev/full', 'w').write('x' * 100000)")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
@@ -251,7 +251,7 @@ def test_exit_codes(body: str, arguments: tuple[str, ...], code: int, message: s
     ("--Work_space=x", "; did you mean --workspace?"), ("--throughput", ""),
 ])
 def test_an_option_that_is_mistyped(option: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where another option is missing, and where it would do as an abbreviation."""
+    """Also if another option is missing, or if the option is a valid abbreviation."""
     made = cli.parser("what", "an example")
     made.add_argument("--model", required=True)
     with pytest.raises(SystemExit) as ended:
@@ -260,7 +260,7 @@ def test_an_option_that_is_mistyped(option: str, hint: str, capsys: pytest.Captu
     assert (ended.value.code, capsys.readouterr().err) == (2, f"error: unknown option {name}{hint} (see {made.prog} --help)\n")
 
 
-def test_words_that_only_look_like_options() -> None:
+def test_arguments_that_only_look_like_options() -> None:
     made = cli.parser("what", "an example")
     made.add_argument("--top", type=int)
     made.add_argument("models", nargs="*")
@@ -274,7 +274,7 @@ def test_a_bug_keeps_its_traceback() -> None:
 
 
 def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
-    """A file where a folder is needed: this holds for root too, whom permissions do not stop."""
+    """A file where a folder is needed: this stops root too, unlike permissions."""
     (tmp_path / "models").write_text("a file")
     done = run_script("from utils import files\nfiles.write_text(workspace.root / 'models' / 'x.json', '{}')",
                       workspace=tmp_path)
@@ -300,18 +300,18 @@ def test_a_reader_that_closed_its_pipe_is_no_error() -> None:
 
 def test_dims() -> None:
     assert cli.parse_dims(["batch=1,2", "height=224"]) == {"batch": [1, 2], "height": [224]}
-    assert cli.parse_dims(["past=0"]) == {"past": [0]}  # a cache that is empty
+    assert cli.parse_dims(["past=0"]) == {"past": [0]}  # an empty cache
     assert cli.one_size_dims(["batch=16"]) == {"batch": 16}
     assert cli.parse_dims([]) == {}
 
 
 @pytest.mark.parametrize("text", ["batch", "batch=", "=1", "batch=one", "batch=-1", "batch=1,,2", "batch=1.5"])
-def test_dims_that_are_none(text: str) -> None:
+def test_dims_without_a_valid_size(text: str) -> None:
     with pytest.raises(UserError, match=f"--dim {text}: write NAME=SIZE .*--dim batch=16"):
         cli.parse_dims([text])
 
 
-def test_dims_given_twice_or_several_where_one_is_taken() -> None:
+def test_dims_given_twice_and_several_sizes_where_one_is_allowed() -> None:
     with pytest.raises(UserError, match="batch is given twice"):
         cli.parse_dims(["batch=1", "batch=2"])
     with pytest.raises(UserError, match="takes one size, not 2"):
@@ -325,18 +325,18 @@ def test_table_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_table_on_a_terminal(width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAKE: the terminal. No number is broken or cut, whatever is folded; the lines fit."""
+    """FAKE: the terminal. No number is broken or cut, and every line fits."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(width))
     name = "mnasnet1_0@batch=16,height=224,width=224"
     row = {"model": name, "batch": 16, "latency (ms)": 54.41, "90 % between (ms)": "3.012 and 4.123", "items/s": 1234.5,
            "peak memory (MiB)": 88.13, "Σ kernels (ms)": 3.142, "measured": "99.5 %", "kernel": "Conv-" + "64x" * 20}
     cli.print_table([row, row | {"model": "short"}], "a title")
-    said = capsys.readouterr().out
-    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in said.splitlines()) <= width
-    assert all(said.count(number) == 2 for number in ("54.41", "3.012 and 4.123", "1234", "88.13", "3.142", "99.5 %"))
-    assert "…" not in said
-    assert said.count("a title") == 1
+    out = capsys.readouterr().out
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in out.splitlines()) <= width
+    assert all(out.count(number) == 2 for number in ("54.41", "3.012 and 4.123", "1234", "88.13", "3.142", "99.5 %"))
+    assert "…" not in out
+    assert out.count("a title") == 1
 
 
 def test_json_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,7 +344,7 @@ def test_json_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"version": 1, "size": 2}
 
 
-def test_track_passes_all_on() -> None:
+def test_progress_passes_all_items_on() -> None:
     assert list(cli.progress(iter(range(5)), "counting")) == list(range(5))
 
 
@@ -356,7 +356,7 @@ def log_file(tmp_path: Path) -> Iterator[Path]:
     logger.configure(None)
 
 
-def test_log_goes_to_stderr_and_whole_to_its_file(log_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_goes_to_stderr_and_in_full_to_its_file(log_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger.configure(log_file)
     log = logger.get_logger("test")
     log.debug("detail")
@@ -392,29 +392,29 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path, capsys: pyte
 # statistics --------------------------------------------------------------------------------------------------------------
 
 def test_statistics_of_timings() -> None:
-    found = timing.summarize([4.0, 1.0, 2.0, 3.0, 10.0])
-    assert found.runs == 5
-    assert (found.mean_ms, found.median_ms, found.min_ms, found.max_ms) == (4.0, 3.0, 1.0, 10.0)
-    assert found.std_ms == pytest.approx(12.5 ** 0.5)  # of a sample: divided by n − 1
-    assert found.p95_ms == pytest.approx(8.8)
-    assert found.spread == pytest.approx((4.0 - 2.0) / 3.0)
-    assert found.unstable
+    statistics = timing.summarize([4.0, 1.0, 2.0, 3.0, 10.0])
+    assert statistics.runs == 5
+    assert (statistics.mean_ms, statistics.median_ms, statistics.min_ms, statistics.max_ms) == (4.0, 3.0, 1.0, 10.0)
+    assert statistics.std_ms == pytest.approx(12.5 ** 0.5)  # of a sample: divided by n − 1
+    assert statistics.p95_ms == pytest.approx(8.8)
+    assert statistics.spread == pytest.approx((4.0 - 2.0) / 3.0)
+    assert statistics.unstable
 
 
 def test_statistics_of_one_and_of_steady_timings() -> None:
     assert timing.summarize([2.0]).std_ms == 0.0
-    assert not timing.summarize([1.0] * 9 + [50.0]).unstable  # one outlier is told by p95 and max
+    assert not timing.summarize([1.0] * 9 + [50.0]).unstable  # p95 and max show one outlier
     assert not timing.summarize([1.0, 1.05, 1.1]).unstable
 
 
 def test_statistics_of_errors() -> None:
-    found = timing.error_statistics([1.0, 2.08, 0.92, 1.5], [1.0, 2.0, 1.0, 1.0])
-    assert found.count == 4
-    assert found.mape == pytest.approx((0.0 + 0.04 + 0.08 + 0.5) / 4)
-    assert found.median == pytest.approx(0.06)
-    assert found.worst == pytest.approx(0.5)
-    assert found.within_10 == 0.75
-    assert found.within_5 == 0.5
+    errors = timing.error_statistics([1.0, 2.08, 0.92, 1.5], [1.0, 2.0, 1.0, 1.0])
+    assert errors.count == 4
+    assert errors.mape == pytest.approx((0.0 + 0.04 + 0.08 + 0.5) / 4)
+    assert errors.median == pytest.approx(0.06)
+    assert errors.worst == pytest.approx(0.5)
+    assert errors.within_10 == 0.75
+    assert errors.within_5 == 0.5
 
 
 # paths and fingerprints --------------------------------------------------------------------------------------------------
@@ -425,8 +425,8 @@ def touch(*paths: Path) -> None:
         path.write_bytes(b"")
 
 
-def test_a_bare_name_is_looked_for_among_the_exported(workspace: Workspace, tmp_path: Path,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bare_name_is_searched_among_the_exported_models(workspace: Workspace, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     touch(workspace.models / "net.onnx", workspace.models / "net.cpu-avx2-ort1.31-all.ort.onnx")
     assert workspace.find_model(Path("net.onnx")) == workspace.models / "net.onnx"
     monkeypatch.chdir(tmp_path)
@@ -450,7 +450,7 @@ def test_optimised_graphs_are_never_models(workspace: Workspace) -> None:
     wanted = [workspace.models / "a.onnx", workspace.models / "b.onnx"]
     assert model_files([workspace.models]) == wanted
     assert workspace.find_models([workspace.models]) == wanted
-    assert workspace.find_models([Path("models")]) == wanted  # as the plan types it: evaluator.py models/
+    assert workspace.find_models([Path("models")]) == wanted  # as in: evaluator.py models/
     assert workspace.find_models([Path("b.onnx"), Path("models")]) == [wanted[1], *wanted]
 
 
@@ -478,16 +478,17 @@ def test_cuda_is_refused_without_a_gpu() -> None:
         resolve_device("cuda")
 
 
-@pytest.mark.parametrize("found", ["", "\n", None])
-def test_a_machine_without_an_id_still_has_a_name(found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty id would make all such machines one, and reads as a missing value from the dataset."""
-    if found is not None:
-        (tmp_path / "machine-id").write_text(found)
+@pytest.mark.parametrize("machine_id", ["", "\n", None])
+def test_a_machine_without_an_id_still_has_a_name(machine_id: str | None, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty id would be the same for all such machines, and a missing value in the dataset."""
+    if machine_id is not None:
+        (tmp_path / "machine-id").write_text(machine_id)
     monkeypatch.setattr(fingerprint, "MACHINE_ID", tmp_path / "machine-id")
     assert fingerprint.machine("cpu").uuid == (platform.node() or "unknown")
 
 
-def test_a_digest_is_kept_while_its_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_is_kept_while_its_file_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, plain = tmp_path / "model.onnx", files.sha256
     read: list[Path] = []
 
@@ -501,7 +502,7 @@ def test_a_digest_is_kept_while_its_file_stays(tmp_path: Path, monkeypatch: pyte
     assert len(read) == 1
     stat = path.stat()
     path.write_bytes(b"two")
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as old and as long as before
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # with the same age and length
     assert files.kept_sha256(path) == hashlib.sha256(b"two").hexdigest()
     with pytest.raises(FileNotFoundError):
         files.kept_sha256(tmp_path / "missing")

@@ -1,4 +1,4 @@
-"""Weights that lie in files beside a model's."""
+"""Weights in separate files beside a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from utils.model_files import with_values
 
 
 def test_weights_whose_files_have_several_names(tmp_path: Path) -> None:
-    """As model hubs' caches hold them; onnx's own loader refuses these. In half precision all weights are read."""
+    """As in the caches of model hubs; onnx's loader refuses these. In half precision all weights are read."""
     weight = numpy_helper.from_array(np.full((64, 64), 0.5, np.float16), "w")
     table = numpy_helper.from_array(np.arange(700, dtype=np.int64) % 64, "rows")
     nodes = [helper.make_node("MatMul", ["x", "w"], ["product"]),
@@ -32,11 +32,12 @@ def test_weights_whose_files_have_several_names(tmp_path: Path) -> None:
             for rows in (2, 3):
                 record = analyze(tmp_path / "stored.onnx", device, {"n": rows})
                 assert record.outputs["y"].shape == (rows, 700)
-                assert next(one for one in record.kernels.values() if one.op_type == "Gather").inputs[1].value_range == (0, 63)
-    for kind, sizes, said in (99, [1], "unknown type"), (1, [-1], "negative size"):
+                assert next(kernel for kernel in record.kernels.values()
+                            if kernel.op_type == "Gather").inputs[1].value_range == (0, 63)
+    for kind, sizes, message in (99, [1], "unknown type"), (1, [-1], "negative size"):
         damaged = onnx.TensorProto(name="w", data_location=TensorProto.EXTERNAL, data_type=kind, dims=sizes)
         damaged.external_data.add(key="location", value="stored.weights")
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             with_values(damaged, tmp_path)
     content = (tmp_path / "stored.weights").read_bytes()
     (tmp_path / "stored.weights").unlink()

@@ -168,7 +168,7 @@ def judge(formula: Formula, measured_ms: Floats, predicted_ms: Floats, fitted_ms
     Args:
         formula: fitted to all models.
         measured_ms: the latency of each model.
-        predicted_ms, known_ms: see `Tried`.
+        predicted_ms, known_ms: the latency of each model with kernels predicted, and with kernels as measured.
         fitted_ms: what the formula says of the models that it was fitted to.
         plain_ms: the sums or longest paths themselves.
         held_out: whether groups were held out for `predicted_ms` and `known_ms`.

@@ -216,7 +216,7 @@ class Pairs:
             runs: all runs.
             measured: their statistics, shape (runs, 3).
             models, families: by the record's name.
-            looped: see `looped_models`.
+            looped: the record's name of each background that is a model in a loop, by the background's name.
             learned: for each run, what was learned of sharing without its background and its family.
         """
         self.cases = [place for place, run in enumerate(runs) if run.background in looped and run.level > ALWAYS]
@@ -273,7 +273,7 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
     measured, no kernel was measured next to the background, metrics are missing, or nothing is left to learn from.
 
     Args:
-        rows: see `measured_under_load`.
+        rows: kernels with label `run`, idle and next to backgrounds.
         runs: to predict; α and β of each are fitted to the others.
         records, families: of the models, by the record's name.
         config: of the training.

@@ -136,11 +136,11 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
         yield from rich.progress.track(items, description, total=total, console=console, transient=True)
         return
     log = logger.get_logger("progress")
-    began = said = time.monotonic()
+    began = logged = time.monotonic()
     for done, item in enumerate(items):
         now = time.monotonic()
-        if now - said > _QUIET_SECONDS and done:
-            said = now
+        if now - logged > _QUIET_SECONDS and done:
+            logged = now
             eta = f", {(now - began) / done * (total - done):.0f} s left" if total else ""
             log.info("%s: %d%s%s", description, done, f" of {total}" if total else "", eta)
         yield item

@@ -40,7 +40,7 @@ class Product:
         return f"product_{self.side}"
 
     def run_s(self) -> float:
-        """Runs once; the seconds that took."""
+        """Runs once and returns the seconds that took."""
         if self.side < 0:
             raise ValueError("negative dimensions are not allowed")
         matrix = np.ones((self.side, self.side))
@@ -66,24 +66,24 @@ class PretendedPower(MetricSource):
         return {POWER: [PRETENDED_W]}
 
 
-# 3. Timing units: samples in ms, further quantities with their units, and a failure as a measurement that says so --------
+# 3. Timing units: samples in ms, further quantities with their units, and a failure as a measurement with its error --------
 
 def time_product(product: Product, power: MetricSource) -> Measurement:
     """One product: the times of its runs, and the power and energy of the window that they took."""
     started, samples_ms = now(), list[float]()
-    given: dict[str, str] = {"subject": "product", "id": product.id, "label": "run", "context": "alone", "place": "alone",
+    facts: dict[str, str] = {"subject": "product", "id": product.id, "label": "run", "context": "alone", "place": "alone",
                              "started": started}
     opened = open_window(power)
     try:
         while len(samples_ms) < 5:
             samples_ms.append(1e3 * product.run_s())
     except ValueError as error:
-        return Measurement.model_validate(given | {"status": "failed", "error": str(error), "ended": now()})
+        return Measurement.model_validate(facts | {"status": "failed", "error": str(error), "ended": now()})
     window = close_window(power, opened)
-    quantities = {}  # of a window too short for the sensor nothing is known
+    quantities = {}  # empty for a window that is too short for the sensor
     if window.means:
         quantities = {"power_w": [window.means[POWER]], "energy_j": [window.means[POWER] * window.seconds]}
-    return Measurement.model_validate(given | {"samples_ms": samples_ms, "quantities": quantities, "ended": now()})
+    return Measurement.model_validate(facts | {"samples_ms": samples_ms, "quantities": quantities, "ended": now()})
 
 
 def canary_ms(loaded: bool) -> list[float]:
@@ -101,15 +101,15 @@ def collect(folder: Path, sides: Sequence[int], before_each: Callable[[Product],
                   steadiness=Steadiness(drift=100.0, patience_s=0.0))  # as unsteady as a test's machine may be
     journal = JournalFile(folder / "measurements.jsonl")
 
-    def blocks_of(load: tuple[float, str], there: Sequence[Block]) -> list[Planned[Product]]:
-        return plan_blocks(products, there, machine_uuid, size=2, each_machine=each_machine, ties=ties)
+    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[Planned[Product]]:
+        return plan_blocks(products, blocks, machine_uuid, size=2, each_machine=each_machine, ties=ties)
 
     def time_units(units: Sequence[Product], level: float) -> list[Measurement]:
-        found = []
+        measurements = []
         for unit in units:
             before_each(unit)  # for the tests below
-            found.append(time_product(unit, power))
-        return found
+            measurements.append(time_product(unit, power))
+        return measurements
 
     totals = measure_loads(bench, blocks_of, time_units, journal)
     write_units(folder / "products.csv", journal.blocks)
@@ -119,9 +119,9 @@ def collect(folder: Path, sides: Sequence[int], before_each: Callable[[Product],
 # What comes of it --------------------------------------------------------------------------------------------------------
 
 def measured(folder: Path) -> dict[str, Measurement]:
-    found = [m for block in read_blocks(folder / "measurements.jsonl") for m in block.measurements]
-    assert len({m.id for m in found}) == len(found)  # none twice
-    return {m.id: m for m in found}
+    measurements = [m for block in read_blocks(folder / "measurements.jsonl") for m in block.measurements]
+    assert len({m.id for m in measurements}) == len(measurements)  # none twice
+    return {m.id: m for m in measurements}
 
 
 def test_units_are_measured_with_their_quantities(tmp_path: Path) -> None:
@@ -142,28 +142,28 @@ def test_units_are_measured_with_their_quantities(tmp_path: Path) -> None:
 
 def test_an_interrupted_collection_resumes(tmp_path: Path) -> None:
     """The fourth unit is where the user presses Ctrl-C; a kill may also tear the line that is being written."""
-    seen: list[str] = []
+    started: list[str] = []
 
     def interrupt(product: Product) -> None:
-        if len(seen) == 3:
+        if len(started) == 3:
             raise KeyboardInterrupt
-        seen.append(product.id)
+        started.append(product.id)
 
     sides = [10, 20, 30, 40, 50, 60]
     with pytest.raises(KeyboardInterrupt):
         collect(tmp_path, sides, interrupt)
-    kept = measured(tmp_path)
-    assert list(kept) == seen[:2]  # a block is kept or lost as a whole
+    resumed_from = measured(tmp_path)
+    assert list(resumed_from) == started[:2]  # a block is kept or lost as a whole
     with (tmp_path / "measurements.jsonl").open("a") as journal:
         journal.write('{"level": 0.0, "key": "to')
     totals = collect(tmp_path, sides)
-    assert {unit.id for unit in totals.units} == {f"product_{side}" for side in sides} - set(kept)
-    assert measured(tmp_path).items() >= kept.items()
+    assert {unit.id for unit in totals.units} == {f"product_{side}" for side in sides} - set(resumed_from)
+    assert measured(tmp_path).items() >= resumed_from.items()
     assert len(measured(tmp_path)) == 6
     assert not collect(tmp_path, sides).units  # nothing is left to do
 
 
-def test_a_unit_that_fails_is_a_row_that_says_so(tmp_path: Path) -> None:
+def test_a_unit_that_fails_has_a_row_with_its_error(tmp_path: Path) -> None:
     collect(tmp_path, [100, -1])
     with (tmp_path / "products.csv").open() as table:
         rows = {row["Unit"]: row for row in csv.DictReader(table)}
@@ -177,7 +177,7 @@ def test_a_unit_that_fails_is_a_row_that_says_so(tmp_path: Path) -> None:
 def test_a_second_machine_measures_the_rest_and_a_few_ties(tmp_path: Path) -> None:
     collect(tmp_path, [10, 20, 30, 40])
     totals = collect(tmp_path, [10, 20, 30, 40, 50], machine_uuid="another", each_machine=False, ties=2)
-    again = {unit.side for unit in totals.units} - {50}
+    tie_sides = {unit.side for unit in totals.units} - {50}
     assert len(totals.units) == 3
-    assert len(again) == 2
+    assert len(tie_sides) == 2
     assert not collect(tmp_path, [10, 20, 30, 40, 50], machine_uuid="another", each_machine=False, ties=2).units

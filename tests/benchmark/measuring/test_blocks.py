@@ -30,8 +30,8 @@ def timed(name: str) -> Measurement:
 
 def bench_with(times_ms: Sequence[float], **steadiness: float) -> Bench:
     """A bench whose canary takes these times, one after another, and fails when it is asked for more."""
-    left = list(times_ms)
-    return Bench("cpu", "here", lambda loaded: [left.pop(0)], steadiness=Steadiness.model_validate(
+    remaining_ms = list(times_ms)
+    return Bench("cpu", "here", lambda loaded: [remaining_ms.pop(0)], steadiness=Steadiness.model_validate(
         {"drift": 0.05, "patience_s": 0.0, **steadiness}))
 
 
@@ -63,26 +63,26 @@ def test_the_steadiest_of_the_attempts_is_kept(bench: Bench) -> None:
     assert (block.canary_before_ms, block.canary_after_ms, block.canary_best_ms) == (1.0, 1.2, 1.0)
 
 
-def test_a_machine_that_is_slower_than_at_its_best_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_waits_until_the_machine_is_at_its_best_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("measuring.bench.PAUSE_S", 0.001)
     bench = bench_with([2.0, 1.5, 1.05, 1.05], patience_s=60.0)
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).canary_before_ms == 1.05
-    bench = bench_with([2.0, 2.0], attempts=1)  # no patience: it is measured, and said to be unsteady
+    bench = bench_with([2.0, 2.0], attempts=1)  # no patience: the block is measured and reported as unsteady
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).drift == pytest.approx(0.95)
 
 
 def test_under_load_the_canary_is_a_mean_and_has_no_best() -> None:
-    asked: list[bool] = []
+    loads_asked: list[bool] = []
 
     def canary_ms(loaded: bool) -> list[float]:
-        asked.append(loaded)
+        loads_asked.append(loaded)
         return [1.0, 1.0, 4.0]
 
     bench = Bench("cpu", "here", canary_ms, steadiness=Steadiness(attempts_under_load=1))
-    under = RunningLoad(Canary(canary_ms, loaded=True), Stress(0.0, None), 0.5, "compute")
-    block = measure_block(bench, "k", list, under)
+    load = RunningLoad(Canary(canary_ms, loaded=True), Stress(0.0, None), 0.5, "compute")
+    block = measure_block(bench, "k", list, load)
     assert (block.canary_before_ms, block.canary_best_ms, block.load) == (2.0, 0.0, (0.5, "compute"))
-    assert asked == [True, True]
+    assert loads_asked == [True, True]
 
 
 def test_a_window_that_is_too_short_for_the_source_is_refused() -> None:
@@ -104,11 +104,11 @@ def test_each_load_is_started_once_and_only_where_something_is_missing() -> None
         started.append((level, background.name if background else ""))
         yield Stress(0.0, None)
 
-    def blocks_of(load: tuple[float, str], there: Sequence[Block]) -> list[Planned[Named]]:
-        return plan_blocks(units, there, "here", size=2)
+    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[Planned[Named]]:
+        return plan_blocks(units, blocks, "here", size=2)
 
     journal = Journal()
-    totals = measure_loads(bench, blocks_of, lambda named, level: [timed(one.id) for one in named],
+    totals = measure_loads(bench, blocks_of, lambda named, level: [timed(unit.id) for unit in named],
                            journal, loads, start)
     assert started == [(0.0, ""), (0.5, "compute")]
     assert [len(block.measurements) for block in journal.blocks] == [2, 2, 1] * 2
@@ -118,7 +118,7 @@ def test_each_load_is_started_once_and_only_where_something_is_missing() -> None
     assert totals.measuring_s > 0
     journal.blocks = [block for block in journal.blocks if block.level]
     started.clear()
-    measure_loads(bench, blocks_of, lambda named, level: [timed(one.id) for one in named],
+    measure_loads(bench, blocks_of, lambda named, level: [timed(unit.id) for unit in named],
                   journal, loads, start)
     assert started == [(0.0, "")]
     elsewhere = journal.blocks[-1].model_copy(update={"machine": "elsewhere", "canary_before_ms": 0.1})
@@ -135,11 +135,11 @@ def test_the_order_mixes_kinds_and_is_the_same_each_time() -> None:
     assert planned[0].key == f"{planned[0].units[0].id} and 9 more"
 
 
-def test_what_counts_as_measured_is_the_callers_to_say() -> None:
-    """A unit whose label `energy` alone is there still lacks its label `run`."""
-    other = timed("a").model_copy(update={"label": "energy"})
+def test_the_caller_says_what_counts_as_measured() -> None:
+    """A unit with only its label `energy` still lacks its label `run`."""
+    energy = timed("a").model_copy(update={"label": "energy"})
     bench = bench_with([1.0, 1.0])
-    block = measure_block(bench, "k", lambda: [other, timed("b")], idle(bench))
+    block = measure_block(bench, "k", lambda: [energy, timed("b")], idle(bench))
     units = [Named("a"), Named("b"), Named("c")]
     assert pending(units, [block]) == [Named("c")]
     assert pending(units, [block], lambda m: m.label == "run") == [Named("a"), Named("c")]

@@ -12,6 +12,6 @@ def test_measuring_knows_no_kernels() -> None:
     graph = hase_modules()[1]
     measuring = [name for name in graph if name.startswith("measuring.")]
     assert {"measuring.loads", "measuring.pending"} <= set(measuring)
-    reached = {(name, other) for name in measuring for other in nx.descendants(graph, name)}
-    assert not sorted((name, other) for name, other in reached
-                      if any(other == part or other.startswith(f"{part}.") for part in FORBIDDEN))
+    reached = {(name, dependency) for name in measuring for dependency in nx.descendants(graph, name)}
+    assert not sorted((name, dependency) for name, dependency in reached
+                      if any(dependency == part or dependency.startswith(f"{part}.") for part in FORBIDDEN))

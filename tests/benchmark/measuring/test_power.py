@@ -33,7 +33,7 @@ class Ramp(PowerSensor):
 
 
 def six_seconds(counted_w: float) -> Energy:
-    """Four seconds in the middle of six at 300 W; the counter saw another power."""
+    """Four seconds in the middle of six at 300 W; the counter counts another power."""
     return energy_between([PowerSample(0.1 * i, 300.0, 0.1 * i * counted_w) for i in range(61)], "a GPU", 1.0, 5.0)
 
 
@@ -48,22 +48,22 @@ def test_trapezoids_between_uneven_samples() -> None:
 
 
 def test_a_window_and_its_counter() -> None:
-    found = six_seconds(counted_w=300.0)
-    assert (found.energy_j, found.counter_j, found.mean_w) == pytest.approx((1200.0, 1200.0, 300.0))
-    assert found.agreement == pytest.approx(1.0)
-    assert (found.seconds, found.samples, found.warnings) == (4.0, 41, ())
+    energy = six_seconds(counted_w=300.0)
+    assert (energy.energy_j, energy.counter_j, energy.mean_w) == pytest.approx((1200.0, 1200.0, 300.0))
+    assert energy.agreement == pytest.approx(1.0)
+    assert (energy.seconds, energy.samples, energy.warnings) == (4.0, 41, ())
 
 
-def test_a_counter_that_disagrees_is_warned_of() -> None:
-    found = six_seconds(counted_w=200.0)
-    assert found.agreement == pytest.approx(1.5)
-    assert found.warnings == ("the integral of power is 1.50 times what the device's energy counter says",)
+def test_a_counter_that_disagrees_gives_a_warning() -> None:
+    energy = six_seconds(counted_w=200.0)
+    assert energy.agreement == pytest.approx(1.5)
+    assert energy.warnings == ("the integral of power is 1.50 times what the device's energy counter says",)
 
 
-def test_short_windows_and_gaps_are_warned_of() -> None:
-    found = energy_between([PowerSample(at_s, 300.0, None) for at_s in (0.0, 0.1, 0.2, 0.9, 1.0)], "a GPU", 0.1, 1.0)
-    assert (found.counter_j, found.agreement) == (None, None)
-    assert found.warnings == ("a window of 0.90 s is too short for the sensor, it needs 3 s", "no sample for 0.70 s")
+def test_short_windows_and_gaps_give_warnings() -> None:
+    energy = energy_between([PowerSample(at_s, 300.0, None) for at_s in (0.0, 0.1, 0.2, 0.9, 1.0)], "a GPU", 0.1, 1.0)
+    assert (energy.counter_j, energy.agreement) == (None, None)
+    assert energy.warnings == ("a window of 0.90 s is too short for the sensor, it needs 3 s", "no sample for 0.70 s")
 
 
 def test_too_few_samples() -> None:
@@ -80,20 +80,20 @@ def test_the_monitor_integrates_what_happened_in_its_window() -> None:
         began_s = time.monotonic()
         ran_s = began_s - monitor.sensor._began_s  # type: ignore[attr-defined]
         time.sleep(0.2)
-        found = monitor.between(began_s, began_s + 0.2)
-    assert found.energy_j == pytest.approx((100.0 + 10.0 * (ran_s + 0.1)) * 0.2, rel=1e-3)
-    assert found.agreement == pytest.approx(1.0, abs=1e-3)
-    assert found.samples >= 2
+        energy = monitor.between(began_s, began_s + 0.2)
+    assert energy.energy_j == pytest.approx((100.0 + 10.0 * (ran_s + 0.1)) * 0.2, rel=1e-3)
+    assert energy.agreement == pytest.approx(1.0, abs=1e-3)
+    assert energy.samples >= 2
 
 
 def test_runs_share_the_energy_of_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(power, "SETTLE_S", 0.02)
     with PowerMonitor(Ramp(), every_s=0.005) as monitor:
         idle = monitor.rest(0.05)
-        found = energy_of_runs(monitor, lambda: time.sleep(0.01), seconds=0.1)
-    assert 1 <= len(found.samples_ms) <= 10
-    assert found.energy_j * len(found.samples_ms) == pytest.approx(found.used.energy_j)
-    assert found.used.mean_w > idle.mean_w > 100.0
+        runs = energy_of_runs(monitor, lambda: time.sleep(0.01), seconds=0.1)
+    assert 1 <= len(runs.samples_ms) <= 10
+    assert runs.energy_j * len(runs.samples_ms) == pytest.approx(runs.used.energy_j)
+    assert runs.used.mean_w > idle.mean_w > 100.0
 
 
 def test_a_monitor_that_is_closed() -> None:
@@ -103,7 +103,7 @@ def test_a_monitor_that_is_closed() -> None:
         monitor.rest(0.01)
 
 
-def test_a_sensor_that_fails_meanwhile_is_an_error() -> None:
+def test_a_sensor_that_fails_during_a_window_is_an_error() -> None:
     class Lost(Ramp):
         def read(self) -> PowerSample:
             raise UserError("a ramp: lost")
@@ -165,9 +165,9 @@ def test_a_gpus_instant_power_and_counter(fake: PowerNvml) -> None:
     sensor = open_power_sensor()
     assert (sensor.name, sensor.averages_s, sensor.read().power_w) == ("NVML's instant power", 0.1, 300.0)
     with PowerMonitor(sensor, every_s=0.005) as monitor:
-        found = monitor.rest(0.2)
-    assert found.mean_w == pytest.approx(300.0)
-    assert found.agreement == pytest.approx(1.0, abs=0.1)
+        energy = monitor.rest(0.2)
+    assert energy.mean_w == pytest.approx(300.0)
+    assert energy.agreement == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_gpu_without_the_field_or_the_counter(fake: PowerNvml) -> None:
@@ -202,21 +202,22 @@ def domain(powercap: Path, number: str, name: str, uj: int, range_uj: int = 262_
     return folder / "energy_uj"
 
 
-def test_a_cpus_packages_and_memory_and_nothing_twice(tmp_path: Path) -> None:
-    one, two = domain(tmp_path, "0", "package-0", 5_000_000), domain(tmp_path, "1", "package-1", 7_000_000)
+def test_a_cpus_packages_and_memory_count_once(tmp_path: Path) -> None:
+    package_0, package_1 = domain(tmp_path, "0", "package-0", 5_000_000), domain(tmp_path, "1", "package-1", 7_000_000)
     cores, memory = domain(tmp_path, "0:0", "core", 1_000_000), domain(tmp_path, "0:1", "dram", 0)
-    whole = domain(tmp_path, "2", "psys", 0)
+    system = domain(tmp_path, "2", "psys", 0)
     sensor = RaplPower(tmp_path)
     assert sensor.read()[1:] == (None, 0.0)
-    for counter, uj in ((one, 6_000_000), (two, 9_000_000), (cores, 2_000_000), (memory, 500_000), (whole, 9_000_000)):
+    for counter, uj in ((package_0, 6_000_000), (package_1, 9_000_000), (cores, 2_000_000), (memory, 500_000),
+                        (system, 9_000_000)):
         counter.write_text(f"{uj}\n", encoding="ascii")
     assert sensor.read().counter_j == pytest.approx(1.0 + 2.0 + 0.5)
 
 
-def test_a_counter_that_begins_again(tmp_path: Path) -> None:
+def test_a_counter_that_wraps_around(tmp_path: Path) -> None:
     counter = domain(tmp_path, "0", "package-0", 999_000_000, range_uj=999_999_999)
     sensor = RaplPower(tmp_path)
-    for uj in (500_000, 2_500_000, 1_500_000):  # 1.5 J later it has begun again; then 2 J; then it has again
+    for uj in (500_000, 2_500_000, 1_500_000):  # after 1.5 J it has wrapped around; then 2 J; then it wraps again
         counter.write_text(f"{uj}\n", encoding="ascii")
         sample = sensor.read()
     assert sample.counter_j == pytest.approx(1.5 + 2.0 + 999.0)
@@ -224,9 +225,9 @@ def test_a_counter_that_begins_again(tmp_path: Path) -> None:
 
 def test_a_cpus_energy_is_the_counters_difference() -> None:
     samples = [PowerSample(0.1 * i, None, 4.0 * i) for i in range(61)]
-    found = energy_between(samples, "RAPL's counters", 1.05, 5.05)
-    assert (found.energy_j, found.mean_w) == pytest.approx((160.0, 40.0))
-    assert (found.counter_j, found.agreement, found.warnings) == (None, None, ())  # nothing to check it against
+    energy = energy_between(samples, "RAPL's counters", 1.05, 5.05)
+    assert (energy.energy_j, energy.mean_w) == pytest.approx((160.0, 40.0))
+    assert (energy.counter_j, energy.agreement, energy.warnings) == (None, None, ())  # nothing to check it against
 
 
 def test_why_a_cpus_energy_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""One measurement record: the worker makes it whole."""
+"""One measurement record: the worker fills in all of it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_a_block_keeps_quantities_and_the_length_of_its_windows() -> None:
                            quantities={"energy_j": (3.5,), "power_w": (300.0, 310.0)})
     block = Block(level=0.0, key="k", background={"m": 0.5}, background_s=0.25, during={"m": 0.7}, during_s=3.0,
                   canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine="here", measurements=(measured,))
-    again = Block.model_validate_json(block.model_dump_json())
-    assert again == block
-    assert again.measurements[0].quantities == {"energy_j": (3.5,), "power_w": (300.0, 310.0)}
+    read_back = Block.model_validate_json(block.model_dump_json())
+    assert read_back == block
+    assert read_back.measurements[0].quantities == {"energy_j": (3.5,), "power_w": (300.0, 310.0)}
 
 
 def test_the_worker_fills_in_everything(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_the_worker_fills_in_everything(tmp_path: Path) -> None:
     assert ask("alone", first) == {("kernel", first.stem, "run", "alone", "alone")}
     assert ask("carrier", *built, labels=("node_span",)) == {
         ("kernel", name, "node_span", "carrier", "carrier") for name in ids}
-    whole = ("model", "net", "latency", "net", "alone")
+    latency = ("model", "net", "latency", "net", "alone")
     assert ask("model", path, labels=("kernel_time",)) == {
-        whole, *(("kernel", name, "kernel_time", "net", "in_model") for name in ids)}
-    assert ask("session", path) == {whole}
+        latency, *(("kernel", name, "kernel_time", "net", "in_model") for name in ids)}
+    assert ask("session", path) == {latency}
     assert ask("canary") == {("canary", "canary", "run", "alone", "alone")}

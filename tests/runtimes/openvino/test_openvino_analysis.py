@@ -1,4 +1,4 @@
-"""Models taken apart under OpenVINO: which ONNX nodes are one kernel, and kernels as models of their own."""
+"""Models taken apart under OpenVINO: which ONNX nodes form one kernel, and kernels as separate models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def residual(folder: Path, side: int = 32) -> Path:
     nodes = [
         helper.make_node("Conv", ["x", "w1", "b1"], ["c1"], "same", pads=[1, 1, 1, 1]),
         helper.make_node("Relu", ["c1"], ["r1"]),
-        helper.make_node("Conv", ["r1", "w2", "b1"], ["c2"], "same", pads=[1, 1, 1, 1]),  # a name twice
+        helper.make_node("Conv", ["r1", "w2", "b1"], ["c2"], "same", pads=[1, 1, 1, 1]),  # the same name again
         helper.make_node("Add", ["c2", "r1"], ["a"]), helper.make_node("Relu", ["a"], ["r2"]),
         helper.make_node("GlobalAveragePool", ["r2"], ["p"]), helper.make_node("Flatten", ["p"], ["f"]),
         helper.make_node("MatMul", ["f", "w3"], ["m"]), helper.make_node("Add", ["m", "b3"], ["y"])]
@@ -69,20 +69,22 @@ def check_whole(record: ModelRecord, model: Path) -> None:
     origins = [(origin.name, origin.op_type) for node in record.nodes for origin in node.origins]
     nodes = [(node.name or node.output[0], node.op_type) for node in onnx.load(model).graph.node if node.op_type != "Constant"]
     assert sorted(origins) == sorted(nodes)
-    known = set(record.inputs)
+    made = set(record.inputs)
     for node in record.nodes:
         kernel = record.kernel_of(node)
         assert len(node.inputs) == len(kernel.inputs)
-        assert {name for name, tensor in zip(node.inputs, kernel.inputs, strict=True) if name and not tensor.constant} <= known
-        known |= set(node.outputs)
-    assert set(record.outputs) <= known
+        read = {name for name, tensor in zip(node.inputs, kernel.inputs, strict=True) if name and not tensor.constant}
+        assert read <= made
+        made |= set(node.outputs)
+    assert set(record.outputs) <= made
 
 
 def test_fused_kernels_have_the_types_of_their_operators(tmp_path: Path) -> None:
     model = residual(tmp_path)
     record = parse(model).record
-    found = types(record)
-    assert [name for name in found if name != "Reorder"] == ["Conv_Relu", "Conv_Add_Relu", "GlobalAveragePool", "MatMul_Add"]
+    kernel_types = types(record)
+    without_copies = [name for name in kernel_types if name != "Reorder"]
+    assert without_copies == ["Conv_Relu", "Conv_Add_Relu", "GlobalAveragePool", "MatMul_Add"]
     check_whole(record, model)
     conv = next(record.kernel_of(node) for node in record.nodes if record.kernel_of(node).type == "Conv_Add_Relu")
     assert (conv.op_type, conv.domain, conv.attributes["kernel_shape"]) == ("Conv", DOMAIN, [3, 3])
@@ -93,7 +95,7 @@ def test_fused_kernels_have_the_types_of_their_operators(tmp_path: Path) -> None
 
 
 def test_a_kernel_has_one_id_in_all_models(tmp_path: Path) -> None:
-    """Names of nodes and tensors are no part of it."""
+    """Names of nodes and tensors are not part of the id."""
     first = parse(residual(tmp_path)).record
     proto = onnx.load(tmp_path / "residual.onnx")
     for node in proto.graph.node:
@@ -108,7 +110,7 @@ def test_a_kernel_has_one_id_in_all_models(tmp_path: Path) -> None:
 
 
 def test_parts_of_one_node_are_one_kernel(tmp_path: Path) -> None:
-    """OpenVINO normalises in one layer, which names no node, and scales in another."""
+    """OpenVINO normalises in one layer, which has no node's name, and scales in another."""
     nodes = [helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["n"]),
              helper.make_node("MatMul", ["n", "w"], ["y"])]
     model = saved(tmp_path / "norm.onnx", nodes, {"x": [1, 64, 256]}, {"y": [1, 64, 128]},
@@ -130,7 +132,7 @@ def test_a_shuffle_is_one_kernel_of_three_nodes(tmp_path: Path) -> None:
     check_whole(record, model)
 
 
-def test_copies_to_other_layouts_are_kernels_between_others(tmp_path: Path) -> None:
+def test_copies_to_other_layouts_are_separate_kernels(tmp_path: Path) -> None:
     """A convolution reads and writes channels last on this CPU; the first one's input is copied to it."""
     record = parse(residual(tmp_path)).record
     reorders = [node for node in record.nodes if record.kernel_of(node).type == "Reorder"]
@@ -138,7 +140,7 @@ def test_copies_to_other_layouts_are_kernels_between_others(tmp_path: Path) -> N
         kernel = record.kernel_of(node)
         assert (kernel.op_type, node.origins) == ("Transpose", ())
         assert kernel.bytes_read == kernel.bytes_written == 16 * 32 * 32 * 4
-        readers = [other for other in record.nodes if node.outputs[0] in other.inputs]
+        readers = [candidate for candidate in record.nodes if node.outputs[0] in candidate.inputs]
         assert [record.kernel_of(reader).op_type for reader in readers] == ["Conv"]
 
 
@@ -159,14 +161,14 @@ def test_sizes_that_are_computed_are_folded(tmp_path: Path) -> None:
 
 
 def test_a_small_convolution_counts_more_than_a_large_activation(tmp_path: Path) -> None:
-    """As in a network that weighs its channels: the sigmoid has more operations."""
+    """As in a network that weights its channels: the sigmoid has more operations."""
     nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Sigmoid", ["c"], ["y"])]
     model = saved(tmp_path / "gate.onnx", nodes, {"x": [1, 4, 1, 1]}, {"y": [1, 96, 1, 1]}, {"w": floats(96, 4, 1, 1)})
     assert [name for name in types(parse(model).record) if name != "Reorder"] == ["Conv_Sigmoid"]
 
 
 @pytest.mark.slow
-def test_each_kernel_is_a_model_of_its_own(tmp_path: Path) -> None:
+def test_each_kernel_is_a_separate_model(tmp_path: Path) -> None:
     """OpenVINO runs it, and ONNX's own evaluator gives outputs of the kernel's shapes."""
     record = parse(residual(tmp_path)).record
     for kernel in record.kernels.values():

@@ -1,4 +1,4 @@
-"""Kernels and models measured under OpenVINO by the collector, with its real worker, and once more."""
+"""Kernels and models measured under OpenVINO by the collector, with its real worker, and measured again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, str]:
     return workspace, str(collect(workspace, validate(CONFIG, CollectorConfig, "test"))["target"])
 
 
-def test_a_dataset_of_its_own_target(measured: tuple[Workspace, str]) -> None:
+def test_the_dataset_of_an_openvino_target(measured: tuple[Workspace, str]) -> None:
     workspace, target = measured
     header = read_header(workspace.dataset(target))
     assert (header.target.flavour, header.target.threads) == (openvino_flavour(), 1)
@@ -69,7 +69,7 @@ def test_a_dataset_of_its_own_target(measured: tuple[Workspace, str]) -> None:
         assert times["16x1024;1024x1024"] > 4 * times["16x128;128x128"] > 0  # 64 times the work
 
 
-def test_kernels_are_put_beside_their_network(measured: tuple[Workspace, str]) -> None:
+def test_kernel_sums_are_compared_with_their_network(measured: tuple[Workspace, str]) -> None:
     workspace, target = measured
     rows = target_rows(workspace, target)
     assert {row["model"]: row["nodes"] for row in rows} == {
@@ -84,7 +84,7 @@ def test_a_second_measurement_is_of_the_same_runtime(measured: tuple[Workspace, 
     assert (rows["kernels"], rows["kernels in models"], rows["models"]) == (2, 4, 2)
 
 
-def test_a_models_targets_stand_side_by_side(measured: tuple[Workspace, str]) -> None:
+def test_targets_of_a_model_are_compared(measured: tuple[Workspace, str]) -> None:
     workspace, name = measured
     target = read_header(workspace.dataset(name)).target
     pinned = target.model_copy(update={"cores": 1})

@@ -42,7 +42,7 @@ def convolutions(path: Path, channels: int = 16, side: int = 32) -> Path:
     return path
 
 
-def asked(do: str, *paths: Path, **more: object) -> Reply:
+def ask(do: str, *paths: Path, **more: object) -> Reply:
     request = Request.model_validate({"do": do, "device": "cpu", "effort": QUICK, "paths": tuple(map(str, paths)),
                                       "setting": ONE_THREAD, **more})
     return answer(WORK, request)
@@ -61,7 +61,7 @@ FIRST, BLOCK, RUNS = 4, 10, 124  # runs before the first reading, between two, a
 
 
 def read_back(times_us: np.ndarray) -> float:
-    """What is known of the times of runs, given what OpenVINO says: their mean so far, cut as each of them is."""
+    """The usual time in µs, from OpenVINO's readings: the mean of the runs so far, cut to whole microseconds like each run."""
     runs = np.arange(FIRST, RUNS + 1, BLOCK)
     return usual_us(np.array([np.floor(np.floor(times_us[:count]).mean()) for count in runs]), runs)
 
@@ -84,14 +84,14 @@ def test_a_model_has_a_latency_and_the_times_of_its_kernels(tmp_path: Path) -> N
     model = convolutions(tmp_path / "two.onnx")
     record = parse(model).record
     files.write_json(tmp_path / "two.json", record)
-    found = by_label(asked("model", model, record=str(tmp_path / "two.json"), labels=("kernel_time",)))
-    [latency] = found["latency"]
+    labels = by_label(ask("model", model, record=str(tmp_path / "two.json"), labels=("kernel_time",)))
+    [latency] = labels["latency"]
     assert (latency.subject, latency.id, latency.place) == ("model", "two", "alone")
-    assert {measured.id for measured in found["kernel_time"]} == {
+    assert {measured.id for measured in labels["kernel_time"]} == {
         node.kernel_id for node in record.nodes if record.kernel_of(node).moves_data}
-    assert {measured.place for measured in found["kernel_time"]} == {"in_model"}
-    assert by_label(asked("model_labels", model, record=str(tmp_path / "two.json"))).keys() == {"kernel_time"}
-    session = asked("session", model)
+    assert {measured.place for measured in labels["kernel_time"]} == {"in_model"}
+    assert by_label(ask("model_labels", model, record=str(tmp_path / "two.json"))).keys() == {"kernel_time"}
+    session = ask("session", model)
     assert by_label(session).keys() == {"latency"}
     assert session.memory_mib is not None
 
@@ -99,18 +99,18 @@ def test_a_model_has_a_latency_and_the_times_of_its_kernels(tmp_path: Path) -> N
 def test_a_record_of_another_graph_is_refused(tmp_path: Path) -> None:
     model = convolutions(tmp_path / "two.onnx")
     files.write_json(tmp_path / "other.json", parse(convolutions(tmp_path / "other.onnx", side=16)).record)
-    reply = asked("model", model, record=str(tmp_path / "other.json"))
+    reply = ask("model", model, record=str(tmp_path / "other.json"))
     assert "OpenVINO's graph is not the one in its record" in reply.error
     assert "--runtime openvino" in reply.error
 
 
 @pytest.mark.slow
-def test_kernels_alone_and_side_by_side(tmp_path: Path) -> None:
+def test_kernels_alone_and_in_a_carrier(tmp_path: Path) -> None:
     kernels = list(parse(convolutions(tmp_path / "two.onnx")).record.kernels.values())
     paths = [build_kernel(kernel, tmp_path) for kernel in kernels]
-    [alone] = by_label(asked("alone", paths[0]))["run"]
+    [alone] = by_label(ask("alone", paths[0]))["run"]
     assert (alone.id, alone.place) == (kernels[0].id, "alone")
-    carried = by_label(asked("carrier", *paths))["kernel_time"]
+    carried = by_label(ask("carrier", *paths))["kernel_time"]
     assert sorted(measured.id for measured in carried) == sorted(kernel.id for kernel in kernels)
     assert {measured.place for measured in carried} == {"carrier"}
 
@@ -124,23 +124,23 @@ def test_each_layer_of_a_carrier_belongs_to_its_kernel(tmp_path: Path) -> None:
     proto, values = built_carrier([build_kernel(conv, tmp_path)] * 3)
     assert {name.partition("/")[0] for name in values} == {"k0", "k1", "k2"}
     layers = layers_of(compile_model(read(proto, "carrier"), "carrier", 1), "carrier", {})
-    found = layers_by_kernel(layers)
-    assert sorted(found) == [0, 1, 2]
-    assert all([layers[name].kind for name in names] == ["Convolution"] for names in found.values())
+    by_kernel = layers_by_kernel(layers)
+    assert sorted(by_kernel) == [0, 1, 2]
+    assert all([layers[name].kind for name in names] == ["Convolution"] for names in by_kernel.values())
 
 
 def test_it_computes_in_float32(tmp_path: Path) -> None:
-    """With bfloat16, which OpenVINO takes by itself where the CPU has it, a hundredth is lost."""
+    """With bfloat16, OpenVINO's default on CPUs that have it, outputs are off by a hundredth."""
     model = convolutions(tmp_path / "two.onnx", channels=64)
     image = np.random.default_rng(2).normal(0, 1, (1, 64, 32, 32)).astype(np.float32)
     compiled = compile_model(parse(model).model, "two")
-    [found] = compiled({"x": image}).values()
+    [output] = compiled({"x": image}).values()
     [expected] = onnxruntime.InferenceSession(model).run(None, {"x": image})
-    assert np.abs(found - expected).max() < 1e-4
+    assert np.abs(output - expected).max() < 1e-4
 
 
-def test_settings_that_can_not_be_had_are_refused(tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(tmp_path: Path) -> None:
     model = convolutions(tmp_path / "two.onnx")
-    assert "memory_limit_mib" in asked("session", model, setting=Setting(level="fused", memory_limit_mib=10)).error
-    assert "cores: 4096" in asked("session", model, setting=Setting(level="fused", cores=4096)).error
-    assert by_label(asked("canary"))["run"][0].id == "canary"
+    assert "memory_limit_mib" in ask("session", model, setting=Setting(level="fused", memory_limit_mib=10)).error
+    assert "cores: 4096" in ask("session", model, setting=Setting(level="fused", cores=4096)).error
+    assert by_label(ask("canary"))["run"][0].id == "canary"
