@@ -18,8 +18,7 @@ hase benchmark/collector.py --config recipes/demo/collector.yaml --set device=cp
   --set 'kernel={warmup: 1, warmup_s: 0.005, budget_s: 0.005, least_runs: 3, most_runs: 4}' \
   --set 'model={warmup: 1, warmup_s: 0.02, budget_s: 0.1, least_runs: 4, most_runs: 8}' \
   --set attempts=1 --set patience_s=0 --set block_kernels=64
-hase training/train_kernel_model.py --set folds=2 --set threads=1 --set own_min_kernels=40 --set forest.trees=2 \
-  --set xgboost.trees=20 --set xgboost.depth=4 --set xgboost.learning_rate=0.2  # little is learned, so it takes seconds
+hase training/train_kernel_model.py --config $here/training.yaml
 hase training/fit_composition.py
 
 python model_zoo/torchvision_exporter.py --workspace "$out/models" --device cpu --set 'models=[resnet18, mobilenet_v3_small]' \
