@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from records.kernel_record import ModelRecord
     from records.measurement import Measurement
     from training.kernels.settings import TrainingConfig
-    from training.sharing.shared_runs import SharedRuns
     from utils.paths import Workspace
 
 
