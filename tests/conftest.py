@@ -154,8 +154,8 @@ def trained_workspace(once: Once, tmp_path_factory: pytest.TempPathFactory) -> W
     """The module's own copy of the workspace that is trained once a session (trained_workspace.py says what it holds)."""
     from trained_workspace import train
 
-    there = once("trained", train)
-    return Workspace(shutil.copytree(there, tmp_path_factory.mktemp("trained") / "workspace"))
+    trained = once("trained", train)
+    return Workspace(shutil.copytree(trained, tmp_path_factory.mktemp("trained") / "workspace"))
 
 
 def small_model(channels: int = 8, side: int = 16, batch: int | str = 1, dtype: str = "float32") -> onnx.ModelProto:

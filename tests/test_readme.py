@@ -63,7 +63,7 @@ def documents() -> str:
 
 def fenced(language: str, text: str) -> list[str]:
     """A text's code blocks of a language."""
-    return [code for found, code in FENCE.findall(text) if found == language]
+    return [code for block_language, code in FENCE.findall(text) if block_language == language]
 
 
 def smaller(text: str) -> str:
@@ -107,10 +107,10 @@ def run_or_refuse(command: str, folder: Path) -> str:
     if not command.startswith(NEEDS_GPU) or has_cuda():
         return run(command, folder)
     done = shell(command, folder)
-    said = done.stdout + done.stderr
-    assert (done.returncode, len(said.splitlines())) == (1, 1), said
-    assert "needs a GPU" in said
-    return said
+    printed = done.stdout + done.stderr
+    assert (done.returncode, len(printed.splitlines())) == (1, 1), printed
+    assert "needs a GPU" in printed
+    return printed
 
 
 @pytest.mark.slow

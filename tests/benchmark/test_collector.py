@@ -156,13 +156,13 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Collected:
         add_sampled(workspace, flavour)
     config = workspace.root / "config.yaml"
     config.write_text(yaml.safe_dump(TINY))
-    found = Collected(workspace, flavour, workspace.dataset(local_target("cpu").name), config,
-                      subprocess.CompletedProcess([], -1))
+    collection = Collected(workspace, flavour, workspace.dataset(local_target("cpu").name), config,
+                           subprocess.CompletedProcess([], -1))
     moments = random.Random(7)
     for number in range(KILLS):
-        kill_once(found, moments.uniform(0.0, 0.6 if number else 3.0), new_block=number > 0)
-    found.final = subprocess.run(found.command(), cwd=ROOT, capture_output=True, text=True)
-    return found
+        kill_once(collection, moments.uniform(0.0, 0.6 if number else 3.0), new_block=number > 0)
+    collection.final = subprocess.run(collection.command(), cwd=ROOT, capture_output=True, text=True)
+    return collection
 
 
 # a run that was killed several times -------------------------------------------------------------------------------------
@@ -259,8 +259,8 @@ def test_numpy_in_and_out_is_a_variant(tmp_path: Path) -> None:
     folder = workspace.dataset(local_target("cpu").name)
     for variants, rows in (([], 1), (["host_io"], 2), (["host_io"], 2)):
         collect(workspace, CollectorConfig.model_validate(wanted | {"variants": variants}))
-        found = [m for block in read_journal(folder) for m in block.measurements if m.label == "latency"]
-        assert len(found) == rows
+        latencies = [m for block in read_journal(folder) for m in block.measurements if m.label == "latency"]
+        assert len(latencies) == rows
     [host_io] = [m for block in read_journal(folder) for m in block.measurements if m.label == "host_io"]
     table = read_table(model_table_path(folder))
     assert table["host_io_ms"].isna().to_list() == [True, False]  # of the first session, and of the second
@@ -289,16 +289,16 @@ def test_the_pace_of_the_host_beside_each_model() -> None:
     table = pd.DataFrame([{"Model": model, "Level": 0.0, "Status": "ok", "Latency_ms": latency, "median_ms": latency,
                            "host_ms": host, "Disturbance": disturbance, "Probe_us": probe}
                           for model, latency, host, disturbance, probe in rows])
-    others = table.head(1).assign(Probe_us=1.0)
-    table = pd.concat([table, others.assign(Level=0.5), others.assign(Status="failed")])
+    of_another_host = table.head(1).assign(Probe_us=1.0)
+    table = pd.concat([table, of_another_host.assign(Level=0.5), of_another_host.assign(Status="failed")])
     assert usual_probe_us(table) == 300.0
-    found = idle_models(table)
-    assert found["pace"].to_dict() == pytest.approx({
+    idle = idle_models(table)
+    assert idle["pace"].to_dict() == pytest.approx({
         "usual": 1.0, "usual, elsewhere slower": 1.05, "of the GPU": 1.5, "never probed": 1.0,
         "never probed or disturbed": 1.0})
-    assert found["median_ms"]["usual, elsewhere slower"] == pytest.approx(1.1)
-    assert found["host_ms"]["of the GPU"] == 0.6  # beside a host whose pace is known
-    assert np.isnan(found["host_ms"]["never probed"])
+    assert idle["median_ms"]["usual, elsewhere slower"] == pytest.approx(1.1)
+    assert idle["host_ms"]["of the GPU"] == 0.6  # beside a host whose pace is known
+    assert np.isnan(idle["host_ms"]["never probed"])
     before = table.drop(columns="Probe_us")
     assert np.isnan(usual_probe_us(before))
     assert set(idle_models(before)["pace"]) == {1.0}
@@ -349,11 +349,11 @@ def test_gpu_columns_of_a_kernel_and_a_model() -> None:
 
 def timed_models(number: int, disturbance: dict[str, float]) -> Block:
     """Made-up latencies of models on a GPU, each beside a host so disturbed; a model's are its disturbance and `number`."""
-    found = tuple(Measurement(subject="model", id=name, label=label, context=name, place="alone", disturbance=ratio,
-                                      samples_ms=(1.0 + ratio, 1.0 + ratio), started=str(number), ended=str(number))
-                  for name, ratio in disturbance.items() for label in ("latency", "host"))
+    measurements = tuple(Measurement(subject="model", id=name, label=label, context=name, place="alone", disturbance=ratio,
+                                             samples_ms=(1.0 + ratio, 1.0 + ratio), started=str(number), ended=str(number))
+                         for name, ratio in disturbance.items() for label in ("latency", "host"))
     return Block(level=0.0, key=str(number), background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
-                         attempts=1, machine="m", measurements=found)
+                         attempts=1, machine="m", measurements=measurements)
 
 
 def test_each_session_of_a_model_is_a_row_and_the_median_of_those_that_tell_counts() -> None:
@@ -369,12 +369,12 @@ def test_a_model_beside_a_disturbed_host_is_measured_again(collected: Collected)
     records = read_model_records(collected.workspace, collected.flavour)
     items = tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records)
     names = [record.model for record in records]
-    there = [timed_models(1, {name: 0.5 if place == 0 else 0.05 for place, name in enumerate(names)})]
-    again = [item.record.model for planned in plan(Work((), items, ()), there, 32, "gpu") for item in planned.units
+    blocks = [timed_models(1, {name: 0.5 if place == 0 else 0.05 for place, name in enumerate(names)})]
+    again = [item.record.model for planned in plan(Work((), items, ()), blocks, 32, "gpu") for item in planned.units
              if isinstance(item, ModelItem)]
     assert again == names[:1]
-    there.append(timed_models(2, {names[0]: 0.0}))
-    assert plan(Work((), items, ()), there, 32, "gpu") == []
+    blocks.append(timed_models(2, {names[0]: 0.0}))
+    assert plan(Work((), items, ()), blocks, 32, "gpu") == []
 
 
 @pytest.mark.slow
@@ -385,21 +385,21 @@ def test_a_model_is_measured_in_as_many_sessions_as_are_wanted(collected: Collec
     work = Work((), tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records), ())
     names = {record.model for record in records}
 
-    def planned(*there: Block, variants: tuple[str, ...] = ()) -> list[str]:
-        blocks = plan(work, there, 32, "gpu", 1, variants, sessions=3)
+    def planned(*journal: Block, variants: tuple[str, ...] = ()) -> list[str]:
+        blocks = plan(work, journal, 32, "gpu", 1, variants, sessions=3)
         return [item.id for block in blocks for item in block.units]
 
     order = planned()
     assert [set(order[:len(names)]), set(order[len(names):2 * len(names)]), set(order[2 * len(names):])] == [names] * 3
     assert len(order) == 3 * len(names)
     first = timed_models(1, dict.fromkeys(names, 0.0))
-    one = order[0]
-    assert Counter(planned(first, timed_models(2, {one: 0.5}))) == dict.fromkeys(names, 2)
-    assert Counter(planned(first, timed_models(2, {one: 0.0})))[one] == 1
-    assert one not in planned(*[first] * 3)
+    next_unit = order[0]
+    assert Counter(planned(first, timed_models(2, {next_unit: 0.5}))) == dict.fromkeys(names, 2)
+    assert Counter(planned(first, timed_models(2, {next_unit: 0.0})))[next_unit] == 1
+    assert next_unit not in planned(*[first] * 3)
     assert Counter(planned(*[first] * 3, variants=("host_io",))) == dict.fromkeys(names, 3)
-    failed = first.measurements[0].model_copy(update={"id": one, "status": "crashed"})
-    assert one not in planned(first.model_copy(update={"measurements": (failed,)}))
+    failed = first.measurements[0].model_copy(update={"id": next_unit, "status": "crashed"})
+    assert next_unit not in planned(first.model_copy(update={"measurements": (failed,)}))
 
 
 @pytest.mark.slow
@@ -420,12 +420,12 @@ def test_the_table_follows_from_the_journal(collected: Collected) -> None:
 def test_held_out_families_are_measured_whole_and_not_their_kernels(collected: Collected) -> None:
     records = read_model_records(collected.workspace, collected.flavour)
     held = next(set(record.kernels) for record in records if record.model == "heldnet_b1")
-    others = {name for record in records if record.model != "heldnet_b1" for name in record.kernels}
+    measured_kernels = {name for record in records if record.model != "heldnet_b1" for name in record.kernels}
     table = collected.kernels()
-    assert held - others
-    assert not (held - others) & set(table["Kernel_ID"])
+    assert held - measured_kernels
+    assert not (held - measured_kernels) & set(table["Kernel_ID"])
     assert not table["Models"].str.contains("heldnet").any()
-    assert held & others <= set(table["Kernel_ID"])
+    assert held & measured_kernels <= set(table["Kernel_ID"])
     assert read_header(collected.folder).held_out == ("heldnet",)
 
 
@@ -475,8 +475,8 @@ def test_another_config_is_refused(collected: Collected, change: dict[str, objec
 @pytest.mark.slow
 def test_a_dataset_of_another_target_is_refused(collected: Collected, tmp_path: Path) -> None:
     header = read_header(collected.folder)
-    other = header.model_copy(update={"target": header.target.model_copy(update={"threads": 96})})
-    files.write_json(header_path(tmp_path), other)
+    of_more_threads = header.model_copy(update={"target": header.target.model_copy(update={"threads": 96})})
+    files.write_json(header_path(tmp_path), of_more_threads)
     before = header_path(tmp_path).read_bytes()
     with pytest.raises(UserError, match="collected with target"):
         DatasetWriter(tmp_path, header, [])
@@ -489,8 +489,8 @@ def test_another_machine_of_the_target_joins_the_dataset(collected: Collected, t
     (here,) = header.machines.values()
     files.write_json(header_path(tmp_path), header)
     entries = read_kernels(collected.folder)
-    other = here.model_copy(update={"uuid": "another"})
-    joined = DatasetWriter(tmp_path, header.model_copy(update={"machines": {"another": other}}), entries[:2]).header
+    second_machine = here.model_copy(update={"uuid": "another"})
+    joined = DatasetWriter(tmp_path, header.model_copy(update={"machines": {"another": second_machine}}), entries[:2]).header
     assert set(joined.machines) == {here.uuid, "another"}
     DatasetWriter(tmp_path, header, entries[1:4])
     assert {entry.kernel.id for entry in read_kernels(tmp_path)} == {entry.kernel.id for entry in entries[:4]}
@@ -711,9 +711,9 @@ def counted_loads(folder: Path) -> Counter[tuple[float, str]]:
     models = read_table(model_table_path(folder))
     assert not kernels.duplicated(["Kernel_ID", "Level", "Background"]).any()
     assert set(kernels["Status"]) == {"ok"}
-    found = Counter(zip(kernels["Level"], kernels["Background"], strict=True))
-    assert Counter(zip(models["Level"], models["Background"], strict=True)) == dict.fromkeys(found, 1)
-    return found
+    counts = Counter(zip(kernels["Level"], kernels["Background"], strict=True))
+    assert Counter(zip(models["Level"], models["Background"], strict=True)) == dict.fromkeys(counts, 1)
+    return counts
 
 
 @pytest.mark.slow

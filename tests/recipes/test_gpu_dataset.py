@@ -131,14 +131,14 @@ def test_ablation(part: Workspace, left_out: dict[str, Any]) -> None:
     names = ["shipped", "no-samples", "forest", "two-stages"]
     done = run("training/ablation.py", part, "--json", *(word for name in names for word in ("--variant", name)))
     assert done.returncode == 0, done.stderr
-    found = {row["variant"]: row for row in json.loads(done.stdout)[TARGET]}
-    assert list(found) == names
+    rows = {row["variant"]: row for row in json.loads(done.stdout)[TARGET]}
+    assert list(rows) == names
     for column, most in (("MAPE_%", 17), ("median_%", 7), ("time_weighted_MAPE_%", 23)):
-        assert found["shipped"][column] == expected[column]
-        assert all(0 < row[column] < most for row in found.values())
-    assert found["no-samples"]["learned_from"] < found["shipped"]["learned_from"] == found["two-stages"]["learned_from"]
-    assert found["no-samples"]["MAPE_%"] > found["shipped"]["MAPE_%"]
-    assert 0 < found["shipped"]["Σ_of_models_MAPE_%"] < found["shipped"]["MAPE_%"]
+        assert rows["shipped"][column] == expected[column]
+        assert all(0 < row[column] < most for row in rows.values())
+    assert rows["no-samples"]["learned_from"] < rows["shipped"]["learned_from"] == rows["two-stages"]["learned_from"]
+    assert rows["no-samples"]["MAPE_%"] > rows["shipped"]["MAPE_%"]
+    assert 0 < rows["shipped"]["Σ_of_models_MAPE_%"] < rows["shipped"]["MAPE_%"]
 
 
 def unpacked(name: str, folder: Path) -> Workspace:
@@ -169,11 +169,11 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
                                                           beside_more: Workspace) -> None:
     """A probe tells more than metrics, and these more than an idle latency or kernels under load; a looped model's prediction
     tells as much, and another machine's measurement more. What was learned is kept beside the predictors."""
-    datasets = [option for one in (beside, under_load, beside_more) for option in ("--beside", str(one.root))]
+    datasets = [option for workspace in (beside, under_load, beside_more) for option in ("--beside", str(workspace.root))]
     done = run("training/fit_sharing.py", part, *datasets, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)[TARGET]
-    errors = {row["latency by"]: row for row in found["latency_by"]}
+    fitted = json.loads(done.stdout)[TARGET]
+    errors = {row["latency by"]: row for row in fitted["latency_by"]}
     assert errors["a probe"]["cases"] > 100
     assert errors["a probe"]["mean_%"] < 7
     assert errors["a probe"]["p95_%"] < 5
@@ -184,11 +184,11 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     assert 20 < looped["cases"] < errors["a probe"]["cases"] / 4
     assert looped["mean_%"] < 6
     assert errors["measured on another machine"]["mean_%"] < errors["a probe"]["mean_%"]
-    assert {row["background"] for row in found["backgrounds"]} == {
-        name for one in (beside, beside_more) for name in read_header(one.dataset(TARGET)).backgrounds}
+    assert {row["background"] for row in fitted["backgrounds"]} == {
+        name for workspace in (beside, beside_more) for name in read_header(workspace.dataset(TARGET)).backgrounds}
     sharing = read_sharing(part.predictors(TARGET))
     assert sharing is not None
-    assert sharing.model_dump(mode="json") == found["sharing"]
+    assert sharing.model_dump(mode="json") == fitted["sharing"]
     assert 1.5 < sharing.slice_ms < 2.5
     assert 0.005 < sharing.alone_ms["tiny"] < 0.05 < sharing.alone_ms["long"] < 1
     assert sharing.waits_ms == tuple(sorted(sharing.waits_ms))
@@ -231,16 +231,16 @@ def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, un
         return SimpleNamespace(predict_ms=lambda types, *_: np.ones(len(types)))
 
     monkeypatch.setattr("training.sharing.shared_runs.fit_kernel_model", learn)
-    found = summed_ms(rows, runs, records, families, TrainingConfig(threads=1))
-    assert np.isfinite(found).all()
+    sums_ms = summed_ms(rows, runs, records, families, TrainingConfig(threads=1))
+    assert np.isfinite(sums_ms).all()
     left_out = {(background, name) for seen in given for background in set(rows.backgrounds) - set(seen.backgrounds)
                 for name in families.values() if not any(name in owners for owners in seen.groups)}
     assert left_out >= {(run.background, families[run.model]) for run in runs}
     place = next(place for place, run in enumerate(runs) if (run.model, run.background) == ("alexnet@batch=16", "compute"))
-    others = [run for run in runs if families[run.model] != "alexnet" and run.background != "compute"]
-    line = fit_line(np.array([float(len(records[run.model].nodes)) for run in others]),
-                    np.array([run.samples_ms.mean() for run in others]))
-    assert found[place] == pytest.approx(line.alpha * len(records["alexnet@batch=16"].nodes) + line.beta_ms)
+    learned_from = [run for run in runs if families[run.model] != "alexnet" and run.background != "compute"]
+    line = fit_line(np.array([float(len(records[run.model].nodes)) for run in learned_from]),
+                    np.array([run.samples_ms.mean() for run in learned_from]))
+    assert sums_ms[place] == pytest.approx(line.alpha * len(records["alexnet@batch=16"].nodes) + line.beta_ms)
     only = [run for run in runs if run.background == "compute"]
     assert np.isnan(summed_ms(rows, only, records, families, TrainingConfig(threads=1))).all()
     header = read_header(under_load.dataset(TARGET))
@@ -256,8 +256,8 @@ def test_a_shipped_reading_of_the_probe_tells_a_prediction(beside: Workspace, to
     files.write_json(tmp_path / "reading.json", block.probe)
     done = [run_script("inference/predict_model_latency.py", "--model", torch_models["resnet18"], "--target", "nvidia-h200",
                        "--json", "--slo-ms", "2", *probe) for probe in ([], ["--probe", tmp_path / "reading.json"])]
-    assert [one.returncode for one in done] == [0, EXIT_SLO_MISSED]
-    (idle,), (waiting,) = (json.loads(one.stdout) for one in done)
+    assert [process.returncode for process in done] == [0, EXIT_SLO_MISSED]
+    (idle,), (waiting,) = (json.loads(process.stdout) for process in done)
     assert waiting["under_load"]["told_by"] == "probe"
     assert waiting["latency_ms"] == pytest.approx(idle["latency_ms"] + 2.4, abs=0.8)
     assert (idle["slo"]["met"], waiting["slo"]["met"]) == (True, False)
@@ -295,15 +295,15 @@ def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
 @pytest.mark.parametrize("name", TORCH_MODELS)
 def test_shipped_predictors_answer_without_a_gpu(torch_models: dict[str, Path], name: str) -> None:
     """A model at an image size that is in no dataset: most of it is predicted, and the answer says what it holds for."""
-    found = predict(torch_models[name], target="nvidia-h200")
-    assert found.target == TARGET
-    assert found.composition.kind == "pipeline"
-    assert 0.1 < found.latency_ms < 5
-    assert found.interval_ms is not None
-    assert found.interval_ms[0] < found.latency_ms < found.interval_ms[1]
+    prediction = predict(torch_models[name], target="nvidia-h200")
+    assert prediction.target == TARGET
+    assert prediction.composition.kind == "pipeline"
+    assert 0.1 < prediction.latency_ms < 5
+    assert prediction.interval_ms is not None
+    assert prediction.interval_ms[0] < prediction.latency_ms < prediction.interval_ms[1]
     if not has_cuda():
-        assert any("NVIDIA H200 with ONNX Runtime 1.31" in text for text in found.warnings)
-        assert any("derived" in text for text in found.warnings)
+        assert any("NVIDIA H200 with ONNX Runtime 1.31" in text for text in prediction.warnings)
+        assert any("derived" in text for text in prediction.warnings)
 
 
 def test_shipped_predictors_are_of_the_shipped_dataset() -> None:

@@ -30,11 +30,11 @@ SCRIPT = "recipes/this_device/measure_this_device.py"
 
 def models(folder: Path) -> list[Path]:
     """Two small models of two families, with dynamic batches."""
-    found = []
+    paths = []
     for name, proto in (("first", small_model(batch="batch")), ("second", small_model(channels=16, side=8, batch="batch"))):
         files.write_bytes(folder / f"{name}.onnx", proto.SerializeToString())
-        found.append(folder / f"{name}.onnx")
-    return found
+        paths.append(folder / f"{name}.onnx")
+    return paths
 
 
 def command(workspace: Workspace, *options: str | Path) -> list[str]:
@@ -51,9 +51,9 @@ def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
         while process.poll() is None and not files.read_lines(journal):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
-    assert process.returncode == 130, said
-    assert "stopped; what was measured is kept: run again to go on" in said
+        _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130, stderr
+    assert "stopped; what was measured is kept: run again to go on" in stderr
     before = read_journal(journal.parent)
     spent_s = json.loads(workspace.this_device.read_text())["seconds"]
     assert before
@@ -69,10 +69,10 @@ def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     latencies = [m.id for block in after for m in block.measurements if m.subject == "model"]
     assert set(latencies) <= {"first@batch=2,dynamic", "second@batch=2,dynamic"}
     assert len(latencies) == len(set(latencies)) >= 1, "on a busy machine, the time may be over before the second"
-    kernels, held_out, own = result["expected"]
+    kernels, held_out, in_fit = result["expected"]
     assert kernels["count"] >= 5
-    assert (held_out["count"], own["count"]) == (len(latencies) if len(latencies) > 1 else 0, len(latencies))
-    assert own["mean_error_%"] >= 0
+    assert (held_out["count"], in_fit["count"]) == (len(latencies) if len(latencies) > 1 else 0, len(latencies))
+    assert in_fit["mean_error_%"] >= 0
     predicted = printed(*result["predict"].split()[1:], "--json", "--dim", "batch=2")
     if "first@batch=2,dynamic" in latencies:
         assert json.loads(predicted)[0]["time_share"]["measured"] == pytest.approx(1.0)
@@ -105,10 +105,10 @@ def test_models_are_put_into_the_workspace(tmp_path: Path) -> None:
         put_models(workspace, [])
     assert [path.name for path in put_models(workspace, given)] == ["first.onnx", "second.onnx"]
     assert put_models(workspace, given[:1]) == put_models(workspace, [])
-    other = tmp_path / "elsewhere" / "first.onnx"
-    files.write_bytes(other, b"another model")
+    namesake = tmp_path / "elsewhere" / "first.onnx"
+    files.write_bytes(namesake, b"another model")
     with pytest.raises(UserError, match=r"first\.onnx exists and differs from"):
-        put_models(workspace, [other])
+        put_models(workspace, [namesake])
 
 
 def test_another_gpu_is_where_a_gpu_starts_from() -> None:
@@ -118,8 +118,8 @@ def test_another_gpu_is_where_a_gpu_starts_from() -> None:
 
 
 def test_the_command_that_predicts() -> None:
-    there = ["python", "inference/predict_model_latency.py", "--target", "t", "--model", "a b.onnx"]
-    assert prediction_command(Workspace(), "t", Path("x/a b.onnx")) == " ".join([*there[:-1], "'a b.onnx'"])
+    words = ["python", "inference/predict_model_latency.py", "--target", "t", "--model", "a b.onnx"]
+    assert prediction_command(Workspace(), "t", Path("x/a b.onnx")) == " ".join([*words[:-1], "'a b.onnx'"])
     assert prediction_command(Workspace(ROOT / "out" / "mine"), "t", Path("m.onnx")).endswith("--workspace out/mine")
 
 

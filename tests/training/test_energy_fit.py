@@ -84,20 +84,20 @@ def test_kernels_take_no_longer_than_the_run() -> None:
 
 def made_up(count: int, families: int, seed: int = 0) -> list[MeasuredEnergy]:
     """Runs of random work with the true coefficients."""
-    draw, found = np.random.default_rng(seed), []
+    draw, runs = np.random.default_rng(seed), []
     for number in range(count):
         work = {name: float(draw.lognormal(0.0, 1.0)) / TRUE[name] for name in TRUE} | {
             "run_s": float(draw.lognormal(0.0, 0.3)) / IDLE_W}
         energy_j = true_j(work)
-        found.append(MeasuredEnergy(f"m{number}", f"f{number % families}", energy_j, energy_j / work["run_s"], IDLE_W,
+        runs.append(MeasuredEnergy(f"m{number}", f"f{number % families}", energy_j, energy_j / work["run_s"], IDLE_W,
                                     1e3 * work["run_s"], work))
-    return found
+    return runs
 
 
 def test_exact_energies_give_the_coefficients() -> None:
     names = sorted(TRUE)
-    found = dict(zip(names, fit_coefficients(made_up(80, 8), names), strict=True))
-    assert found == pytest.approx(TRUE, rel=0.1)  # the penalty takes a little
+    coefficients = dict(zip(names, fit_coefficients(made_up(80, 8), names), strict=True))
+    assert coefficients == pytest.approx(TRUE, rel=0.1)  # the penalty takes a little
     assert min(fit_coefficients(made_up(6, 2), names)) >= 0.0  # fewer models than coefficients
 
 
@@ -110,13 +110,13 @@ def test_batches_of_kernels_are_in_the_fit_and_in_no_error() -> None:
     alone, together = fit_energy("t", models, "0"), fit_energy("t", [*models, *batches], "0")
     assert together.left_out is not None
     assert (len(together.models), together.left_out.count) == (30, 30)
-    wrong = [abs(one.coefficients["busy_s:convolution"] - TRUE["busy_s:convolution"]) for one in (alone, together)]
+    wrong = [abs(fit.coefficients["busy_s:convolution"] - TRUE["busy_s:convolution"]) for fit in (alone, together)]
     assert wrong[1] < wrong[0]  # models alone share the energy between the two
 
 
 def test_one_family_is_not_held_out_and_few_models_are_refused() -> None:
-    found = fit_energy("t", made_up(12, 1), "0")
-    assert (found.left_out, found.interval, found.candidates[0].cv_mape) == (None, None, None)
+    fit = fit_energy("t", made_up(12, 1), "0")
+    assert (fit.left_out, fit.interval, fit.candidates[0].cv_mape) == (None, None, None)
     with pytest.raises(UserError, match="t: 4 models with a sound measured energy; it takes 5 or more"):
         fit_energy("t", made_up(4, 2), "0")
 
@@ -129,9 +129,9 @@ def test_work_that_no_model_had_is_a_guess() -> None:
     assert half.guessed == ("tflop:product:float16",)
     assert half.energy_j - learned.run_j({"run_s": 1.0}).energy_j == pytest.approx(
         10.0 * learned.coefficients["tflop:product"])
-    other = learned.run_j({"run_s": 1.0, "tflop:other:float32": 10.0})  # of a class that none had
-    assert other.guessed == ("tflop:other:float32",)
-    assert other.energy_j - half.energy_j == pytest.approx(
+    energy = learned.run_j({"run_s": 1.0, "tflop:other:float32": 10.0})  # of a class that none had
+    assert energy.guessed == ("tflop:other:float32",)
+    assert energy.energy_j - half.energy_j == pytest.approx(
         10.0 * (max(learned.coefficients["tflop:product"], learned.coefficients["tflop:convolution"])
                 - learned.coefficients["tflop:product"]))
 
@@ -143,9 +143,9 @@ def test_no_energy_is_above_the_power_limit() -> None:
     free = fit_energy("t", models, "0")
     for model, limited, unlimited in zip(models, learned.models, free.models, strict=True):
         assert limited.predicted_j == pytest.approx(min(unlimited.predicted_j, limit_w * model.run_ms / 1e3))
-    found = learned.run_j({"run_s": 1.0, "busy_s:other": 100.0})
-    assert found.energy_j == limit_w
-    assert found.over_limit == pytest.approx(free.run_j({"run_s": 1.0, "busy_s:other": 100.0}).energy_j / limit_w)
+    energy = learned.run_j({"run_s": 1.0, "busy_s:other": 100.0})
+    assert energy.energy_j == limit_w
+    assert energy.over_limit == pytest.approx(free.run_j({"run_s": 1.0, "busy_s:other": 100.0}).energy_j / limit_w)
 
 
 # the command
@@ -205,8 +205,8 @@ def test_made_up_energies_of_real_models_are_learned(fitted: tuple[EnergyModel, 
     assert learned.left_out.mape < learned.left_out_with_latency.mape < 0.06  # the latency's error comes on top
     assert learned.interval is not None
     assert learned.interval.low < 1.0 < learned.interval.high < 1.1
-    others = [one.cv_mape for one in learned.candidates if one.name != learned.kind]
-    assert min(found for found in others if found is not None) > learned.left_out.mape
+    rejected_mapes = [candidate.cv_mape for candidate in learned.candidates if candidate.name != learned.kind]
+    assert min(mape for mape in rejected_mapes if mape is not None) > learned.left_out.mape
 
 
 @pytest.mark.slow
@@ -242,13 +242,13 @@ def test_energy_follows_from_a_models_latency(fitted: tuple[EnergyModel, subproc
                                               record: Path) -> None:
     done = predict(energies, "--model", record, "--energy", "--json")
     assert done.returncode == 0, done.stderr
-    [found] = json.loads(done.stdout)
-    energy, table = found["energy"], pd.read_csv(model_table_path(Workspace(energies).dataset(TARGET)))
+    [prediction] = json.loads(done.stdout)
+    energy, table = prediction["energy"], pd.read_csv(model_table_path(Workspace(energies).dataset(TARGET)))
     true = table[table["Model"] == read_model_record(record).model]
-    assert energy["latency_ms"] == found["latency_ms"]
-    assert energy["mean_power_w"] == pytest.approx(1e3 * energy["energy_j"] / found["latency_ms"])
-    assert energy["energy_per_item_j"] == pytest.approx(energy["energy_j"] / found["batch"])
-    assert energy["idle_j"] == pytest.approx(IDLE_W * found["latency_ms"] / 1e3)
+    assert energy["latency_ms"] == prediction["latency_ms"]
+    assert energy["mean_power_w"] == pytest.approx(1e3 * energy["energy_j"] / prediction["latency_ms"])
+    assert energy["energy_per_item_j"] == pytest.approx(energy["energy_j"] / prediction["batch"])
+    assert energy["idle_j"] == pytest.approx(IDLE_W * prediction["latency_ms"] / 1e3)
     for name, value in (("interval_j", "energy_j"), ("item_interval_j", "energy_per_item_j"),
                         ("power_interval_w", "mean_power_w")):
         assert energy[name][0] < energy[value] < energy[name][1]
