@@ -14,7 +14,6 @@ from utils.fingerprint import DEFAULT_RUNTIME, Flavour, Target, cpu_name, gpu_fa
 if TYPE_CHECKING:
     from runtimes.runtime import Runtime
 
-
 # By name, the module that defines RUNTIME. It is loaded when it is asked for.
 MODULES = {"ort": "runtimes.ort.runtime", "tvm": "runtimes.tvm.runtime", "openvino": "runtimes.openvino.runtime"}
 

@@ -25,6 +25,8 @@ SIDECAR = "predictors.json"  # describes the predictors of a target. Training wr
 ADMITTED = "estimators.json"  # estimators that were admitted for a target, beside its sidecar
 COMPOSITION = "composition.json"  # how kernel times add up to a model's time
 OPTIMIZED_SUFFIX = ".ort.onnx"  # ORT's optimised graph of a model: `<model>.<flavour>.ort.onnx`; never taken for a model
+LONGEST_BYTES = 240  # of a name: file systems allow 255, and a suffix is added
+_UNSAFE = re.compile(r'[/\\\x00-\x1f\x7f]')  # separates folders, or is not printable
 
 
 @dataclass(frozen=True)
@@ -162,10 +164,6 @@ def model_files(folders: Iterable[Path], suffixes: Sequence[str] = (".onnx",)) -
         path for folder in folders for suffix in suffixes for path in folder.glob(f"*{suffix}")
         if not path.name.endswith(OPTIMIZED_SUFFIX) and not path.name.startswith(".")
     )
-
-
-LONGEST_BYTES = 240  # of a name: file systems allow 255, and a suffix is added
-_UNSAFE = re.compile(r'[/\\\x00-\x1f\x7f]')  # separates folders, or is not printable
 
 
 def _checked(name: str) -> str:

@@ -79,13 +79,13 @@ def verdict(prediction: Prediction, slo: SloUnderLoad) -> str:
     what = f"p{slo.percentile:g}" if prediction.under_load else "latency"
     could = f" (it could be {slo.could_be_ms:.4g})"
     sentence = (f"{prediction.model}: {what} {slo.latency_ms:.4g} ms{could} {'meets' if slo.met else 'misses'} the SLO of "
-            f"{slo.limit_ms:g} ms by {abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; ")
+                f"{slo.limit_ms:g} ms by {abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; ")
     if slo.unknown_because is not None:
         return sentence + f"what load still meets it is not known: {slo.unknown_because}"
     if slo.highest_busy_share is None:
         return sentence + f"p{slo.percentile:g} misses it on an idle device too"
     return sentence + (f"p{slo.percentile:g} meets it next to a background that is busy for up to {slo.highest_busy_share:.1%} "
-                   "of the time")
+                       "of the time")
 
 
 def log_measured(filled: Filled) -> None:

@@ -50,6 +50,8 @@ Floats = npt.NDArray[np.float64]
 SOME = 0.02  # share of the latency (or the same times a logarithm) from which a source of error is counted
 HOST_BOUND = 0.25  # share of the latency in which the GPU waits, from which the host counts as the slower track
 ALL = "all"  # in column `of`: the models of all collections
+MOST_KERNELS = 6000  # that a forest learns from, drawn at random from its class; nn-Meter samples about as many
+SIZES = ("batch", "height", "width", "channels", "out_channels", "kernel_height", "stride", "log_flops", "log_weights")
 
 
 def parts_of(collections: Sequence[str]) -> dict[str, npt.NDArray[np.bool_]]:
@@ -194,8 +196,6 @@ def judge_targets(workspace: Workspace, args: argparse.Namespace, config: Traini
         cli.print_json(results)
 
 
-MOST_KERNELS = 6000  # that a forest learns from, drawn at random from its class; nn-Meter samples about as many
-SIZES = ("batch", "height", "width", "channels", "out_channels", "kernel_height", "stride", "log_flops", "log_weights")
 FORESTS: dict[str, tuple[tuple[int, int, float], tuple[str, ...]]] = {  # class: (trees, depth, features per split), features
     "conv": ((550, 80, 5), SIZES),
     "dwconv": ((240, 40, 7), SIZES),

@@ -46,6 +46,7 @@ Floats = npt.NDArray[np.float64]
 SEED = 7
 STATISTICS = ("mean", "p50", "p95")
 SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200
+BASELINE_LABEL = "run"
 
 
 @dataclass(frozen=True)
@@ -251,9 +252,6 @@ class Pairs:
 def _next_to_loop(model: Simulated, looped: Simulated, sharing: Sharing) -> Floats:
     """Statistics of a model's latency (ms) while the other one runs in a loop."""
     return model.next_to(in_a_loop(looped.run, model.run, sharing), sharing.slice_ms)
-
-
-BASELINE_LABEL = "run"
 
 
 def measured_under_load(workspace: Workspace, target: str) -> TrainingSet | None:

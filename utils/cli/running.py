@@ -40,6 +40,13 @@ OS_ERROR_ADVICE = {
     errno.ENOENT: "no such file or folder",
     errno.EISDIR: "this is a folder, a file was expected",
 }
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_S = 0.7  # between a signal and the forced end of a script; together less than a second
+CHILD_GRACE_S = 0.15  # the same for a child process, whose parent waits for it
+SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
+_lock = threading.Lock()
+_said = False
+_asked = 0
 
 
 def explain(error: OSError) -> str:
@@ -96,15 +103,6 @@ def _report(error: BaseException, stopped: str) -> int | None:
     else:
         return None
     return 1
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GRACE_S = 0.7  # between a signal and the forced end of a script; together less than a second
-CHILD_GRACE_S = 0.15  # the same for a child process, whose parent waits for it
-SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
-_lock = threading.Lock()
-_said = False
-_asked = 0
 
 
 class Stopped(KeyboardInterrupt):

@@ -29,6 +29,7 @@ ORDERS = (  # the axes of tensors as `Sizes` names them, and how models permute 
     ("bnwnwc", "013245"), ("bcnwnw", "013524"), ("bhtkhd", "301425"), ("bcnwnw", "024351"), ("bnwnwc", "013425"),
     ("bnwnwc", "024135"), ("bcwnwn", "012435"), ("bxkkww", "012354"), ("bkhkhx", "052413"), ("bkkxww", "014253"),
     ("bkhhnwwc", "01425367"), ("bknhwhwc", "01352467"))
+MOST_TABLE = 1 << 27  # numbers in a table: 512 MiB in single precision
 
 
 def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -191,9 +192,6 @@ def triangle(dtype: str, batch: int, generator: Generator) -> Kernel:
     shape = Sizes(batch, generator).shape(str(generator.choice(["tt", "b1tt", "bhtt"])))
     return kernel("Trilu", [tensor(dtype, *shape), scalar("int64", pick([0, 1], generator))], [shape],
                   upper=int(generator.integers(2)))
-
-
-MOST_TABLE = 1 << 27  # numbers in a table: 512 MiB in single precision
 
 
 def embedding(dtype: str, batch: int, generator: Generator) -> Kernel:

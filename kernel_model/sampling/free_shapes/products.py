@@ -29,6 +29,15 @@ WINDOWS, WINDOW_WEIGHTS = ((1, 1), (3, 3), (5, 5), (7, 7), (1, 7), (7, 1), (1, 3
 GROUP_WIDTHS = (2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 168, 232, 264)
 FRAMES = (1, 2, 4, 8, 16, 32)
 VIDEO_WINDOWS = ((1, 1, 1), (3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 7, 7), (7, 7, 7), (3, 7, 7), (2, 2, 2), (5, 1, 1))
+ROWS = (16, 49, 50, 64, 144, 196, 197, 256, 784, 3136)  # tokens of an image, or pixels
+LONG = (1125, 1569, 2048, 3136, 4096, 6272)  # tokens of a video, a large image, a long text
+SUMS = (  # equation, operands by the letters of `Sizes`, and whether the second is a weight
+    ("ibnd,jbnd->bnij", "tbhd", "lbhd", "bhtl", False), ("bnij,jbnd->ibnd", "bhtl", "lbhd", "tbhd", False),
+    ("ibh,hnd->ibnd", "tbx", "xhd", "tbhd", True), ("ibnd,hnd->ibh", "tbhd", "xhd", "tbx", True),
+    ("byhwc,hkc->byhwk", "bhssd", "std", "bhsst", True), ("byhwc,wkc->byhwk", "bhssd", "std", "bhsst", True),
+    ("bhid,bhjd->bhij", "bhtd", "bhld", "bhtl", False), ("bijk,jkd->bijd", "bswd", "wdx", "bswx", True))
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+HIDDEN = (16, 32, 48, 64, 96, 100, 128, 192, 256, 300, 384, 512, 640, 768, 1024, 1536)
 
 
 def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -176,15 +185,6 @@ def global_pool(dtype: str, batch: int, generator: Generator) -> Kernel:
                   [(batch, wide, *[1] * len(sizes))])
 
 
-ROWS = (16, 49, 50, 64, 144, 196, 197, 256, 784, 3136)  # tokens of an image, or pixels
-LONG = (1125, 1569, 2048, 3136, 4096, 6272)  # tokens of a video, a large image, a long text
-SUMS = (  # equation, operands by the letters of `Sizes`, and whether the second is a weight
-    ("ibnd,jbnd->bnij", "tbhd", "lbhd", "bhtl", False), ("bnij,jbnd->ibnd", "bhtl", "lbhd", "tbhd", False),
-    ("ibh,hnd->ibnd", "tbx", "xhd", "tbhd", True), ("ibnd,hnd->ibh", "tbhd", "xhd", "tbx", True),
-    ("byhwc,hkc->byhwk", "bhssd", "std", "bhsst", True), ("byhwc,wkc->byhwk", "bhssd", "std", "bhsst", True),
-    ("bhid,bhjd->bhij", "bhtd", "bhld", "bhtl", False), ("bijk,jkd->bijd", "bswd", "wdx", "bswx", True))
-
-
 def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A matrix product with a constant matrix: a classifier's, with a row an image, or a transformer's, a row a token."""
     rows = batch * (1 if generator.random() < 0.25 else pick(ROWS, generator))
@@ -260,10 +260,6 @@ def sum_of_products(dtype: str, batch: int, generator: Generator) -> Kernel:
     equation, left, right, result, constant = SUMS[int(generator.integers(len(SUMS)))]
     return kernel("Einsum", [tensor(dtype, *sizes.shape(left)), tensor(dtype, *sizes.shape(right), constant=constant)],
                   [sizes.shape(result)], equation=equation)
-
-
-GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-HIDDEN = (16, 32, 48, 64, 96, 100, 128, 192, 256, 300, 384, 512, 640, 768, 1024, 1536)
 
 
 def recurrent(dtype: str, batch: int, generator: Generator) -> Kernel:
