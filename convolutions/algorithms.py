@@ -56,10 +56,6 @@ class Algorithm:
     meaning: str
     number: int | None = None
 
-    @property
-    def file_name(self) -> str:
-        return self.name.replace(" ", "_")
-
 
 ON_GPU = {algorithm.name: algorithm for algorithm in (
     Algorithm("direct", "straightforward convolution; cuDNN names it but never implemented it", 3),
