@@ -20,6 +20,7 @@ from command import run_script
 from conftest import TORCH_MODELS
 
 from inference import predict
+from recipes.h200.metrics_study import changes_before, means_of, simulated, study
 from records.dataset_files import (
     header_path,
     journal_path,
@@ -166,9 +167,12 @@ def beside_more(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, beside: Workspace, under_load: Workspace,
-                                                          beside_more: Workspace) -> None:
+                                                          beside_more: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe tells more than metrics, and these more than an idle latency or kernels under load; a looped model's prediction
-    tells as much, and another machine's measurement more. What was learned is kept beside the predictors."""
+    tells as much, and another machine's measurement more. What was learned is kept beside the predictors. Three lengths of a
+    slice and three costs of a switch are tried, since each takes seconds."""
+    monkeypatch.setattr("training.fit_sharing.SLICES_MS", (1.8, 2.1, 2.4))
+    monkeypatch.setattr("training.sharing.shared_runs.SWITCHES_MS", (0.1, 0.2, 0.3))
     datasets = [option for workspace in (beside, under_load, beside_more) for option in ("--beside", str(workspace.root))]
     done = run("training/fit_sharing.py", part, *datasets, "--json")
     assert done.returncode == 0, done.stderr
@@ -194,6 +198,26 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     assert sharing.waits_ms == tuple(sorted(sharing.waits_ms))
     assert 0.05 <= sharing.switch_ms <= 0.4
     assert 2.2 < sharing.longest_wait_ms < 2.6
+
+
+def test_no_metrics_tell_how_long_one_waits(part: Workspace, tmp_path: Path) -> None:
+    """Of one model of the study's archive: the waits that the probe found explain most of what metrics alone leave open, and
+    neither means of metrics nor their changes tell these waits. The GPU had as many processes next to each kind."""
+    dataset = unpacked("metrics-nvidia-h200.tar.xz", tmp_path).dataset(TARGET)
+    series = pd.read_csv(tmp_path / "metrics.csv")
+    blocks = read_journal(dataset)
+    alone = alone_ms(blocks)
+    runs = [run for run in shared_runs(blocks, alone) if run.model == "squeezenet1_1@batch=1"]
+    changes = {block.load: changes_before(block, series) for block in blocks if block.level}
+    assert len(runs) == len(changes) == 24
+    assert {changed[-1] for changed in changes.values()} == {3.0}
+    sets = {"means": np.array([means_of(run) for run in runs]),
+            "changes": np.array([changes[run.level, run.background] for run in runs])}
+    probed, usual, floor, _, *learned = study(runs, sets, simulated(part, runs), alone, slice_ms=2.1)
+    assert probed["mean_%"] < floor["mean_%"] < usual["mean_%"]
+    assert floor["p95_%"] < usual["p95_%"] / 2
+    assert len(learned) == 6
+    assert min(row["p95_%"] for row in learned) > floor["p95_%"]
 
 
 def test_what_is_said_of_sharing_is_what_is_shipped() -> None:
