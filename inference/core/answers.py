@@ -150,6 +150,12 @@ class Prediction(Frozen):
     fits_memory: bool | None = None
     warnings: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """One line: `resnet18: 0.7568 ms on nvidia-h200-cuda-ort1.31-all (90 % between 0.7021 and 0.9114)`."""
+        low, high = self.interval_ms
+        return (f"{self.model}: {self.latency_ms:.4g} ms on {self.target} (90 % between {low:.4g} and {high:.4g}"
+                f"{'; a rough estimate' if self.rough_estimate else ''})")
+
 
 def make_monotonic(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Predictions of a model at several sizes of its dynamic dimensions, none shorter than one at sizes that are no greater.
