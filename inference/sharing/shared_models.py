@@ -29,7 +29,7 @@ class SharedModel:
         alone_ms: its latency on an idle device.
         tracks, costs: of its run.
         sharing: how the target's GPU takes turns between processes.
-        off_gpu_ms: how much longer a run takes than its tracks alone, idle or not (`ModelRun.off_gpu_ms`).
+        beyond_tracks_ms: how much longer a run takes than its tracks alone, idle or not (`ModelRun.beyond_tracks_ms`).
     """
 
     prediction: Prediction
@@ -37,11 +37,11 @@ class SharedModel:
     tracks: Tracks
     costs: PipelineCosts
     sharing: Sharing
-    off_gpu_ms: float = 0.0
+    beyond_tracks_ms: float = 0.0
 
     def next_to(self, co_runner: CoRunner, load_source: LoadSource) -> UnderLoad:
         """The distribution of its latency next to a co-runner."""
-        return under_load(self.tracks, self.costs, self.sharing, co_runner, load_source).later_by(self.off_gpu_ms)
+        return under_load(self.tracks, self.costs, self.sharing, co_runner, load_source).later_by(self.beyond_tracks_ms)
 
     def at_share(self, share: float, like: CoRunner | None = None) -> UnderLoad:
         """The distribution next to a background that is busy for `share` of the time (a ratio). The background's waits and
@@ -65,7 +65,7 @@ def shared_model_of(run: PredictedRun) -> SharedModel:
         check_mode_here(run.fitted)
     if sharing is None or costs is None:
         raise NotShared(run.fitted.target.name)
-    return SharedModel(run.prediction, run.alone_ms, run.run.tracks, costs, sharing, run.run.off_gpu_ms(costs))
+    return SharedModel(run.prediction, run.alone_ms, run.run.tracks, costs, sharing, run.run.beyond_tracks_ms(costs))
 
 
 class OneOfTwo(Frozen):

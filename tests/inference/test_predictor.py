@@ -121,6 +121,21 @@ def test_nothing_is_read_before_the_first_question(workspace: Workspace) -> None
         _ = predictor.fitted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18@batch=1", "bert_mask_static"])
+def test_without_load_the_curve_says_what_the_prediction_says(name: str, folder: Path) -> None:
+    predictor = Predictor(target=TARGET)
+    run = predictor.run(record(folder, name), host_pace=1.0)
+    latency_ms = run.prediction.latency_ms
+    first = predictor.curve(run, 3).points[0]
+    assert [first.mean_ms, first.p50_ms, first.p95_ms, first.p99_ms] == pytest.approx([latency_ms] * 4, rel=1e-9)
+    quiet = predictor.predict(record(folder, name), load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.0}, host_pace=1.0)
+    assert quiet.latency_ms == pytest.approx(latency_ms, rel=1e-9)
+    for limit_ms in (1.0001 * latency_ms, 0.9999 * latency_ms):
+        objective = predictor.objective(run, limit_ms)
+        assert objective.met == (objective.highest_busy_share is not None)
+
+
 def test_another_device_is_predicted_only_if_it_is_named(folder: Path, workspace: Workspace,
                                                          monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A program may never read warnings. The other device's predictors may be shipped, or in the workspace."""
