@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import inference
-from inference import Predictor, predict
+from inference import Predictor, highest_busy_share, predict
 from inference.core import targets
 from inference.core.model_run import trace_of
 from inference.core.run_modes import RunMode
@@ -154,6 +154,15 @@ def test_another_device_is_predicted_only_if_it_is_named(folder: Path, workspace
     h200 = Predictor(target=TARGET).fitted.target
     monkeypatch.setattr(targets, "local_targets", lambda: (h200,))
     assert predict(model).target == TARGET  # where this machine is the device, nothing need be named
+
+
+@pytest.mark.parametrize("percentile", [0.95, 0.0, -5.0, 101.0, float("nan")])
+def test_a_percentile_is_no_ratio(percentile: float, folder: Path) -> None:
+    predictor = Predictor(target=TARGET)
+    with pytest.raises(UserError, match="not between 1 and 100; write 95 for the 95th percentile"):
+        predictor.objective(record(folder), 5.0, percentile)
+    with pytest.raises(UserError, match="not between 1 and 100"):
+        highest_busy_share(predictor.shared(record(folder)), 5.0, percentile)
 
 
 def test_a_prediction_in_words_names_its_target(folder: Path) -> None:
