@@ -43,7 +43,7 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     (f"{H200} --dim batch=-1", 1, "--dim batch=-1: write NAME=SIZE"),
     (f"{H200} --dim batch=1 --dim batch=2", 1, "batch is given twice"),
     (f"{H200} --dim batch=1,2,height=224", 1, "repeat --dim for each dimension: --dim batch=1,2 --dim height=224"),
-    (f"{H200} --dim batch=0", 1, "with batch=0 the output output is empty, so there is nothing to run"),
+    (f"{H200} --dim batch=0", 1, "with batch=0 every output is empty, so there is nothing to run"),
     (f"{H200} --dim size=3", 1, "no dynamic dimension size; its dynamic dimensions are batch"),
     (f"{H200} --metrics {{here}}/none.json", 1, "none.json: no such file"),
     (f"{H200} --metrics {{here}}", 1, "{here}: this is a folder, a file was expected"),

@@ -58,15 +58,14 @@ def _refuse_empty(record: ModelRecord) -> None:
     """Refuses sizes of 0 that leave nothing to run. A cache may be empty: its model still has work, and outputs.
 
     Raises:
-        UserError: an output is empty, or what most nodes make.
+        UserError: all outputs are empty, or what most nodes make.
     """
     zero = ", ".join(f"{name}=0" for name, size in record.dims.items() if size == 0)
     if not zero:
         return
-    empty = [name for name, tensor in record.outputs.items() if 0 in tensor.shape]
-    if empty:
-        raise UserError(f"{record.model}: with {zero} the output {empty[0]} is empty, so there is nothing to run; give a size "
-                        "of 1 or more")
+    if all(0 in tensor.shape for tensor in record.outputs.values()):
+        raise UserError(f"{record.model}: with {zero} every output is empty, so there is nothing to run; give a size of 1 or "
+                        "more")
     idle = sum(all(0 in tensor.shape for tensor in record.kernel_of(node).outputs) for node in record.nodes)
     if 2 * idle > len(record.nodes):
         raise UserError(f"{record.model}: with {zero} most of its nodes ({idle} of {len(record.nodes)}) have nothing to do; "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.ort.graph.bodies import body_sizes, made_within, steering_inputs
+from runtimes.ort.graph.fitting_sizes import fitting_sizes
 from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
 from utils import cli, files
 from utils.errors import UserError
@@ -51,6 +52,12 @@ class Source:
         """Values for inputs that decide how often a Loop runs or which branch of an If, and strings that the model knows (see
         `steering_inputs`)."""
         return steering_inputs(self.graph_only.graph, self.dims)
+
+    @property
+    def open_names(self) -> dict[tuple[str, int], str]:
+        """The names of the dynamic dimensions, by input and axis."""
+        return {(value.name, axis): dim.dim_param for value in self.graph_only.graph.input
+                for axis, dim in enumerate(value.type.tensor_type.shape.dim) if dim.dim_param}
 
     @property
     def batch(self) -> int | None:
@@ -170,8 +177,10 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     given |= stamped
     missing = [f"{dim} ({'; '.join(places)})" for dim, places in dynamic.items() if dim not in given]
     if missing:
-        option = shlex.quote(f"{next(d for d in dynamic if d not in given)}=1")
-        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example --dim {option}")
+        fitting = fitting_sizes(proto, [dim for dim in dynamic if dim not in given], given, stem)
+        options = " ".join(f"--dim {shlex.quote(f'{dim}={size}')}" for dim, size in fitting.items())
+        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example "
+                        f"{options or '--dim NAME=SIZE'}")
     renamed = any("." in dim for dim in dynamic)
     if isinstance(model, Path) and not renamed:
         loadable: Path | bytes = model
