@@ -359,8 +359,8 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
         dims=record.dims, static=record.static, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=device_mib,
-        fits_memory=None if device_mib is None else memory.least_mib <= device_mib,
-        warnings=(*warnings, *unsure.warnings, *memory_warnings(memory.least_mib, device_mib)),
+        fits_memory=None if device_mib is None else memory.peak_mib <= device_mib,
+        warnings=(*warnings, *unsure.warnings, *memory_warnings(memory, device_mib)),
     )
 
 
