@@ -116,7 +116,8 @@ def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
     is_this_machine = part and any(part in local.name.lower() for local in local_targets())
     raise UserError(f"target {name}: no predictors for it in {workspace.predictors('')} or shipped with Hase "
                     f"(there: {', '.join(targets) or 'none'})" + (
-                        f"; it is this machine: make them with: {'; '.join(MAKE_PREDICTORS)}" if is_this_machine else ""))
+                        f"; it is this machine: have the model's kernels measured, in seconds, with --measure-missing, or make "
+                        f"predictors with: {'; '.join(MAKE_PREDICTORS)}" if is_this_machine else ""))
 
 
 def is_here(target: Target) -> bool:

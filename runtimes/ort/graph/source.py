@@ -19,7 +19,7 @@ from utils.errors import UserError
 from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, check_plain_file, external_files, read_whole_model
-from utils.ort_sessions import model_errors
+from utils.ort_sessions import kind_of_file, model_errors
 from utils.paths import as_file_name
 
 log = get_logger("parser")
@@ -161,7 +161,8 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         external_files(Path(as_file_name(shown)), proto)
         digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
     if not proto.graph.node:
-        raise UserError(f"{shown}: no ONNX model with nodes in it (an empty graph)")
+        kind = kind_of_file(model) if isinstance(model, Path) else ""
+        raise UserError(f"{shown}: no ONNX model with nodes in it ({f'this is {kind}' if kind else 'an empty graph'})")
     unnamed_before = proto.SerializeToString() if not isinstance(model, Path) else b""
     dynamic = open_dims(proto)
     unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto, given))
