@@ -68,7 +68,7 @@ def main() -> int:
     if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--plot {args.plot}: a .png, .svg or .pdf")
     workspace = cli.start(args)
-    predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force)
+    predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
     curve = predictor.curve(args.model, args.points, dims=cli.one_size_dims(args.dim), static=args.static)
     for warning in curve.warnings:
         log.warning("%s", warning)

@@ -36,7 +36,7 @@ def main() -> int:
     cli.add_trust(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force)
+    predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
     pair = predictor.pair(args.model, args.beside_model, dims=cli.one_size_dims(args.dim),
                           second_dims=cli.one_size_dims(args.beside_dim), static=args.static)
     for warning in pair.warnings:

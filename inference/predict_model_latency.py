@@ -253,7 +253,8 @@ def main() -> int:
         raise UserError("--measure-missing: idle times are not looked up under a load; leave prometheus.url out, or give "
                         "--set prometheus.url=null")
     sources = LiveSources(
-        Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators),
+        Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators,
+                  any_device=True),
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
     if args.watch:

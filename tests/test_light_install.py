@@ -11,12 +11,14 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from utils import no_package
 from utils.cli import LEFT_OUT
 from utils.paths import ROOT
 
@@ -119,3 +121,13 @@ def test_the_light_install_predicts_the_same_as_the_full_one(tmp_path: Path) -> 
     assert not imported & {*LEFT_OUT, "networkx", "prometheus_client", "requests"}
     assert {"onnxruntime", "inference"} <= imported
     assert predicted([sys.executable, *arguments], tmp_path) == light  # whichever ONNX Runtime wheel derives the graph
+
+
+@pytest.mark.skipif(find_spec("pip") is None, reason="without pip nothing can be installed")
+@pytest.mark.parametrize("options", [(), ("--editable",)])
+def test_pip_says_in_a_sentence_what_to_do_instead(options: tuple[str, ...]) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", *options, "."], cwd=ROOT,
+                          capture_output=True, text=True)
+    said = [line.strip() for line in done.stderr.splitlines() if "Hase" in line]
+    assert (done.returncode, said) == (1, [no_package.MESSAGE])
+    assert "Traceback" not in done.stderr

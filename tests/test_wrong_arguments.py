@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import pytest
+import torch
 from command import run_script
 from conftest import small_model
 
@@ -21,6 +24,11 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     (f"{PREDICT} --modle x", 2, "unknown option --modle; did you mean --model?"),
     (f"{PREDICT} --top -1", 2, "--top: '-1' is not a whole number, 0 or more"),
     (f"{PREDICT} --top many", 2, "--top: 'many' is not a whole number"),
+    (f"{PREDICT} --model dyn.onnx", 2, "--model is given twice; this command takes one"),
+    (f"{H200} --io host --io device", 2, "--io is given twice; this command takes one"),
+    (f"{H200} --host-pace 1.1 --host-pace 1.2", 2, "--host-pace is given twice"),
+    ("benchmark/stressor.py --intensity 0.2 --intensity=0.3", 2, "--intensity is given twice"),
+    (f"{H200} --slo-ms 5 --slo-percentile 0.95", 2, "0.95 is not between 1 and 100; write 95 for the 95th percentile"),
     (f"{PREDICT} --slo-ms fast", 2, "--slo-ms: 'fast' is not a number"),
     (f"{PREDICT} --slo-ms -5", 2, "--slo-ms: -5 is not a positive number"),
     (f"{PREDICT} --trace {{here}}/no/such/trace.json", 2, "--trace: {here}/no/such/trace.json: no folder {here}/no/such"),
@@ -32,11 +40,22 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     ("inference/predict_model_latency.py --model {here}/logs", 1, "a folder, not a model; name an .onnx file (this folder"),
     ("inference/predict_model_latency.py --model {here}/none.onnx", 1, "no such model"),
     ("inference/predict_model_latency.py --model {here}/text.onnx --target h200", 1, "text.onnx: not an ONNX model"),
+    ("inference/predict_model_latency.py --model {here}/pointer.onnx --target h200", 1,
+     "{here}/pointer.onnx: not an ONNX model: this is a git-lfs pointer in place of the model; fetch the model with: git lfs"),
+    ("inference/predict_model_latency.py --model {here}/page.onnx --target h200", 1, "a web page, not the model behind it"),
+    ("inference/predict_model_latency.py --model {here}/net.pt --target h200", 1, "a model of PyTorch (.pt); export it with"),
+    ("inference/predict_model_latency.py --model {here}/old.pt --target h200", 1, "a Python pickle, as PyTorch writes (.pt)"),
+    ("inference/predict_model_latency.py --model {here}/net.ort --target h200", 1, "ONNX Runtime's own format (.ort); give"),
+    ("inference/predict_model_latency.py --model {here}/net.npz --target h200", 1, "this is a ZIP archive; unpack it"),
+    ("ort_analysis/ort_graph_parser.py --model {here}/pointer.onnx", 1, "this is a git-lfs pointer"),
+    ("benchmark/ort_kernel_runner.py --model {here}/pointer.onnx --device cpu", 1, "this is a git-lfs pointer"),
     ("inference/predict_model_latency.py --model {here}/text.json --target h200", 1, "text.json: not valid JSON"),
     (f"{H200} --dim batch", 1, "--dim batch: write NAME=SIZE"),
     (f"{H200} --dim batch=x", 1, "--dim batch=x: write NAME=SIZE"),
     (f"{H200} --dim batch=-1", 1, "--dim batch=-1: write NAME=SIZE"),
     (f"{H200} --dim batch=1 --dim batch=2", 1, "batch is given twice"),
+    (f"{H200} --dim batch=1,2,height=224", 1, "repeat --dim for each dimension: --dim batch=1,2 --dim height=224"),
+    (f"{H200} --dim batch=0", 1, "with batch=0 every output is empty, so there is nothing to run"),
     (f"{H200} --dim size=3", 1, "no dynamic dimension size; its dynamic dimensions are batch"),
     (f"{H200} --metrics {{here}}/none.json", 1, "none.json: no such file"),
     (f"{H200} --metrics {{here}}", 1, "{here}: this is a folder, a file was expected"),
@@ -85,7 +104,7 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     (f"{PREDICT} --target h200 --host-pace 115", 1, "host pace 115: a ratio to the usual pace is expected"),
     (f"{PREDICT} --target h200 --host-pace measure", 1, "has to be measured on the machine in question"),
     (f"{PREDICT} --target h200 --machine {{here}}/none.json", 1, "none.json: no such file; make it with: python benchmark"),
-    (f"{PREDICT} --target cpu-", 1, "it is this machine: make them with: python benchmark/collector.py"),
+    (f"{PREDICT} --target cpu-", 1, "it is this machine: have the model's kernels measured, in seconds, with --measure"),
     ("benchmark/ort_kernel_runner.py --model none.onnx", 1, "none.onnx: no such model"),
     ("benchmark/collector.py", 1, "index.json: no such file; make it with: python ort_analysis/fusion_detector.py"),
     ("evaluator.py dyn.onnx --rounds 0", 2, "--rounds: '0' is not a whole number, 1 or more"),
@@ -104,6 +123,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "logs").mkdir()
     for name in ("text.onnx", "text.json"):
         (folder / name).write_text("just a text\n")
+    (folder / "pointer.onnx").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 46828\n")
+    (folder / "page.onnx").write_text("\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n")
+    for name, old in (("net.pt", False), ("old.pt", True)):
+        torch.save({"weight": torch.zeros(3)}, folder / name, _use_new_zipfile_serialization=not old)
+    np.savez(folder / "net.npz", x=np.zeros(3))
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(folder / "net.ort")
+    onnxruntime.InferenceSession(small_model().SerializeToString(), options, providers=["CPUExecutionProvider"])
     return folder
 
 

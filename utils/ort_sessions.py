@@ -92,6 +92,35 @@ def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Se
     return open_session(model.SerializeToString(), device, optimize="none", name=name)
 
 
+NO_MODEL = "not an ONNX model"
+FILE_KINDS = (  # what people take for an ONNX file: the bytes that tell it, where they stand (None: anywhere), what to do
+    (b"version https://git-lfs", 0, "a git-lfs pointer in place of the model; fetch the model with: git lfs pull"),
+    (b"<!doctype html", None, "a web page, not the model behind it; download the file itself"),
+    (b"<html", None, "a web page, not the model behind it; download the file itself"),
+    (b"ortm", 4, "a model in ONNX Runtime's own format (.ort); give the ONNX file that it was made from"),
+    (b"/data.pkl", None, "a model of PyTorch (.pt); export it with torch.onnx.export, and give the .onnx file"),
+    (b"\x80\x02", 0, "a Python pickle, as PyTorch writes (.pt); export it with torch.onnx.export, and give the .onnx file"),
+    (b'{"', 8, "weights alone (.safetensors); export the model to ONNX"),
+    (b"tfl3", 4, "a model of TensorFlow Lite; convert it to ONNX"),
+    (b"\x89hdf", 0, "a model of Keras (HDF5); convert it to ONNX"),
+    (b"gguf", 0, "a model of llama.cpp (GGUF); give an ONNX export of it"),
+    (b"pk\x03\x04", 0, "a ZIP archive; unpack it, and give the .onnx file in it"),
+    (b"\x1f\x8b", 0, "compressed (gzip); unpack it first"),
+)
+FILE_START = 512  # bytes in which they stand
+
+
+def kind_of_file(path: Path) -> str:
+    """What a file is that is no ONNX model, and what to do; "" if that is not known, or if there is no such file."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(FILE_START).lower()
+    except (OSError, ValueError):  # ValueError: a name that no file can have
+        return ""
+    return next((kind for begins, place, kind in FILE_KINDS
+                 if (begins in start if place is None else start.startswith(begins, place))), "")
+
+
 class model_errors:  # lower case, as it is used like a function: `with model_errors(path):`
     """Turns errors of ORT and onnx about the model `name` into a `UserError`; other exceptions pass."""
 
@@ -108,7 +137,9 @@ class model_errors:  # lower case, as it is used like a function: `with model_er
         running = kind is RuntimeError and str(error).startswith("Error in execution")  # what IOBinding's runs raise
         if running or module.startswith("onnxruntime.") or module.startswith("google.protobuf") or (
                 module.startswith("onnx") and kind.__name__ in ("ValidationError", "InferenceError", "Fail")):
-            raise UserError(f"{self.name}: {advise(str(error))}") from None
+            message = advise(str(error))
+            kind = kind_of_file(Path(self.name)) if message.startswith(NO_MODEL) else ""
+            raise UserError(f"{self.name}: {f'{NO_MODEL}: this is {kind}' if kind else message}") from None
 
 
 def advise(message: str) -> str:
@@ -117,7 +148,7 @@ def advise(message: str) -> str:
     short = short.split(" : ")[-1] if short.startswith("[ONNXRuntimeError]") else short
     short = short if len(short) <= 300 else short[:300] + " …"
     meanings = (
-        (("Protobuf parsing failed", "Error parsing message", "INVALID_PROTOBUF"), "not an ONNX model, or cut short"),
+        (("Protobuf parsing failed", "Error parsing message", "INVALID_PROTOBUF"), f"{NO_MODEL}, or cut short"),
         (("NOT_IMPLEMENTED", "Could not find an implementation", "not a registered function/op", "No Op registered",
           "No opset import"), "holds an operator that this ONNX Runtime can't run"),
         (("External data", "external data", "External initializer", "GetFileLength", "ReadExternal", "file_size: No such file",

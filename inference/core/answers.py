@@ -113,7 +113,7 @@ class Prediction(Frozen):
         batch, items_per_second: of the first input; None where it has no dimension.
         memory, peak_memory_mib: the memory that a run holds at its peak.
         device_memory_mib: the memory of the target's device; None where it is not known.
-        fits_memory: whether the device has as much memory as a run needs (`Memory.least_mib`); None where it is not known.
+        fits_memory: whether the device has as much memory as the run's peak, peak_memory_mib; None where it is not known.
         warnings: what the reader should know.
     """
 
@@ -149,6 +149,13 @@ class Prediction(Frozen):
     device_memory_mib: float | None = None
     fits_memory: bool | None = None
     warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """One line: `resnet18: 0.7568 ms on nvidia-h200-cuda-ort1.31-all (90 % between 0.7021 and 0.9114)`."""
+        low, high = self.interval_ms
+        return (f"{self.model}: {self.latency_ms:.4g} ms on {self.target} (90 % between {low:.4g} and {high:.4g}"
+                f"{'; a rough estimate' if self.rough_estimate else ''}"
+                f"{'; more memory than the device has' if self.fits_memory is False else ''})")
 
 
 def make_monotonic(predictions: Sequence[Prediction]) -> list[Prediction]:

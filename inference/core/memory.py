@@ -225,9 +225,13 @@ def device_memory_mib(target: Target, machines: Sequence[Machine]) -> float | No
     return GPU_MEMORY_MIB.get(target.device_name)
 
 
-def memory_warnings(needed_mib: float, there_mib: float | None) -> tuple[str, ...]:
-    """A warning where a model needs more memory than its device has."""
-    if there_mib is None or needed_mib <= there_mib:
+def memory_warnings(memory: Memory, there_mib: float | None) -> tuple[str, ...]:
+    """A warning where a model's peak is more memory than its device has (`there_mib`)."""
+    if there_mib is None or memory.peak_mib <= there_mib:
         return ()
-    return (f"it can't run there: it needs at least {needed_mib / 1024:.4g} GiB of memory, and the device has "
-            f"{there_mib / 1024:.4g} GiB; the latency is one that no run has",)
+    has = f"the device has {there_mib / 1024:.4g} GiB"
+    if memory.least_mib > there_mib:
+        return (f"it can't run there: it needs at least {memory.least_mib / 1024:.4g} GiB of memory, and {has}; the latency is "
+                "one that no run has",)
+    return (f"it does not fit in the memory: its peak is {memory.peak_mib / 1024:.4g} GiB, and {has}. It can run only if ONNX "
+            f"Runtime gets along with less, {memory.least_mib / 1024:.4g} GiB at least",)

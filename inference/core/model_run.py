@@ -106,10 +106,10 @@ class ModelRun:
         shorter_ms = pipeline_ms(_tracks(shorter), costs, _off_gpu(shorter))
         return latency + (latency - shorter_ms) * (all_runs - runs_kept) / (runs_kept - fewer_runs)
 
-    def off_gpu_ms(self, costs: PipelineCosts) -> float:
+    def beyond_tracks_ms(self, costs: PipelineCosts) -> float:
         """How much longer the run takes than its tracks alone, ms: the time of nodes off the GPU, and of trips that `order`
         omits."""
-        return self.pipeline_ms(costs) - pipeline_ms(self.tracks, costs)
+        return self.composed().latency_ms - pipeline_ms(self.tracks, costs)
 
     @cached_property
     def nodes(self) -> list[KernelInModel]:
@@ -300,7 +300,7 @@ def _under_load(run: ModelRun, conditions: Conditions) -> UnderLoad | None:
     if shared_gpu is None or run.costs is None:
         return None
     shared = under_load(run.tracks, run.costs, shared_gpu.sharing, shared_gpu.co_runner, shared_gpu.load_source)
-    return shared.later_by(run.off_gpu_ms(run.costs))
+    return shared.later_by(run.beyond_tracks_ms(run.costs))
 
 
 def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured_share: float,
@@ -359,8 +359,8 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
         dims=record.dims, static=record.static, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=device_mib,
-        fits_memory=None if device_mib is None else memory.least_mib <= device_mib,
-        warnings=(*warnings, *unsure.warnings, *memory_warnings(memory.least_mib, device_mib)),
+        fits_memory=None if device_mib is None else memory.peak_mib <= device_mib,
+        warnings=(*warnings, *unsure.warnings, *memory_warnings(memory, device_mib)),
     )
 
 

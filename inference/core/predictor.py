@@ -25,7 +25,7 @@ from inference.core.model_run import PredictedRun, predicted_run
 from inference.core.model_warnings import estimator_warnings, model_warnings
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.sources import Source, record_of
-from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders
+from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders, refuse_other_device
 from inference.sharing.shared_models import (
     PERCENTILE,
     LoadCurve,
@@ -98,33 +98,42 @@ class Predictor:
         strict: predict every kernel, even measured ones.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
         estimators: files and folders with the code of admitted estimators of your own (docs/estimators.md); it is run.
+        any_device: without a target's name, take the only target with predictors, even if it is another device (with a
+            warning).
     """
 
     def __init__(self, workspace: Workspace | None = None, target: str | None = None, *, strict: bool = False,
-                 force: bool = False, estimators: Sequence[Path] = ()) -> None:
+                 force: bool = False, estimators: Sequence[Path] = (), any_device: bool = False) -> None:
         """Makes a predictor; nothing is read yet.
 
         Args:
             workspace: by default the repository.
-            target: the target's name, or a part of it; by default this machine, or the only target with predictors.
+            target: the target's name, or a part of it; by default this machine.
             strict: predict every kernel, even measured ones.
             force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
             estimators: files and folders with the code of admitted estimators of your own (docs/estimators.md); it is run.
+            any_device: without a target's name, take the only target with predictors, even if it is another device (with a
+                warning). Commands print warnings, so they do; a program may never look at them.
         """
         self.workspace = workspace or Workspace()
         self.target = target
         self.strict = strict
         self.force = force
         self.estimators = tuple(estimators)
+        self.any_device = any_device
 
     @cached_property
     def fitted(self) -> Fitted:
         """What was learned for the target.
 
         Raises:
-            UserError: there are no predictors for it, or they can't be read.
+            UserError: there are no predictors for it, or they can't be read; or no target was named, and the only one is
+                another device.
         """
-        return fitted_for(self.workspace, self.target, self.estimators)
+        fitted = fitted_for(self.workspace, self.target, self.estimators)
+        if self.target is None and not self.any_device:
+            refuse_other_device(fitted.target, self.workspace)
+        return fitted
 
     @cached_property
     def learned_energy(self) -> EnergyModel:
@@ -327,7 +336,7 @@ def predict(source: Source, *, workspace: Workspace | None = None, target: str |
     Args:
         source: an ONNX file (or a record's JSON file), a model in memory, or a record.
         workspace: the folder with the predictors; by default the repository.
-        target: the target's name, or a part of it; by default this machine, or the only target with predictors.
+        target: the target's name, or a part of it; by default this machine.
         strict: predict every kernel, even measured ones.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
         options: what else the prediction is for.

@@ -60,10 +60,12 @@ def print_predictions(predictions: Sequence[Prediction], top: int, energies: Seq
     if first.under_load and first.under_load.told_by == "probe":
         load = ", ".join(filter(None, (load, "as the probe met it")))
     log.info("target %s, %s, load %s; latency = %s", first.target, first.way.description, load, how)
-    rough = [{"rough estimate": "yes" if prediction.rough_estimate else "no"} for prediction in predictions]
     any_rough = any(prediction.rough_estimate for prediction in predictions)
-    cli.print_table([summary(prediction, show_sum) | (column if any_rough else {})
-                     for prediction, column in zip(predictions, rough, strict=True)], "predicted latency")
+    all_fit = all(prediction.fits_memory is not False for prediction in predictions)
+    cli.print_table([summary(prediction, show_sum)
+                     | ({"rough estimate": "yes" if prediction.rough_estimate else "no"} if any_rough else {})
+                     | ({} if all_fit else {"fits in memory": "no" if prediction.fits_memory is False else "yes"})
+                     for prediction in predictions], "predicted latency")
     if energies:
         print()
         cli.print_table([{"model": energy.model, "batch": energy.batch, **energy.columns(),

@@ -37,17 +37,39 @@ def record_of(source: Source, wanted: Flavour,
         static: whether they are fixed before the runtime optimises the model. Some always fix them.
 
     Raises:
-        UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
+        UserError: the model can't be read or analysed, a size of 0 leaves nothing to run, or `dims` are given for a record,
+            whose shapes are fixed.
     """
     if isinstance(source, (str, Path)):
-        return _record_of_file(Path(source), wanted, dict(dims or {}), static)
-    if not isinstance(source, ModelRecord):
-        if not isinstance(source, onnx.ModelProto):
-            raise UserError(f"{type(source).__name__} is not a model: give the path of an ONNX file or of a kernel record, an "
-                            "onnx.ModelProto, or a ModelRecord")
-        return _analysed(source, wanted, dims or {}, static)
-    _refuse_other_dims(source, dims)
-    return source
+        record = _record_of_file(Path(source), wanted, dict(dims or {}), static)
+    elif isinstance(source, ModelRecord):
+        record = source
+        _refuse_other_dims(record, dims)
+    elif isinstance(source, onnx.ModelProto):
+        record = _analysed(source, wanted, dims or {}, static)
+    else:
+        raise UserError(f"{type(source).__name__} is not a model: give the path of an ONNX file or of a kernel record, an "
+                        "onnx.ModelProto, or a ModelRecord")
+    _refuse_empty(record)
+    return record
+
+
+def _refuse_empty(record: ModelRecord) -> None:
+    """Refuses sizes of 0 that leave nothing to run. A cache may be empty: its model still has work, and outputs.
+
+    Raises:
+        UserError: all outputs are empty, or what most nodes make.
+    """
+    zero = ", ".join(f"{name}=0" for name, size in record.dims.items() if size == 0)
+    if not zero:
+        return
+    if all(0 in tensor.shape for tensor in record.outputs.values()):
+        raise UserError(f"{record.model}: with {zero} every output is empty, so there is nothing to run; give a size of 1 or "
+                        "more")
+    idle = sum(all(0 in tensor.shape for tensor in record.kernel_of(node).outputs) for node in record.nodes)
+    if 2 * idle > len(record.nodes):
+        raise UserError(f"{record.model}: with {zero} most of its nodes ({idle} of {len(record.nodes)}) have nothing to do; "
+                        "give a size of 1 or more")
 
 
 def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: bool) -> ModelRecord:

@@ -18,7 +18,7 @@ from training.kernels.uncertainty import Uncertainty, read_uncertainty
 from training.sharing.learned import Sharing, read_sharing
 from utils.errors import UserError
 from utils.files import cached
-from utils.fingerprint import CUDNN, Target, has_cuda, package_version
+from utils.fingerprint import CUDNN, Target, has_cuda, package_version, slug
 from utils.paths import SHIPPED, SIDECAR, Workspace
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
     is_this_machine = part and any(part in local.name.lower() for local in local_targets())
     raise UserError(f"target {name}: no predictors for it in {workspace.predictors('')} or shipped with Hase "
                     f"(there: {', '.join(targets) or 'none'})" + (
-                        f"; it is this machine: make them with: {'; '.join(MAKE_PREDICTORS)}" if is_this_machine else ""))
+                        f"; it is this machine: have the model's kernels measured, in seconds, with --measure-missing, or make "
+                        f"predictors with: {'; '.join(MAKE_PREDICTORS)}" if is_this_machine else ""))
 
 
 def is_here(target: Target) -> bool:
@@ -127,6 +128,21 @@ def is_here(target: Target) -> bool:
     if runtime.takes_setting and runtime.version() and (flavour.device == "cpu" or has_cuda()):
         candidates = (local_target(flavour.device, flavour.runtime, flavour.optimization, target.threads, target.cores),)
     return target.name in {local.name for local in candidates}
+
+
+def refuse_other_device(target: Target, workspace: Workspace) -> None:
+    """Checks that a target that nobody named is this machine.
+
+    Raises:
+        UserError: it is not; the message says how to name it.
+    """
+    if is_here(target):
+        return
+    device = slug(target.device_name)
+    of_device = [name for name in predictor_folders(workspace) if name.startswith(device)]
+    raise UserError(f"no predictors for this machine ({local_targets()[0].name}): add "
+                    f"target=\"{device if len(of_device) == 1 else target.name}\" to predict for {target.name}, or have the "
+                    "model's kernels measured here first: inference.measure_missing(model)")
 
 
 def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:

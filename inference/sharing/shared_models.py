@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from inference.core.run_modes import AS_USUAL
 from inference.sharing.co_runner import LoadSource, NotShared, UnderLoad, check_mode_here, under_load
 from training.sharing.learned import Sharing, co_runner_guessed, in_a_loop
+from utils.errors import UserError
 from utils.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class SharedModel:
         alone_ms: its latency on an idle device.
         tracks, costs: of its run.
         sharing: how the target's GPU takes turns between processes.
-        off_gpu_ms: how much longer a run takes than its tracks alone, idle or not (`ModelRun.off_gpu_ms`).
+        beyond_tracks_ms: how much longer a run takes than its tracks alone, idle or not (`ModelRun.beyond_tracks_ms`).
     """
 
     prediction: Prediction
@@ -37,11 +38,11 @@ class SharedModel:
     tracks: Tracks
     costs: PipelineCosts
     sharing: Sharing
-    off_gpu_ms: float = 0.0
+    beyond_tracks_ms: float = 0.0
 
     def next_to(self, co_runner: CoRunner, load_source: LoadSource) -> UnderLoad:
         """The distribution of its latency next to a co-runner."""
-        return under_load(self.tracks, self.costs, self.sharing, co_runner, load_source).later_by(self.off_gpu_ms)
+        return under_load(self.tracks, self.costs, self.sharing, co_runner, load_source).later_by(self.beyond_tracks_ms)
 
     def at_share(self, share: float, like: CoRunner | None = None) -> UnderLoad:
         """The distribution next to a background that is busy for `share` of the time (a ratio). The background's waits and
@@ -65,7 +66,7 @@ def shared_model_of(run: PredictedRun) -> SharedModel:
         check_mode_here(run.fitted)
     if sharing is None or costs is None:
         raise NotShared(run.fitted.target.name)
-    return SharedModel(run.prediction, run.alone_ms, run.run.tracks, costs, sharing, run.run.off_gpu_ms(costs))
+    return SharedModel(run.prediction, run.alone_ms, run.run.tracks, costs, sharing, run.run.beyond_tracks_ms(costs))
 
 
 class OneOfTwo(Frozen):
@@ -173,8 +174,23 @@ class SloUnderLoad(Slo):
     unknown_because: str | None = None
 
 
+def _check_percentile(percentile: float) -> None:
+    """Refuses what is no percentile, such as the ratio 0.95.
+
+    Raises:
+        UserError: it is not between 1 and 100.
+    """
+    if not 1.0 <= percentile <= 100.0:
+        raise UserError(f"percentile {percentile:g} is not between 1 and 100; write 95 for the 95th percentile")
+
+
 def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCENTILE) -> Slo:
-    """Compares a prediction with the objective that `percentile` % of the runs take at most `limit_ms`."""
+    """Compares a prediction with the objective that `percentile` % of the runs take at most `limit_ms`.
+
+    Raises:
+        UserError: the percentile is not between 1 and 100.
+    """
+    _check_percentile(percentile)
     shared = prediction.under_load
     latency, could_be = prediction.latency_ms, prediction.interval_ms[1]
     if shared is not None:
@@ -191,7 +207,12 @@ def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = 
 
     It is found by bisection, to PRECISION, over backgrounds with the waits and phases of those that were measured, or of
     `like`. The same runs are simulated at each share, so percentiles grow with it. High percentiles rest on few runs.
+
+    Raises:
+        UserError: the percentile is not between 1 and 100.
     """
+    _check_percentile(percentile)
+
     def met(share: float) -> bool:
         return model.at_share(share, like).percentile_ms(percentile) <= limit_ms
 
@@ -214,6 +235,10 @@ def objective_of(run: PredictedRun, limit_ms: float, percentile: float = PERCENT
         run: of the model.
         limit_ms, percentile: the objective: `percentile` % of the runs take at most `limit_ms`.
         like: the co-runner as a probe saw it; the highest load is taken to have the same waits and phases.
+
+    Raises:
+        UserError: the percentile is not between 1 and 100, or the GPU is this machine's and shared in a way that was not
+            measured.
     """
     prediction = run.prediction
     slo = check_slo(prediction, limit_ms, percentile).model_dump()

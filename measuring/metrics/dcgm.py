@@ -141,5 +141,6 @@ def _bindings() -> Any:
     try:
         return importlib.import_module("pydcgm")
     except ImportError:
-        raise DcgmMissing(f"source dcgm: no pydcgm in {' or '.join(map(str, BINDINGS))}; it comes with NVIDIA's DCGM (package "
-                          "datacenter-gpu-manager-4-core); put its folder on PYTHONPATH if it lies elsewhere") from None
+        raise DcgmMissing(f"source dcgm: no pydcgm in {' or '.join(map(str, BINDINGS))}; it comes with NVIDIA's DCGM, not from "
+                          "PyPI: sudo apt-get install --install-recommends datacenter-gpu-manager-4-cuda13 (docs/packages.md "
+                          "says more); put its folder on PYTHONPATH if it lies elsewhere") from None

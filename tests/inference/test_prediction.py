@@ -284,7 +284,7 @@ def test_a_gpu_s_graph_is_derived_without_one(workspace: Workspace, tmp_path: Pa
     shutil.copytree(workspace.predictors(TARGET), gpu_workspace.predictors(target.name))
     sidecar = gpu_workspace.predictors(target.name) / "predictors.json"
     files.write_json(sidecar, files.with_digest(files.read_json(sidecar) | {"target": target.model_dump()}))
-    prediction = predict(workspace.models / "anet_c16.onnx", workspace=gpu_workspace)
+    prediction = Predictor(gpu_workspace, any_device=True).predict(workspace.models / "anet_c16.onnx")
     assert prediction.target == target.name
     assert {"Conv", "Relu"} <= {kernel.type for kernel in prediction.kernels}  # the CPU runs them as one
     assert any("another device" in warning for warning in prediction.warnings)

@@ -15,17 +15,20 @@ from pathlib import Path
 import pytest
 
 import inference
-from inference import Predictor, predict
+from inference import Predictor, highest_busy_share, predict
+from inference.core import targets
 from inference.core.model_run import trace_of
 from inference.core.run_modes import RunMode
 from inference.sharing.co_runner import NotShared
 from recipes.same_predictions.questions import unpacked
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record
+from runtimes import flavour_of
 from training.composition.fitted import read_composition
 from training.sharing.learned import read_sharing, sharing_path
 from utils import files
 from utils.errors import UserError
+from utils.fingerprint import Target
 from utils.paths import SHIPPED, Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
@@ -116,6 +119,58 @@ def test_nothing_is_read_before_the_first_question(workspace: Workspace) -> None
     predictor = Predictor(workspace, "no such target")  # so nothing is refused yet
     with pytest.raises(UserError, match="target no such target: no predictors for it"):
         _ = predictor.fitted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18@batch=1", "bert_mask_static"])
+def test_without_load_the_curve_says_what_the_prediction_says(name: str, folder: Path) -> None:
+    predictor = Predictor(target=TARGET)
+    run = predictor.run(record(folder, name), host_pace=1.0)
+    latency_ms = run.prediction.latency_ms
+    first = predictor.curve(run, 3).points[0]
+    assert [first.mean_ms, first.p50_ms, first.p95_ms, first.p99_ms] == pytest.approx([latency_ms] * 4, rel=1e-9)
+    quiet = predictor.predict(record(folder, name), load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.0}, host_pace=1.0)
+    assert quiet.latency_ms == pytest.approx(latency_ms, rel=1e-9)
+    for limit_ms in (1.0001 * latency_ms, 0.9999 * latency_ms):
+        objective = predictor.objective(run, limit_ms)
+        assert objective.met == (objective.highest_busy_share is not None)
+
+
+def test_another_device_is_predicted_only_if_it_is_named(folder: Path, workspace: Workspace,
+                                                         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program may never read warnings. The other device's predictors may be shipped, or in the workspace."""
+    model, here = record(folder), Target(device_name="A CPU", flavour=flavour_of("cpu"), threads=2)
+    monkeypatch.setattr(targets, "local_targets", lambda: (here,))
+    monkeypatch.setattr(targets, "local_target", lambda *_: here)
+    for place in (Workspace(tmp_path / "empty"), workspace):
+        with pytest.raises(UserError, match=rf"no predictors for this machine \({here.name}\): add target=\"nvidia-h200\""):
+            predict(model, workspace=place)
+        for question in ("predict", "curve", "energy"):
+            with pytest.raises(UserError, match='target="nvidia-h200"'):
+                getattr(Predictor(place), question)(model)
+        assert predict(model, workspace=place, target="nvidia-h200").target == TARGET
+        warned = Predictor(place, any_device=True).predict(model)
+        assert (warned.target, here.name in warned.warnings[0]) == (TARGET, True)
+    h200 = Predictor(target=TARGET).fitted.target
+    monkeypatch.setattr(targets, "local_targets", lambda: (h200,))
+    assert predict(model).target == TARGET  # where this machine is the device, nothing need be named
+
+
+@pytest.mark.parametrize("percentile", [0.95, 0.0, -5.0, 101.0, float("nan")])
+def test_a_percentile_is_no_ratio(percentile: float, folder: Path) -> None:
+    predictor = Predictor(target=TARGET)
+    with pytest.raises(UserError, match="not between 1 and 100; write 95 for the 95th percentile"):
+        predictor.objective(record(folder), 5.0, percentile)
+    with pytest.raises(UserError, match="not between 1 and 100"):
+        highest_busy_share(predictor.shared(record(folder)), 5.0, percentile)
+
+
+def test_a_prediction_in_words_names_its_target(folder: Path) -> None:
+    prediction = predict(record(folder), target=TARGET, host_pace=1.0)
+    low, high = prediction.interval_ms
+    sure = f"{prediction.model}: {prediction.latency_ms:.4g} ms on {TARGET} (90 % between {low:.4g} and {high:.4g}"
+    assert str(prediction) == f"{sure})"
+    assert str(prediction.model_copy(update={"rough_estimate": True})) == f"{sure}; a rough estimate)"
 
 
 def test_a_run_needs_no_second_prediction(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from inference import predict
 from inference.core.run_modes import RunMode
 from records.blocks import Block
 from records.dataset_files import journal_path, read_header
-from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record, record_path
+from records.operators import TABLE
 from runtimes.ort.cuda.capture import capture_obstacle
 from runtimes.ort.graph.analysis import analyze
 from utils.errors import UserError
@@ -25,7 +25,7 @@ TARGET = "nvidia-h200-cuda-ort1.31-all"
 CAPTURED = RunMode(cuda_graph=True)
 
 
-def value(name: str, *shape: int, element: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+def value(name: str, *shape: int | str, element: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, element, shape)
 
 
@@ -57,26 +57,68 @@ def choice() -> onnx.ModelProto:
                  [value("condition", element=TensorProto.BOOL), value("x", 4)], [value("y", 4)])
 
 
+def boxes() -> onnx.ModelProto:
+    """Boxes that are selected by their scores."""
+    limits = [numpy_helper.from_array(np.array([number], dtype), name)
+              for name, number, dtype in (("most", 5, np.int64), ("overlap", 0.5, np.float32), ("least", 0.1, np.float32))]
+    return model([helper.make_node("Sigmoid", ["raw"], ["scores"], "score"),
+                  helper.make_node("NonMaxSuppression", ["boxes", "scores", "most", "overlap", "least"], ["y"], "select")],
+                 [value("boxes", 1, 40, 4), value("raw", 1, 3, 40)], [value("y", "n", 3, element=TensorProto.INT64)],
+                 tuple(limits))
+
+
+def chosen(op: str, inputs: list[str]) -> onnx.ModelProto:
+    """A choice of elements, by their values (NonZero) or by a condition (Compress)."""
+    kind = TensorProto.INT64 if op == "NonZero" else TensorProto.FLOAT
+    return model([helper.make_node("Relu", ["x"], ["r"], "relu"), helper.make_node(op, inputs, ["y"], "choose")],
+                 [value("x", 16), *([value("keep", 16, element=TensorProto.BOOL)] if op == "Compress" else [])],
+                 [value("y", *("1n" if op == "NonZero" else "n"), element=kind)])
+
+
+def only_on_the_cpu() -> onnx.ModelProto:
+    """An operator that the CUDA provider lacks, of which everything else is the CPU's too, so that nothing is copied."""
+    return model([helper.make_node("Acos", ["x"], ["y"], "acos")], [value("x", 64)], [value("y", 64)])
+
+
+def resized() -> onnx.ModelProto:
+    """Sizes that are computed from a shape: half the last axis."""
+    numbers = [numpy_helper.from_array(np.array([number]), name) for name, number in (("last", 1), ("two", 2), ("rest", -1))]
+    return model([helper.make_node("Relu", ["x"], ["r"], "relu"), helper.make_node("Shape", ["r"], ["shape"], "shape"),
+                  helper.make_node("Gather", ["shape", "last"], ["width"], "width"),
+                  helper.make_node("Div", ["width", "two"], ["half"], "half"),
+                  helper.make_node("Concat", ["rest", "half"], ["to"], "to", axis=0),
+                  helper.make_node("Reshape", ["r", "to"], ["z"], "view"), helper.make_node("Exp", ["z"], ["y"], "exp")],
+                 [value("x", "batch", "width")], [value("y", "b", "w")], tuple(numbers))
+
+
+WAITS = "makes the host wait for the size of its output"
+
+
 @pytest.mark.parametrize(("proto", "message"), [
+    (boxes(), f"select (NonMaxSuppression) {WAITS}"), (chosen("NonZero", ["r"]), f"choose (NonZero) {WAITS}"),
+    (chosen("Compress", ["r", "keep"]), f"choose (Compress) {WAITS}"), (only_on_the_cpu(), "acos (Acos) runs on the CPU"),
     (wide(32), None), (wide(33), "wide joins 33 inputs, and a Concat of more than 32 copies tables from the host"),
     (unequal_split(), None), (choice(), "choose (If) holds a graph of its own")])
 def test_nodes_that_forbid_capture(proto: onnx.ModelProto, message: str | None) -> None:
     assert capture_obstacle(analyze(proto, "cuda")) == message
 
 
-def on_the_cpu(record: ModelRecord, op_type: str = "Relu") -> ModelRecord:
-    """The record with its Relu put on the CPU provider, as no GPU is here to assign it, and its operator renamed."""
-    node = next(node for node in record.nodes if node.name == "relu")
-    kernels = {**record.kernels, node.kernel_id: record.kernel_of(node).model_copy(update={"op_type": op_type})}
-    nodes = tuple(entry.model_copy(update={"provider": "cpu"}) if entry is node else entry for entry in record.nodes)
-    return record.model_copy(update={"kernels": kernels, "nodes": nodes})
+def test_every_operator_that_waits_is_refused() -> None:
+    """As far as the table of operators says."""
+    record = analyze(wide(2), "cuda")
+    relu = next(node for node in record.nodes if node.name == "relu")
+    waiting = [row.name for row in TABLE if row.waits_for_size]
+    assert {"NonMaxSuppression", "NonZero", "Compress"} <= set(waiting)
+    for op_type in waiting:
+        kernels = {**record.kernels, relu.kernel_id: record.kernel_of(relu).model_copy(update={"op_type": op_type})}
+        assert capture_obstacle(record.model_copy(update={"kernels": kernels})) == f"relu ({op_type}) {WAITS}"
 
 
-def test_copies_forbid_capture_but_cpu_nodes_do_not() -> None:
-    record = analyze(wide(32), "cuda")
-    assert capture_obstacle(on_the_cpu(record)) is None
-    for copy in ("MemcpyToHost", "MemcpyFromHost"):
-        assert capture_obstacle(on_the_cpu(record, copy)) == f"relu ({copy}) copies between the host and the GPU"
+def test_copies_forbid_capture() -> None:
+    """The CUDA provider has no Acos, so what it reads is copied to the host."""
+    proto = model([helper.make_node("Relu", ["x"], ["r"], "relu"), helper.make_node("Acos", ["r"], ["y"], "acos")],
+                  [value("x", 64)], [value("y", 64)])
+    assert str(capture_obstacle(analyze(proto, "cuda"))).endswith("(MemcpyToHost) copies between the host and the GPU")
 
 
 @pytest.mark.slow
@@ -113,5 +155,7 @@ def test_a_model_that_cant_be_captured_is_refused() -> None:
 
 
 def test_sizes_computed_on_the_cpu_give_a_warning() -> None:
-    captured = predict(on_the_cpu(analyze(wide(32), "cuda")), target=TARGET, run_mode=CAPTURED)
-    assert [text for text in captured.warnings if "sizes on the CPU (relu)" in text]
+    record = analyze(resized(), "cuda", {"batch": 2, "width": 64})
+    assert {"half", "to"} <= {node.name for node in record.nodes if node.provider == "cpu"}
+    captured = predict(record, target=TARGET, run_mode=CAPTURED)
+    assert [text for text in captured.warnings if "work out sizes on the CPU (width, half …)" in text]

@@ -36,10 +36,10 @@ def pace(text: str) -> float | Literal["measure"]:
 
 
 def percentile(text: str) -> float:
-    """An option that is a percentile, in per cent."""
+    """An option that is a percentile, 1 to 100."""
     value = _number(text)
-    if not 0.0 < value <= 100.0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 100")
+    if not 1.0 <= value <= 100.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 100; write 95 for the 95th percentile")
     return value
 
 
@@ -190,6 +190,9 @@ def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
     dims: dict[str, list[int]] = {}
     for text in texts:
         name, _, sizes = text.partition("=")
+        if "=" in sizes and "," in sizes:
+            repeated = " ".join(f"--dim {part}" for part in re.split(r",(?=[^,]*=)", text))
+            raise UserError(f"--dim {text}: repeat --dim for each dimension: {repeated}")
         try:
             values = [int(size) for size in sizes.split(",")]
         except ValueError:
@@ -216,16 +219,33 @@ def one_size_dims(texts: Sequence[str]) -> dict[str, int]:
     return {name: sizes[0] for name, sizes in dims.items()}
 
 
+class StoreOnce(argparse.Action):
+    """Stores the value of an option that takes one; the option given twice is an error, not the last one's value."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        if isinstance(parser, Parser) and option_string:
+            if self.dest in parser.given:
+                parser.error(f"{option_string} is given twice; this command takes one")
+            parser.given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors take one line and suggest a known option for an unknown one.
 
-    Options can't be abbreviated: a typo could be taken for another option, and a new option could break old commands.
+    Options can't be abbreviated: a typo could be taken for another option, and a new option could break old commands. An option
+    that takes one value can be given only once.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+        self.given: set[str] = set()  # the options of one value in the command line that is being parsed
+        for name in (None, "store"):
+            self.register("action", name, StoreOnce)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given.clear()
         words = list(sys.argv[1:] if args is None else args)
         for word in itertools.takewhile(lambda word: word != "--", words):
             name = word.partition("=")[0]

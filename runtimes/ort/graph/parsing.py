@@ -16,6 +16,7 @@ from runtimes.ort.cuda.placement import assign_providers
 from runtimes.ort.cuda.reduced_precision import as_single, holds_reduced, restore_types
 from runtimes.ort.cuda.rewrites import cover_pools, cuda_optimizers, rewrite_for_cuda, runs_on_whole_numbers, uncover_pools
 from runtimes.ort.graph.bodies import all_tensors, flat_bodies, made_within, unused_trips
+from runtimes.ort.graph.fitting_sizes import refuse_other_caches
 from runtimes.ort.graph.nodes import ParsedNode, name_nodes
 from runtimes.ort.graph.open_shapes import Body, InferredTensors, Shape, Values
 from runtimes.ort.graph.source import Source, open_dims, read_source, tensor_of_size
@@ -219,6 +220,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
     reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
     proto = _optimized(path, source, reduced.model if reduced else source.loadable, flavour, derived, static)
     inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
+    refuse_other_caches(proto.graph.node, inferred.tensors, source.open_names, source.name)
     _check_trips(source, inferred, proto)
     _check_sizes_by_data(source, inferred.used, all_tensors(inferred))
     tensors, original, fixed = inferred.tensors, source.graph_only.graph, static or not source.dims

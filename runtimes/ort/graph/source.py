@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.ort.graph.bodies import body_sizes, made_within, steering_inputs
+from runtimes.ort.graph.fitting_sizes import fitting_sizes
 from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
 from utils import cli, files
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, check_plain_file, external_files, read_whole_model
-from utils.ort_sessions import model_errors
+from utils.ort_sessions import kind_of_file, model_errors
 from utils.paths import as_file_name
 
 log = get_logger("parser")
@@ -51,6 +52,12 @@ class Source:
         """Values for inputs that decide how often a Loop runs or which branch of an If, and strings that the model knows (see
         `steering_inputs`)."""
         return steering_inputs(self.graph_only.graph, self.dims)
+
+    @property
+    def open_names(self) -> dict[tuple[str, int], str]:
+        """The names of the dynamic dimensions, by input and axis."""
+        return {(value.name, axis): dim.dim_param for value in self.graph_only.graph.input
+                for axis, dim in enumerate(value.type.tensor_type.shape.dim) if dim.dim_param}
 
     @property
     def batch(self) -> int | None:
@@ -154,7 +161,8 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         external_files(Path(as_file_name(shown)), proto)
         digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
     if not proto.graph.node:
-        raise UserError(f"{shown}: no ONNX model with nodes in it (an empty graph)")
+        kind = kind_of_file(model) if isinstance(model, Path) else ""
+        raise UserError(f"{shown}: no ONNX model with nodes in it ({f'this is {kind}' if kind else 'an empty graph'})")
     unnamed_before = proto.SerializeToString() if not isinstance(model, Path) else b""
     dynamic = open_dims(proto)
     unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto, given))
@@ -170,8 +178,10 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     given |= stamped
     missing = [f"{dim} ({'; '.join(places)})" for dim, places in dynamic.items() if dim not in given]
     if missing:
-        option = shlex.quote(f"{next(d for d in dynamic if d not in given)}=1")
-        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example --dim {option}")
+        fitting = fitting_sizes(proto, [dim for dim in dynamic if dim not in given], given, stem)
+        options = " ".join(f"--dim {shlex.quote(f'{dim}={size}')}" for dim, size in fitting.items())
+        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example "
+                        f"{options or '--dim NAME=SIZE'}")
     renamed = any("." in dim for dim in dynamic)
     if isinstance(model, Path) and not renamed:
         loadable: Path | bytes = model

@@ -1,0 +1,100 @@
+"""Sizes of dynamic dimensions: the message about a missing one suggests sizes that fit, and sizes that can't be are refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from inference.core.sources import record_of
+from runtimes import flavour_of
+from runtimes.ort.graph.analysis import analyze
+from utils.errors import UserError
+
+OPSETS = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+QKV = {"wq": (256, 256), "wk": (256, 128), "wv": (256, 128)}
+PROJECTIONS: list[Any] = [("MatMul", ["x", f"w{name}"], [name], {}) for name in "qkv"]
+CACHED = {"x": ["batch", 1, 256], "pk": ["batch", 2, "past", "head"], "pv": ["batch", 2, "past", "head"]}
+MODELS: dict[str, Any] = {  # nodes, inputs, the shapes of random weights, and the sizes that fit
+    "a weight": ([("MatMul", ["x", "w"], ["y"], {})], {"x": ["batch", "features"]}, {"w": (48, 8)},
+                 {"batch": 1, "features": 48}),
+    "a table that is added": ([("Add", ["x", "w"], ["y"], {})], {"x": ["batch", "tokens", 8]}, {"w": (1, 197, 8)},
+                              {"batch": 1, "tokens": 197}),
+    "channels in groups, and a wide window": (
+        [("Conv", ["x", "w"], ["y"], {"group": 2})], {"x": ["batch", "channels", "height", "width"]}, {"w": (8, 3, 7, 7)},
+        {"batch": 1, "channels": 6, "height": 32, "width": 32}),
+    "a size that another dimension sets": (
+        [("Concat", ["x", "z"], ["c"], {"axis": 1}), ("MatMul", ["c", "w"], ["y"], {})],
+        {"x": ["batch", "length", "left"], "z": ["batch", 2, "right"]}, {"w": (24, 8)},
+        {"batch": 1, "length": 1, "left": 24, "right": 24}),
+    "a grouped attention's cache": (
+        [*PROJECTIONS, ("GroupQueryAttention", ["q", "k", "v", "pk", "pv", "seen", "all"], ["y", "nk", "nv"],
+                        {"num_heads": 4, "kv_num_heads": 2})],
+        CACHED | {"seen": ["batch"], "all": [1]}, QKV, {"batch": 1, "past": 1, "head": 64}),
+    "an attention's cache": (
+        [*PROJECTIONS, ("MultiHeadAttention", ["q", "k", "v", "", "", "", "pk", "pv"], ["y", "nk", "nv"], {"num_heads": 2})],
+        CACHED, {"wq": (256, 96), "wk": (256, 96), "wv": (256, 96)}, {"batch": 1, "past": 1, "head": 48}),
+    "a cache that is joined": (
+        [*PROJECTIONS[1:2], ("Reshape", ["k", "to"], ["heads"], {}), ("Transpose", ["heads"], ["new"], {"perm": [0, 2, 1, 3]}),
+         ("Concat", ["pk", "new"], ["nk"], {"axis": 2}), ("Softmax", ["nk"], ["y"], {})],
+        {name: CACHED[name] for name in ("x", "pk")}, {"wk": (256, 128)}, {"batch": 1, "past": 1, "head": 64}),
+}
+
+
+def model(name: str) -> onnx.ModelProto:
+    nodes, inputs, weights, _ = MODELS[name]
+    rng = np.random.default_rng(0)
+    tensors = [numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), weight)
+               for weight, shape in weights.items()]
+    tensors += [numpy_helper.from_array(np.array([0, 0, 2, 64]), "to")]
+    made = [helper.make_node(op, reads, makes, domain="com.microsoft" if "Attention" in op else "", **attributes)
+            for op, reads, makes, attributes in nodes]
+    values = [helper.make_tensor_value_info(value, TensorProto.INT32 if value in ("seen", "all") else TensorProto.FLOAT, shape)
+              for value, shape in inputs.items()]
+    outputs = [helper.make_tensor_value_info(out, TensorProto.FLOAT, None) for out in ("y", "nk", "nv")
+               if any(out in node.output for node in made)]
+    return helper.make_model(helper.make_graph(made, "fitting", values, outputs, tensors), opset_imports=OPSETS, ir_version=10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_message_suggests_sizes_that_fit(name: str) -> None:
+    with pytest.raises(UserError, match=r"is open; give its size, for example --dim") as refused:
+        analyze(model(name), "cpu")
+    suggested = {dim: int(size) for dim, size in re.findall(r"--dim (\w+)=(\d+)", str(refused.value))}
+    assert suggested == MODELS[name][-1]
+    assert all(0 not in tensor.shape for tensor in analyze(model(name), "cpu", suggested).outputs.values())
+
+
+def test_given_sizes_are_not_suggested_again() -> None:
+    with pytest.raises(UserError, match=r"for example --dim past=1 --dim head=64$"):
+        analyze(model("a cache that is joined"), "cpu", {"batch": 3})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith("cache")])
+def test_a_cache_of_other_heads_is_refused(name: str, device: str) -> None:
+    right = MODELS[name][-1]
+    with pytest.raises(UserError, match=rf"head=1 contradicts the model: .*Attention.*; give --dim head={right['head']}$"):
+        analyze(model(name), device, right | {"head": 1})
+
+
+def test_a_cache_may_be_empty_and_a_batch_may_not() -> None:
+    cached, sizes = model("a grouped attention's cache"), {"batch": 1, "past": 0, "head": 64}
+    assert record_of(cached, flavour_of("cuda"), sizes).outputs["y"].shape == (1, 1, 256)
+    with pytest.raises(UserError, match=r"with batch=0, past=0 every output is empty, so there is nothing to run"):
+        record_of(cached, flavour_of("cuda"), sizes | {"batch": 0})
+
+
+def test_no_work_is_refused_although_an_output_is_left() -> None:
+    """A sum over an empty batch is 0."""
+    nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Exp", ["r"], ["e"]),
+             helper.make_node("ReduceSum", ["e", "axes"], ["y"], keepdims=0)]
+    graph = helper.make_graph(nodes, "summed", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8])],
+                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+                              [numpy_helper.from_array(np.array([0]), "axes")])
+    with pytest.raises(UserError, match=r"with batch=0 most of its nodes .* have nothing to do"):
+        record_of(helper.make_model(graph, opset_imports=OPSETS, ir_version=10), flavour_of("cpu"), {"batch": 0})
