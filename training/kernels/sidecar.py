@@ -112,9 +112,14 @@ class Sidecar(Frozen):
     labels: dict[str, LabelPredictors]
 
 
+def drift_key(label: str) -> str:
+    """What stands beside a measured time of `label` where it rests on an unsteady block: that block's drift, a ratio."""
+    return f"{label} drift"
+
+
 class MeasuredTimes(Mapping[str, dict[str, float]]):
-    """Idle times (ms) by kernel id and label, from JSON with one line per kernel, sorted, between a line `{` and a line `}`.
-    Only the lines that are looked up are parsed."""
+    """Idle times (ms) by kernel id and label (and drifts, see `drift_key`), from JSON with one line per kernel, sorted, between
+    a line `{` and a line `}`. Only the lines that are looked up are parsed."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
@@ -251,8 +256,10 @@ def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
     """
     sidecar = read_sidecar(folder)
     times = read_measured(folder, sidecar).whole()
-    name, sha256 = write_measured(folder, times | {kernel: times.get(kernel, {}) | dict(new_times)
-                                                   for kernel, new_times in measured.items()})
+    for kernel, new_times in measured.items():
+        replaced = {key for label in new_times for key in (label, drift_key(label))}
+        times[kernel] = {key: kept for key, kept in times.get(kernel, {}).items() if key not in replaced} | dict(new_times)
+    name, sha256 = write_measured(folder, times)
     sidecar = sidecar.model_copy(update={"measured": name, "measured_sha256": sha256})
     write_sidecar(folder, sidecar)
     return sidecar
