@@ -78,3 +78,8 @@ ENERGY = "energy"  # label of a whole model: what a run takes of the device's en
 # longer, other work ran meanwhile.
 SLOWDOWN_ADMITTED = 1.3
 DISTURBANCE_ADMITTED = 0.12  # how far the host probe may exceed a good reading; on a disturbed host it does by 0.4
+
+
+def drift_key(label: str) -> str:
+    """What stands beside a measured time of `label` where it rests on an unsteady block: that block's drift, a ratio."""
+    return f"{label} drift"

@@ -13,7 +13,6 @@ from made_up_dataset import TARGET as MADE_UP
 from made_up_dataset import draw_kernels, write_dataset
 from trained_workspace import conv_net
 
-from benchmark.collecting import units
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from inference import measure_missing, predict
@@ -24,7 +23,7 @@ from records.dataset_files import DatasetKernel, journal_path, kernel_table_path
 from records.dataset_tables import kernel_rows, model_rows, model_sessions
 from records.dataset_writer import write_tables
 from records.host_pace import idle_models
-from records.measurement import Label, Measurement, Place
+from records.measurement import Label, Measurement, Place, drift_key
 from runtimes import local_target
 from training.admission.interface import Estimator, Measured
 from training.estimators.neural_network import NeuralNetwork
@@ -33,7 +32,7 @@ from training.estimators.trees import BoostedTrees, RandomForest
 from training.kernels.estimators import KernelModel, fit_kernel_model, learn_classes, learning_problem, predict_rows
 from training.kernels.predictors import read_predictors
 from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import drift_key, renew_measured
+from training.kernels.sidecar import renew_measured
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from utils import files
 from utils.paths import Workspace
@@ -240,18 +239,6 @@ def test_an_answer_names_what_is_unsteady(copied: Workspace, drift: float, rough
 EFFORT = {"warmup": 1, "budget_s": 0.02, "least_runs": 3, "most_runs": 5}
 CONFIG = CollectorConfig.model_validate({
     "window_s": 0.2, "attempts": 1, "patience_s": 0, "kernel": EFFORT, "model": EFFORT})
-
-
-@pytest.fixture
-def canary(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The times of the canary, ms; the last one is repeated."""
-    times_ms = [1.0]
-
-    def canary_ms(*_: object) -> tuple[float, ...]:
-        return (times_ms.pop(0) if len(times_ms) > 1 else times_ms[0],)
-
-    monkeypatch.setattr(units, "_canary_ms", canary_ms)
-    return times_ms
 
 
 @pytest.mark.measuring

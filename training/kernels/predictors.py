@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from records.kernel_record import Kernel
-from records.measurement import GPU_LABEL
+from records.measurement import GPU_LABEL, drift_key
 from training.kernels.estimators import KernelModel, predict_kernels
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.saved_form import open_estimator
 from training.kernels.schema import times_beyond
 from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import REMEDY, Sidecar, drift_key, read_measured, read_sidecar, sidecar_path
+from training.kernels.sidecar import REMEDY, Sidecar, read_measured, read_sidecar, sidecar_path
 from training.kernels.transfer import OtherPredictors, Transferred
 from utils import files
 from utils.errors import UserError

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from records.measurement import drift_key
 from training.kernels.estimators import KernelModel
 from training.kernels.saved_form import (
     ESTIMATOR_PREFIX,
@@ -110,11 +111,6 @@ class Sidecar(Frozen):
     measured: FileName
     measured_sha256: str
     labels: dict[str, LabelPredictors]
-
-
-def drift_key(label: str) -> str:
-    """What stands beside a measured time of `label` where it rests on an unsteady block: that block's drift, a ratio."""
-    return f"{label} drift"
 
 
 class MeasuredTimes(Mapping[str, dict[str, float]]):

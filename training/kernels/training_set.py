@@ -22,11 +22,10 @@ from records.dataset_files import (
 from records.dataset_tables import UNFINISHED
 from records.kernel_record import Kernel
 from records.kernel_types import form_of
-from records.measurement import COLLECT, DRIFT_ADMITTED, LABELS
+from records.measurement import COLLECT, DRIFT_ADMITTED, LABELS, drift_key
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import drift_key
 from utils import files
 from utils.errors import UserError
 from utils.lazy import pandas as pd
