@@ -6,8 +6,9 @@ measurements.jsonl while it runs, and from it kernel_latency.csv and model_laten
 
 The outer loop goes over levels, the next one over backgrounds (what the stressor does). Kernels and models are measured in
 blocks: first a window of metrics with the stressor alone, then a canary, then the block's runs with a second window around
-them, then the canary again. If the two canaries differ, the block is measured again. Each block is written as one line, so a
-run that is killed loses no row and doubles none: start the same command again, and it resumes.
+them, then the canary again. If the two canaries differ, the block is measured again. A block that is kept although the machine
+was unsteady is marked in both tables; --remeasure measures it once more. Each block is written as one line, so a run that is
+killed loses no row and doubles none: start the same command again, and it resumes.
 
 Several machines of one target may share the work (`each_machine: false`). Then a machine omits what others measured, except
 for a few kernels, the `ties`, which it measures too. benchmark/machine_ties.py compares them.
@@ -35,6 +36,7 @@ log = get_logger("collector")
 EXAMPLES = """
 python benchmark/collector.py
 python benchmark/collector.py --minutes 15
+python benchmark/collector.py --remeasure
 python benchmark/collector.py --config recipes/demo/collector.yaml --workspace out/demo  # needs make demo
 """
 
@@ -44,9 +46,11 @@ def main() -> int:
     cli.add_config(parser, ROOT / "benchmark" / "config.yaml", "levels=[0.0]", "what to measure, and how")
     parser.add_argument("--minutes", type=cli.positive, metavar="N",
                         help="begin nothing more after N minutes, and measure what is most useful first (default: no limit)")
+    parser.add_argument("--remeasure", action="store_true",
+                        help="measure again what was kept although the idle machine was unsteady; what is steadier replaces it")
     args = parser.parse_args()
     workspace = cli.start(args)
-    result = collect(workspace, read_config(args.config, CollectorConfig, args.changes), args.minutes)
+    result = collect(workspace, read_config(args.config, CollectorConfig, args.changes), args.minutes, args.remeasure)
     if args.json:
         cli.print_json(result)
     else:

@@ -1,8 +1,8 @@
 """How long ONNX Runtime takes to run an ONNX file, a kernel or a whole model.
 
 Reads the file; prints mean, median, p95, standard deviation, minimum and maximum in ms, with start and end (UTC). Inputs are
-random. They lie on the device by default, so that copies from the host do not count (IOBinding); `--io host` counts them.
-Writes nothing except, with `--raw`, the samples.
+standardised random numbers, or those in a file of yours (--inputs). They lie on the device by default, so that copies from the
+host do not count (IOBinding); `--io host` counts them. Writes nothing except, with `--raw`, the samples.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ EXAMPLES = """
 python benchmark/ort_kernel_runner.py --model resnet18.onnx --dim batch=1
 python benchmark/ort_kernel_runner.py --model "$(ls kernel_model/kernel_onnx/*/*.onnx | head -1)" --loops 100
 python benchmark/ort_kernel_runner.py --model resnet18.onnx --budget-s 5 --io host --json
+python benchmark/ort_kernel_runner.py --model trees.onnx --inputs rows.npz  # needs your own
 """
 
 
 def measure(model: Path, device: str = "auto", *, dims: Mapping[str, int] | None = None,
             warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
-            io: str = "device", cuda_graph: bool = False, static: bool = False) -> Timing:
+            io: str = "device", cuda_graph: bool = False, static: bool = False, inputs: Path | None = None) -> Timing:
     """Times one ONNX file in a session of its own: opens it with `open_runner` and times it with `Runner.time`.
 
     Raises:
         UserError: the model can't be loaded or run.
     """
-    return open_runner(model, device, dims=dims, io=io, cuda_graph=cuda_graph, static=static).time(
+    return open_runner(model, device, dims=dims, io=io, cuda_graph=cuda_graph, static=static, inputs=inputs).time(
         warmup=warmup, loops=loops, budget_s=budget_s)
 
 
@@ -62,6 +63,7 @@ def main() -> int:
     parser.add_argument("--raw", type=cli.out_file, metavar="FILE", help="write the raw samples as JSON")
     cli.add_dim(parser)
     cli.add_static(parser)
+    cli.add_inputs(parser)
     args = parser.parse_args()
     if args.loops and args.budget_s:
         parser.error("give --loops or --budget-s, not both")
@@ -72,7 +74,7 @@ def main() -> int:
     model, dims = workspace.find_model(args.model), cli.one_size_dims(args.dim)
     with measuring(device):
         timing = measure(model, device, dims=dims, warmup=args.warmup, loops=args.loops, budget_s=args.budget_s, io=args.io,
-                         cuda_graph=args.cuda_graph, static=args.static)
+                         cuda_graph=args.cuda_graph, static=args.static, inputs=args.inputs)
     if timing.statistics.unstable:
         log.warning("unstable: half of the runs differ by %.0f %% of the median; close other work on this device, "
                     "or run longer (--loops, --budget-s)", 100 * timing.statistics.spread)

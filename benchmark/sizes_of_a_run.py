@@ -14,17 +14,11 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import shlex
-from typing import TYPE_CHECKING
 
-import numpy as np
-
+from runtimes.ort.runner import read_inputs
 from runtimes.ort.sizes_of_a_run import sizes_of_a_run
 from utils import cli
-from utils.errors import UserError
 from utils.logger import get_logger
-
-if TYPE_CHECKING:
-    import numpy as np
 
 log = get_logger("sizes")
 EXAMPLES = """
@@ -33,26 +27,10 @@ python benchmark/sizes_of_a_run.py --model detector.onnx --dim batch=1 --inputs 
 """
 
 
-def read_inputs(path: Path) -> dict[str, np.ndarray]:
-    """The arrays in a file that `numpy.savez` wrote, by name.
-
-    Raises:
-        UserError: the file is missing, or of another kind.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a file of arrays by name, as numpy.savez writes them ({error})") from None
-
-
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
-    parser.add_argument("--inputs", type=Path, metavar="FILE",
-                        help="inputs by name, as numpy.savez writes them (default: those with which Hase measures)")
+    cli.add_inputs(parser)
     cli.add_dim(parser)
     cli.add_static(parser)
     args = parser.parse_args()

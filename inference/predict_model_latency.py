@@ -9,9 +9,10 @@ While other work shares the GPU, the latency is a distribution: the row holds it
 objective is met, by how much, and up to which load it still would be. --watch repeats the prediction as the load changes, until
 Ctrl-C, and --export serves the latest one to Prometheus. A prediction that fails has a line too; it is never taken for idle.
 
-On a machine that is the target, --measure-missing first measures the model's kernels that were never measured: the collector
-adds them to the target's dataset (as benchmark/config.yaml says, idle), and they are looked up from then on, without a
-training. Where nothing was trained yet, default constants say how kernels add up, until a training replaces them.
+On a machine that is the target, --measure-missing first measures the model's kernels that were never measured, and again those
+that were measured while the machine was unsteady: the collector adds them to the target's dataset (as benchmark/config.yaml
+says, idle), and they are looked up from then on, without a training. Where nothing was trained yet, default constants say how
+kernels add up, until a training replaces them.
 
 On a GPU the latency of small models depends on how fast the host dispatches (--host-pace, --machine; benchmark/host_pace.py).
 Where that is unknown, the interval covers slow and fast hosts.
@@ -104,7 +105,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=cli.out_file, metavar="FILE",
                         help="write the predicted timeline, for ui.perfetto.dev or chrome://tracing")
     parser.add_argument("--measure-missing", action="store_true",
-                        help="first measure the kernels that were never measured; this machine must be the target")
+                        help="first measure the kernels that were never measured, or only unsteadily; this machine must be the "
+                             "target")
     parser.add_argument("--beside", type=Path, metavar="REAL",
                         help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
     pace_options = parser.add_mutually_exclusive_group()
@@ -161,7 +163,8 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
 
 def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
     """Logs the command that measures uncertain kernels, if this machine is the target and it would help."""
-    uncertain = [prediction for prediction in predictions if prediction.estimated_operators or prediction.doubtful_operators]
+    uncertain = [prediction for prediction in predictions
+                 if prediction.estimated_operators or prediction.doubtful_operators or prediction.unsteady_share]
     if (not uncertain or args.strict or args.measure_missing or uncertain[0].load != "idle"
             or uncertain[0].target not in {target.name for target in local_targets()}):
         return
@@ -171,7 +174,7 @@ def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]
                            ("--workspace", [str(args.workspace)] if args.workspace != ROOT else [])):
         for value in values:
             command += [option, value]
-    log.warning("this machine is the target; have them measured with: %s", shlex.join(command))
+    log.warning("this machine is the target; have uncertain kernels measured with: %s", shlex.join(command))
 
 
 def watch(args: argparse.Namespace, sources: LiveSources, dims: dict[str, int]) -> int:

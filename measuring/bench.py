@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from measuring.metrics.source import MetricSource, Window, values
+from records.measurement import DRIFT_ADMITTED
 from records.probe_reading import ProbeReading
 from utils.errors import UserError
 from utils.frozen import Frozen
@@ -29,7 +30,7 @@ class Steadiness(Frozen):
         patience_s: how long to wait before a block on an idle device for the machine to be as fast as at its best.
     """
 
-    drift: float = Field(0.05, gt=0)
+    drift: float = Field(DRIFT_ADMITTED, gt=0)
     attempts: int = Field(2, ge=1)
     attempts_under_load: int = Field(2, ge=1)
     patience_s: float = Field(15.0, ge=0)

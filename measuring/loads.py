@@ -68,7 +68,7 @@ def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Meas
     unsteady: list[Block] = []
     while len(unsteady) < attempts:
         block = _attempt(bench, key, time_units, under, len(unsteady) + 1)
-        if block.drift <= bench.steadiness.drift:
+        if not block.unsteady:
             return block
         unsteady.append(block)
         log.info("%s at %s: the machine was unsteady by %.0f %% (canary %.3f to %.3f ms)%s", key,
@@ -88,8 +88,8 @@ def _attempt(bench: Bench, key: str, time_units: Callable[[], Iterable[Measureme
     return Block(level=under.level, background_name=under.background, key=key, background=background.means,
                  background_s=round(background.seconds, 6), during=during.means, during_s=round(during.seconds, 6),
                  canary_before_ms=before_ms, canary_after_ms=under.canary.now_ms(), canary_best_ms=under.canary.best_ms,
-                 attempts=number, stress=under.stress.reached(), probe=probe, machine=bench.machine_uuid,
-                 measurements=measurements)
+                 drift_admitted=bench.steadiness.drift, attempts=number, stress=under.stress.reached(), probe=probe,
+                 machine=bench.machine_uuid, measurements=measurements)
 
 
 def describe_load(level: float, background: str) -> str:
@@ -162,13 +162,13 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
                 began_s = time.monotonic()
                 block = measure_block(bench, planned.key, partial(time_units, planned.units, level), under)
                 totals.measuring_s += time.monotonic() - began_s
-                totals.unsteady_blocks += block.drift > bench.steadiness.drift
+                totals.unsteady_blocks += block.unsteady
                 totals.units += planned.units
                 totals.blocks.append(block)
                 journal.append(block)
     if totals.unsteady_blocks:
-        log.warning("%d blocks kept although the machine was unsteady by more than %.0f %%", totals.unsteady_blocks,
-                    100 * bench.steadiness.drift)
+        log.warning("%d blocks kept, and marked, although the machine was unsteady by more than %.0f %%",
+                    totals.unsteady_blocks, 100 * bench.steadiness.drift)
     return totals
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
-from records.measurement import BELOW_BEST, DATASET_VERSION, Measurement
+from records.measurement import BELOW_BEST, DATASET_VERSION, DRIFT_ADMITTED, Measurement
 from records.probe_reading import ProbeReading
 from utils import files
 from utils.errors import UserError
@@ -30,6 +31,7 @@ class Block(Frozen):
             known.
         canary_before_ms, canary_after_ms: the canary's times around the block.
         canary_best_ms: its shortest time so far on this machine when idle; 0 under load, where it varies.
+        drift_admitted: the largest drift of a steady block when it was measured.
         attempts: how often the block was measured until it was steady, or attempts ran out.
         stress: what the stressor reports to have reached.
         probe: how long tiny work waited for other work just before the block's own runs; None if that was not read.
@@ -46,6 +48,7 @@ class Block(Frozen):
     canary_before_ms: float
     canary_after_ms: float
     canary_best_ms: float = 0.0
+    drift_admitted: float = DRIFT_ADMITTED
     attempts: int
     stress: dict[str, float] = {}
     probe: ProbeReading | None = None
@@ -57,7 +60,7 @@ class Block(Frozen):
         """What it was measured under: level and background."""
         return self.level, self.background_name
 
-    @property
+    @cached_property
     def drift(self) -> float:
         """How unsteady the machine was, a ratio. It is the largest of three:
 
@@ -71,11 +74,37 @@ class Block(Frozen):
         return max([canaries, excess, *(halves_drift(m.samples_ms) for m in self.measurements
                                           if m.label == "latency" or (m.subject, m.label) == ("model", "host"))])
 
+    @property
+    def unsteady(self) -> bool:
+        """Whether it was kept although the machine was unsteady."""
+        return self.drift > self.drift_admitted
+
 
 def halves_drift(samples: Sequence[float]) -> float:
     """The difference between the medians of the second and the first half of `samples`, as a ratio; 0 for fewer than four."""
     half = len(samples) // 2
     return abs(float(np.median(samples[half:]) / np.median(samples[:half])) - 1.0) if half >= 2 else 0.0
+
+
+Measured = tuple[Block, Measurement]  # a measurement, and the block that it was taken in
+
+
+def steadiest(measured: Sequence[Measured]) -> list[Measured]:
+    """Those of several measurements of one thing that count: all from steady blocks, else those from the steadiest block. So
+    what is measured again replaces what was measured while the machine was unsteady."""
+    steady = [(block, m) for block, m in measured if not block.unsteady]
+    least = min((block.drift for block, _ in measured), default=0.0)
+    return steady or [(block, m) for block, m in measured if block.drift == least]
+
+
+def unsteady_labels(drifts: Mapping[str, float]) -> str:
+    """What column Unsteady says: each label that rests on an unsteady block, with the block's drift, `run:3.45|gpu:0.0712`."""
+    return "|".join(f"{label}:{drift:.4g}" for label, drift in sorted(drifts.items()))
+
+
+def labels_unsteady(text: str) -> dict[str, float]:
+    """What `unsteady_labels` wrote: the drift of each label."""
+    return {label: float(drift) for part in filter(None, text.split("|")) for label, _, drift in [part.partition(":")]}
 
 
 class Journal:
@@ -131,19 +160,24 @@ def unit_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
     """One row per unit, load and machine.
 
     `<label>_ms` is the median of a label's samples, `<quantity>` the mean of a quantity's, and a metric's column its mean in
-    the window before the block. A unit that failed has a row with its status and error, and no times.
+    the window before the block. Of a label that several blocks measured, the `steadiest` count. A unit that failed has a
+    row with its status and error, and no times.
     """
-    measured: dict[tuple[str, str, float, str, str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    measured: dict[tuple[str, str, float, str, str], list[Measured]] = defaultdict(list)
     for block in blocks:
         for m in block.measurements:
             measured[m.subject, m.id, *block.load, block.machine].append((block, m))
     return [_row(key, parts) for key, parts in measured.items()]
 
 
-def _row(key: tuple[str, str, float, str, str], parts: list[tuple[Block, Measurement]]) -> dict[str, Any]:
+def _row(key: tuple[str, str, float, str, str], all_parts: list[Measured]) -> dict[str, Any]:
     row: dict[str, Any] = dict(zip(("Subject", "Unit", "Level", "Background", "Machine"), key, strict=True))
     samples: dict[str, list[float]] = defaultdict(list)
     quantities: dict[str, list[float]] = defaultdict(list)
+    by_label: dict[str, list[Measured]] = defaultdict(list)
+    for block, m in all_parts:
+        by_label[m.label].append((block, m))
+    parts = [part for of_label in by_label.values() for part in steadiest(of_label)]
     for _, m in parts:
         samples[f"{m.label}_ms"] += m.samples_ms
         for name, values in m.quantities.items():
@@ -153,7 +187,9 @@ def _row(key: tuple[str, str, float, str, str], parts: list[tuple[Block, Measure
     block, failures = parts[-1][0], [m for _, m in parts if m.status != "ok"]
     return row | block.background | {
         "Runs": max(map(len, samples.values())), "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
-        "Drift": round(block.drift, 4), "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
+        "Drift": round(block.drift, 4),
+        "Unsteady": unsteady_labels({m.label: block.drift for block, m in parts if block.unsteady}),
+        "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
         "Status": failures[0].status if failures else "ok", "Error": "; ".join(sorted({m.error for m in failures}))}
 
 

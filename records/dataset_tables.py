@@ -9,14 +9,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from records.blocks import Block
+from records.blocks import Block, Measured, steadiest, unsteady_labels
 from records.dataset_files import DatasetKernel, means_add_up
 from records.host_pace import is_undisturbed
 from records.kernel_record import Kernel
-from records.measurement import DEFAULT_LABELS, ENERGY, GPU_LABEL, LABELS, SLOWDOWN_ADMITTED, VARIANTS, Measurement
+from records.measurement import (
+    DEFAULT_LABELS,
+    ENERGY,
+    GPU_LABEL,
+    LABELS,
+    SLOWDOWN_ADMITTED,
+    VARIANTS,
+    Measurement,
+    Place,
+)
 from utils.errors import UserError
 from utils.timing import summarize
 
+BEST_PLACES: tuple[Place, ...] = ("in_model", "carrier", "alone")  # of a kernel's measurements; the first is best
 UNFINISHED = "unfinished"  # status of a kernel that has labels, but not (yet) the first
 
 
@@ -28,8 +38,8 @@ def input_shape(kernel: Kernel) -> str:
 GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
 ENERGY_QUANTITIES = ("energy_j", "counter_j", "power_w", "idle_w", "window_s", "runs")  # of a model's label `energy`
 ENERGY_COLUMNS = ("energy_ms", *ENERGY_QUANTITIES[:4], "energy_s", "energy_runs", "energy_doubts")
-KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended",
-                  "Status", "Error", "Groups")
+KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Unsteady", "Runs", "Started",
+                  "Ended", "Status", "Error", "Groups")
 
 
 def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
@@ -49,8 +59,8 @@ def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS
     return ["Model", "Level", "Background", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
             *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()),
             *(f"{name}_ms" for name in VARIANTS), *(ENERGY_COLUMNS if energy else ()),
-            "Canary_ms", "Drift", "Disturbance", "Probe_us", *(f"{metric}_during" for metric in metrics), "Machine", "Started",
-            "Ended", "Status", "Error", "Groups"]
+            "Canary_ms", "Drift", "Unsteady", "Disturbance", "Probe_us", *(f"{metric}_during" for metric in metrics),
+            "Machine", "Started", "Ended", "Status", "Error", "Groups"]
 
 
 def _metrics(block: Block) -> dict[str, float]:
@@ -67,7 +77,8 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
                 first_label: str = "run", device: str = "cpu") -> list[dict[str, Any]]:
     """One row a kernel, level and background (and machine). Labels of one kernel from several contexts are joined:
 
-    in-model times win over a carrier's, and a label's figure is the `typical` of its samples. `Latency_ms` is the mean of
+    in-model times win over a carrier's, and a label's figure is the `typical` of its samples. Where several blocks measured it,
+    the `steadiest` count, and column Unsteady names the labels that rest on none that was steady. `Latency_ms` is the mean of
     label `run`, as the user defined it.
 
     Args:
@@ -76,7 +87,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         first_label: the label without which a row is unfinished.
         device: the target's.
     """
-    measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    measured: dict[tuple[str, tuple[float, str], str], list[Measured]] = defaultdict(list)
     for block in blocks:
         for measurement in block.measurements:
             if measurement.subject == "kernel":
@@ -90,15 +101,9 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
                                "Level": level, "Background": background, "Machine": machine,
                                "Models": described[kernel_id].owners, "Groups": "|".join(described[kernel_id].groups)}
         failures = [m for _, m in parts if m.status != "ok"]
-        by_label: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for _, m in parts:
-            if m.status == "ok":
-                by_label[m.label][m.place] += m.samples_ms
-        contexts = []
-        for label, contexts_of_label in by_label.items():
-            context = next(c for c in ("in_model", "carrier", "alone") if c in contexts_of_label)
-            samples = contexts_of_label[context]
-            contexts.append(f"{label}:{context}")
+        counted = _counted(parts)
+        for label, of_label in counted.items():
+            samples = [sample for _, m in of_label for sample in m.samples_ms]
             if label == "run":
                 row["Latency_ms"] = round(float(np.mean(samples)), 6)
                 row["run_median_ms"] = round(float(np.median(samples)), 6)
@@ -108,16 +113,29 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         traced = [m for _, m in parts if m.launches is not None]
         if traced:
             row |= {"gpu_launches": traced[-1].launches, "gpu_kernels": "|".join(traced[-1].cuda_kernels)}
-        block = next((b for b, m in parts if m.label == first_label), parts[0][0])
+        firsts = {label: of_label[0] for label, of_label in counted.items()}
+        block = firsts.get(first_label, parts[0])[0]
         row |= _metrics(block) | {
-            "Context": "|".join(sorted(contexts)), "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
+            "Context": "|".join(sorted(f"{label}:{m.place}" for label, (_, m) in firsts.items())),
+            "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
             "Drift": round(block.drift, 4),
+            "Unsteady": unsteady_labels({label: block.drift for label, (block, _) in firsts.items() if block.unsteady}),
             "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
-            "Status": failures[0].status if failures else "ok" if first_label in by_label else UNFINISHED,
+            "Status": failures[0].status if failures else "ok" if first_label in counted else UNFINISHED,
             "Error": "; ".join(sorted({m.error for m in failures})),
         }
         rows.append(row)
     return rows
+
+
+def _counted(measured: Iterable[Measured]) -> dict[str, list[Measured]]:
+    """The measurements of a kernel that count for each label: of those that went well, the steadiest in the best place."""
+    by_label: dict[str, dict[str, list[Measured]]] = defaultdict(lambda: defaultdict(list))
+    for block, m in measured:
+        if m.status == "ok":
+            by_label[m.label][m.place].append((block, m))
+    return {label: steadiest(next(in_places[place] for place in BEST_PLACES if place in in_places))
+            for label, in_places in by_label.items()}
 
 
 class ModelSession(NamedTuple):
@@ -180,6 +198,7 @@ def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> l
         row: dict[str, Any] = {"Model": model, "Level": block.level, "Background": block.background_name,
                                "Machine": block.machine, "Started": m.started, "Ended": m.ended, "Status": m.status,
                                "Error": m.error, "Drift": round(block.drift, 4), "Groups": groups.get(model, ""),
+                               "Unsteady": unsteady_labels(dict.fromkeys(labels, block.drift) if block.unsteady else {}),
                                "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
         row |= _metrics(block)
         if m.status == "ok":

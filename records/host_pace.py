@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import AwareDatetime, Field, FiniteFloat
 
 from records.dataset_files import idle_rows
-from records.measurement import DISTURBANCE_ADMITTED, VARIANTS
+from records.measurement import DISTURBANCE_ADMITTED, DRIFT_ADMITTED, VARIANTS
 from utils import files
 from utils.fingerprint import Machine, boot_id
 from utils.frozen import Frozen
@@ -109,7 +109,8 @@ def paced_rows(table: pd.DataFrame) -> pd.DataFrame:
     """The idle rows of a model table, with the host's pace.
 
     If the probe was recorded, it says how disturbed the host was, because `Disturbance` is relative to the readings of one
-    worker. Otherwise the host times of a disturbed host are omitted.
+    worker. Otherwise the host times of a disturbed host are omitted. A session that was measured while the machine was unsteady
+    is omitted if the model has a steady one.
 
     Returns:
         The rows with columns `median_ms` (the latency), `host_ms`, `gpu_ms` and those of VARIANTS (ms, NaN if unknown);
@@ -118,6 +119,7 @@ def paced_rows(table: pd.DataFrame) -> pd.DataFrame:
         `undisturbed`: whether the latency is undisturbed (`is_undisturbed`).
     """
     idle = idle_rows(table)
+    idle = idle[~_superseded(idle)]
     if "median_ms" not in idle.columns:
         idle = idle.assign(median_ms=idle["Latency_ms"])
     idle = idle.reindex(columns=["Model", "Machine", "Disturbance", "Probe_us", *MODEL_TIMES])
@@ -126,6 +128,17 @@ def paced_rows(table: pd.DataFrame) -> pd.DataFrame:
     of_known_pace = pace.notna() | ~(idle["Disturbance"] > DISTURBANCE_ADMITTED)
     undisturbed = [is_undisturbed(*figures) for figures in idle[["median_ms", "host_ms", "Disturbance"]].to_numpy(dtype=float)]
     return idle.assign(undisturbed=np.array(undisturbed, dtype=bool), host_ms=idle["host_ms"].where(of_known_pace))
+
+
+def _superseded(idle: pd.DataFrame) -> pd.Series:
+    """Which sessions of models were measured while the machine was unsteady, and again while it was steady. Sessions with a
+    reading of the host probe stay: the probe says more of them."""
+    if "Unsteady" in idle.columns:
+        unsteady = idle["Unsteady"].notna() & (idle["Unsteady"] != "")
+    else:  # an older table
+        unsteady = idle.reindex(columns=["Drift"])["Drift"] > DRIFT_ADMITTED
+    unsteady &= idle.reindex(columns=["Probe_us"])["Probe_us"].isna()
+    return unsteady & idle["Model"].isin(idle["Model"][~unsteady])
 
 
 def idle_models(table: pd.DataFrame, with_disturbed: bool = False) -> pd.DataFrame:

@@ -68,6 +68,7 @@ UNPROFILED, GPU_LABEL = LABELS[3:]
 IN_MODEL_LABELS = LABELS[1:4]  # the time of a kernel in a model; taken in models
 DEFAULT_LABELS = LABELS[:3]  # every device has these, and every kernel gets them by default
 COLLECT = "python benchmark/collector.py"
+DRIFT_ADMITTED = 0.05  # the largest drift of a steady block, a ratio, where a config says nothing else
 BELOW_BEST = 0.05  # how much slower than at its best the canary may be, beyond the admitted drift
 Variant = Literal["host_io", "cuda_graph"]  # further ways to run a whole model: numpy in and out; captured and replayed
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -77,3 +78,8 @@ ENERGY = "energy"  # label of a whole model: what a run takes of the device's en
 # longer, other work ran meanwhile.
 SLOWDOWN_ADMITTED = 1.3
 DISTURBANCE_ADMITTED = 0.12  # how far the host probe may exceed a good reading; on a disturbed host it does by 0.4
+
+
+def drift_key(label: str) -> str:
+    """What stands beside a measured time of `label` where it rests on an unsteady block: that block's drift, a ratio."""
+    return f"{label} drift"

@@ -43,6 +43,8 @@ class Operator:
         dispatch: what the host calls to dispatch it on CUDA: a kernel of ONNX Runtime's "own"; cuDNN for a "convolution" or a
             "recurrent" layer; cuBLAS for a "product"; or it is "reducing", which makes few numbers from many: cuDNN for pools,
             most reductions and the normalisation of channels, kernels of ONNX Runtime for softmaxes and layers.
+        time_by_values: its CPU kernel's time depends on the values of its inputs: branches that they take, numbers that it
+            sorts or finds, functions with several ways to compute them (ONNX Runtime 1.31: from 1.5 to 500 times as long).
         slow_on_cpu: whether ONNX Runtime's CPU provider computes it number by number, in many steps; None: if its class is
             "other".
         waits_for_size: its CUDA kernel copies the size of its output to the host, which waits for that (ONNX Runtime 1.31).
@@ -83,6 +85,7 @@ class Operator:
     table_inputs: Places = ()
     launches: LaunchRule = "learned"
     dispatch: Dispatch = "own"
+    time_by_values: bool = False
     slow_on_cpu: bool | None = None
     waits_for_size: bool = False
     copies: bool = False
@@ -238,7 +241,7 @@ TABLE = (
     Operator("Celu", "elementwise"),
     Operator("Clip", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),
     Operator("Cos", "elementwise"),
-    Operator("Cosh", "elementwise", slow_on_cpu=True),
+    Operator("Cosh", "elementwise", time_by_values=True, slow_on_cpu=True),
     Operator("Div", "elementwise", positive_inputs=True, in_place=(0, 1), linearity="multiplicative"),
     Operator("Dropout", "elementwise", random=True),
     Operator("Elu", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),
@@ -267,7 +270,7 @@ TABLE = (
     Operator("Neg", "elementwise", keeps_shape=True, in_place=(0,), linearity="linear"),
     Operator("Not", "elementwise", in_place=(0,), linearity="linear"),
     Operator("Or", "elementwise", linearity="linear"),
-    Operator("PRelu", "elementwise", linearity="multiplicative"),
+    Operator("PRelu", "elementwise", time_by_values=True, linearity="multiplicative"),
     Operator("Pow", "elementwise", element_flops=10, positive_inputs=True, linearity="multiplicative"),
     Operator("QLinearAdd", "elementwise"),
     Operator("QLinearLeakyRelu", "elementwise"),
@@ -279,12 +282,12 @@ TABLE = (
     Operator("RotaryEmbedding", "elementwise"),
     Operator("Round", "elementwise"),
     Operator("Selu", "elementwise", in_place=(0,), linearity="multiplicative"),
-    Operator("Shrink", "elementwise"),
+    Operator("Shrink", "elementwise", time_by_values=True),
     Operator("Sigmoid", "elementwise", element_flops=10, keeps_shape=True, in_place=(0,), linearity="multiplicative"),
     Operator("Sign", "elementwise"),
     Operator("Silu", "elementwise", linearity="multiplicative"),
     Operator("Sin", "elementwise"),
-    Operator("Sinh", "elementwise", slow_on_cpu=True),
+    Operator("Sinh", "elementwise", time_by_values=True, slow_on_cpu=True),
     Operator("Softplus", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),
     Operator("Softsign", "elementwise", in_place=(0,)),
     Operator("Sqrt", "elementwise", element_flops=4, positive_inputs=True, keeps_shape=True, in_place=(0,),
@@ -292,7 +295,7 @@ TABLE = (
     Operator("Sub", "elementwise", in_place=(0, 1), linearity="linear"),
     Operator("Sum", "elementwise", in_place=(0,), linearity="linear"),
     Operator("Swish", "elementwise", linearity="multiplicative"),
-    Operator("Tan", "elementwise", slow_on_cpu=True),
+    Operator("Tan", "elementwise", time_by_values=True, slow_on_cpu=True),
     Operator("Tanh", "elementwise", element_flops=10, keeps_shape=True, in_place=(0,), linearity="multiplicative"),
     Operator("ThresholdedRelu", "elementwise", in_place=(0,)),
     Operator("Where", "elementwise", linearity="linear"),
@@ -321,7 +324,7 @@ TABLE = (
     Operator("ReverseSequence", "movement"),
     Operator("Trilu", "movement"),
     # gather
-    Operator("Compress", "gather", sized_by_values=True, waits_for_size=True),
+    Operator("Compress", "gather", time_by_values=True, sized_by_values=True, waits_for_size=True),
     Operator("Gather", "gather", cost="move", table_inputs=(0,), index_input=1, linearity="linear"),
     Operator("GatherBlockQuantized", "gather"),
     Operator("GatherElements", "gather", table_inputs=(0,), index_input=1, linearity="linear"),
@@ -335,8 +338,11 @@ TABLE = (
     Operator("TensorScatter", "gather"),
     Operator("Upsample", "gather", size_inputs=(1,), float_sizes=True, changed_in=(9, 10)),
     # other
+    Operator("Acosh", "other", time_by_values=True),
     Operator("AffineGrid", "other", sized_by_values=True),
     Operator("ArrayFeatureExtractor", "other", table_inputs=(0,)),
+    Operator("Asinh", "other", time_by_values=True),
+    Operator("Atanh", "other", time_by_values=True),
     Operator("Bernoulli", "other", sized_by_values=True, typed_by_attribute=True, random=True),
     Operator("BlackmanWindow", "other", sized_by_values=True),
     Operator("CenterCropPad", "other", size_inputs=(1,)),
@@ -348,14 +354,14 @@ TABLE = (
     Operator("Flatten", "other", cost="view", linearity="linear"),
     Operator("HammingWindow", "other", sized_by_values=True),
     Operator("HannWindow", "other", sized_by_values=True),
-    Operator("Hardmax", "other", changed_in=(13,)),
+    Operator("Hardmax", "other", time_by_values=True, changed_in=(13,)),
     Operator("Identity", "other", cost="view", linearity="linear"),
     Operator("If", "other", cost="move", bodies=("then_branch", "else_branch")),
     Operator("MaxUnpool", "other", sized_by_values=True),
     Operator("MelWeightMatrix", "other", sized_by_values=True),
     Operator("Multinomial", "other", typed_by_attribute=True, random=True),
-    Operator("NonMaxSuppression", "other", sized_by_values=True, waits_for_size=True),
-    Operator("NonZero", "other", sized_by_values=True, waits_for_size=True),
+    Operator("NonMaxSuppression", "other", time_by_values=True, sized_by_values=True, waits_for_size=True),
+    Operator("NonZero", "other", time_by_values=True, sized_by_values=True, waits_for_size=True),
     Operator("OneHot", "other", size_inputs=(1,)),
     Operator("RandomNormal", "other", typed_by_attribute=True, random=True),
     Operator("RandomNormalLike", "other", typed_by_attribute=True, random=True),
@@ -369,11 +375,11 @@ TABLE = (
     Operator("SplitToSequence", "other", sized_by_values=True),
     Operator("Squeeze", "other", cost="view", size_inputs=(1,), linearity="linear", input_since=(13, "axes")),
     Operator("StringSplit", "other", sized_by_values=True),
-    Operator("TopK", "other", size_inputs=(1,)),
-    Operator("TreeEnsemble", "other", cost="trees"),
-    Operator("TreeEnsembleClassifier", "other", cost="trees"),
-    Operator("TreeEnsembleRegressor", "other", cost="trees"),
-    Operator("Unique", "other", sized_by_values=True),
+    Operator("TopK", "other", time_by_values=True, size_inputs=(1,)),
+    Operator("TreeEnsemble", "other", time_by_values=True, cost="trees"),
+    Operator("TreeEnsembleClassifier", "other", time_by_values=True, cost="trees"),
+    Operator("TreeEnsembleRegressor", "other", time_by_values=True, cost="trees"),
+    Operator("Unique", "other", time_by_values=True, sized_by_values=True),
     Operator("Unsqueeze", "other", cost="view", size_inputs=(1,), linearity="linear", input_since=(13, "axes")),
 )
 OPERATORS = {operator.name: operator for operator in TABLE}

@@ -69,6 +69,7 @@ class Request(Frozen):
         record: for a model whose kernels get labels, its record.
         dims: for a model, the sizes of its dynamic dimensions.
         static: for a model, whether they are fixed before ONNX Runtime optimises it.
+        inputs: for a model under ONNX Runtime, a file with values of its inputs; "": made-up ones.
         labels: for a carrier or a model, the labels of its kernels, of IN_MODEL_LABELS and (carrier only) `gpu`;
             for `prepare`, `gpu` if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`.
         host: for a model on a GPU, whether the host's dispatch is timed too.
@@ -87,6 +88,7 @@ class Request(Frozen):
     record: str = ""
     dims: dict[str, int] = {}
     static: bool = False
+    inputs: str = ""
     labels: tuple[str, ...] = ()
     host: bool = False
     host_io: bool = False
@@ -95,6 +97,10 @@ class Request(Frozen):
     provider_options: dict[str, str] = {}
     turns: str = ""
     setting: Setting | None = None
+
+    @property
+    def inputs_file(self) -> Path | None:
+        return Path(self.inputs) if self.inputs else None
 
     @property
     def model_name(self) -> str:

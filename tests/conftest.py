@@ -221,3 +221,17 @@ def build_workspace(workspace: Workspace, models: Mapping[str, onnx.ModelProto])
 def workspace(tmp_path: Path) -> Workspace:
     """An empty workspace."""
     return Workspace(tmp_path)
+
+
+@pytest.fixture
+def canary(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The times of the collector's canary, ms, made up so that the machine is steady; the last one is repeated."""
+    from benchmark.collecting import units
+
+    times_ms = [1.0]
+
+    def canary_ms(*_: object) -> tuple[float, ...]:
+        return (times_ms.pop(0) if len(times_ms) > 1 else times_ms[0],)
+
+    monkeypatch.setattr(units, "_canary_ms", canary_ms)
+    return times_ms

@@ -180,7 +180,8 @@ def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingCo
     typical_ms = float(np.median(rows.times_ms[data.label]))  # of a kernel type that is in none of the rows
     problem = learning_problem(rows, data.label, None if variant.roofline else FLAT.model_copy(update={"scale": typical_ms}))
     if variant.learner == "forest":
-        return Forest(rows.schema, problem, train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed))
+        return Forest(rows.schema, problem, train_forest(
+            problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights))
     return fit_kernel_model(rows, data.label, data.dedicated_types if variant.dedicated else (), config, problem)
 
 

@@ -40,11 +40,13 @@ QUICK_BLOCK = 64  # kernels: as many as most models have
 QUICK_PATIENCE_S = 3.0
 
 
-def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None = None) -> dict[str, Any]:
+def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None = None,
+            remeasure: bool = False) -> dict[str, Any]:
     """Measures everything that is still missing and returns the totals.
 
     If `config` names no labels, an existing dataset keeps its own. With `minutes`, the models and their kernels come first,
-    then the most useful of the sampled kernels, and no block begins when that time is over.
+    then the most useful of the sampled kernels, and no block begins when that time is over. With `remeasure`, what was measured
+    on the idle device while it was unsteady is measured again.
 
     Raises:
         UserError: there is nothing to measure; a metric is missing; the dataset is of another target; another process writes
@@ -61,12 +63,12 @@ def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None
     with (sole_writer(workspace.dataset(target.name)),
           start_workers(config, device, config.labels_on(device),
                      Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)) as workers):
-        return collect_work(workspace, config, target, work, workers, stop_at_s=stop_at_s)
+        return collect_work(workspace, config, target, work, workers, stop_at_s=stop_at_s, remeasure=remeasure)
 
 
 def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequence[DatasetKernel],
                     workers: Workers) -> dict[str, Any]:
-    """Measures kernels that no machine of this target has measured on an idle device, and returns the totals.
+    """Measures kernels that no machine of this target has measured on an idle device while it was steady; returns the totals.
 
     A user waits for them: windows and patience are at most, and blocks at least, as QUICK_… says.
 
@@ -84,7 +86,7 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
     """
     target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
-        return collect_work(workspace, *_quick(workspace, config, target, kernels), workers)
+        return collect_work(workspace, *_quick(workspace, config, target, kernels), workers, remeasure=True)
 
 
 def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Sequence[ModelItem],
@@ -137,11 +139,13 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
 
 
 def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, workers: Workers,
-                 planned: Sequence[Planned[Item]] | None = None, stop_at_s: float = math.inf) -> dict[str, Any]:
+                 planned: Sequence[Planned[Item]] | None = None, stop_at_s: float = math.inf,
+                 remeasure: bool = False) -> dict[str, Any]:
     """Measures the part of `work` that the dataset of `target`, which this machine is, still lacks; returns the totals.
 
     With `planned`, exactly these blocks are measured. With `stop_at_s`, a time of `time.monotonic`, no block begins after it,
-    and the most useful blocks come first.
+    and the most useful blocks come first. With `remeasure`, what was measured on the idle device while it was unsteady counts
+    as not measured.
     """
     device = target.flavour.device
     config = config.with_energy_on(device)
@@ -152,6 +156,8 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
     def blocks_of(load: tuple[float, str], measured: Sequence[Block]) -> Sequence[Planned[Item]]:
         if planned is not None:
             return planned
+        if remeasure and not load[0]:  # under a load the canary varies anyway
+            measured = [block for block in measured if not block.unsteady]
         if math.isinf(stop_at_s):
             return plan_load(config, work, device, this_machine.uuid, load[0], measured)
         return plan_by_usefulness(config, work, device, this_machine.uuid, load[0], measured, known_errors(workspace, target))

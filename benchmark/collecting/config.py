@@ -13,7 +13,7 @@ from measuring.metrics.sources import SourceName, open_source
 from measuring.run_times import Effort
 from records.backgrounds import COMPUTE, Background
 from records.environment import Environment, environment_of
-from records.measurement import ENERGY, Label, Variant
+from records.measurement import DRIFT_ADMITTED, ENERGY, Label, Variant
 from runtimes import MODULES, local_target, runtime_named
 from utils.config import Config
 from utils.errors import UserError
@@ -84,7 +84,7 @@ class CollectorConfig(Config):
     block_kernels: int = Field(32, ge=1)
     block_models: int = Field(1, ge=1)
     tracers: int = Field(1, ge=1, le=16)
-    canary_drift: float = Field(0.05, gt=0)
+    canary_drift: float = Field(DRIFT_ADMITTED, gt=0)
     attempts: int = Field(2, ge=1)
     attempts_under_load: int = Field(2, ge=1)
     patience_s: float = Field(15.0, ge=0)

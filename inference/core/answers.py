@@ -46,6 +46,7 @@ class KernelShare:
 
     Attributes:
         launches: number of GPU launches, where the composition needs it.
+        unsteady: whether its time was measured while the machine was unsteady.
         provider: the execution provider that runs it, `cuda` or `cpu`; in a CUDA session the CPU runs some nodes.
     """
 
@@ -58,6 +59,7 @@ class KernelShare:
     provenance: Provenance
     launches: float | None = None
     provider: str = ""
+    unsteady: bool = False
 
 
 class UsedEstimator(Frozen):
@@ -106,6 +108,8 @@ class Prediction(Frozen):
             CUDA graph that is replayed. Where it matters and is not known, the interval covers slow and fast hosts.
         strict: whether no measured kernel time was looked up.
         time_share, kernel_count: by provenance: ratios of kernel_sum_ms, and numbers of nodes.
+        unsteady_share: the part of kernel_sum_ms that was measured while the machine was unsteady, a ratio; it is a part of the
+            measured share.
         kernels: each kernel once, the ones with the most time first.
         estimators: the admitted estimators that predicted some of the kernels; left out where there are none.
         dims: the sizes given to dynamic dimensions.
@@ -138,6 +142,7 @@ class Prediction(Frozen):
     strict: bool
     time_share: dict[Provenance, float]
     kernel_count: dict[Provenance, int]
+    unsteady_share: float = 0.0
     kernels: tuple[KernelShare, ...]
     estimators: tuple[UsedEstimator, ...] = Field((), exclude_if=lambda used: not used)
     dims: dict[str, int]
@@ -162,7 +167,7 @@ def make_monotonic(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Predictions of a model at several sizes of its dynamic dimensions, none shorter than one at sizes that are no greater.
 
     Where the predictors say otherwise, the prediction at the greater sizes is raised to the other's latency, with a warning.
-    Predictions that rest on measured kernels (NEARLY_ALL of their time) stay as they are.
+    Predictions that rest on steadily measured kernels (NEARLY_ALL of their time) stay as they are.
     """
     return [_raised(prediction, predictions) for prediction in predictions]
 
@@ -190,4 +195,4 @@ def _no_greater(dims: Mapping[str, int], than: Mapping[str, int]) -> bool:
 
 
 def _measured(prediction: Prediction) -> bool:
-    return prediction.time_share["measured"] >= NEARLY_ALL
+    return prediction.time_share["measured"] - prediction.unsteady_share >= NEARLY_ALL

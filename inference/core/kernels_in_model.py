@@ -64,6 +64,11 @@ class KernelInModel(NamedTuple):
         """The GPU's time for it."""
         return 0.0 if self.on_host else self.latency_ms
 
+    @property
+    def unsteady(self) -> bool:
+        """Whether its time was measured while the machine was unsteady."""
+        return self.uncertainty is not None and self.uncertainty.reason == "unsteady"
+
     def at(self, end: Literal["low", "high"], rough_only: bool) -> KernelInModel:
         """The same kernel at one end of its plausible times; unchanged where it is not uncertain."""
         if self.uncertainty is None or (rough_only and not self.uncertainty.makes_rough):

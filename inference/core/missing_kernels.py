@@ -1,4 +1,5 @@
-"""Measures kernels of a model that were never measured, on a machine that is the target, so that its prediction rests on them.
+"""Measures kernels of a model that were never measured, or while the machine was unsteady, on a machine that is the target, so
+that its prediction rests on them.
 
 The collector measures them and writes the target's dataset. They are then looked up; what was learned before stays as it is.
 The next training learns from them too.
@@ -18,7 +19,7 @@ from benchmark.collecting.units import Workers, start_workers
 from benchmark.collecting.work import ModelItem
 from inference.core.sources import Source, record_of
 from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, is_here, local_targets, predictor_folders
-from records.dataset_files import DatasetKernel, header_path
+from records.dataset_files import DatasetKernel, header_path, read_kernel_table
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
 from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
@@ -54,12 +55,14 @@ class Filled:
         measuring_s: seconds that measuring took.
         seconds: the same, plus building the kernels, waiting for the processes that measure, and writing the results.
         left: ids of the kernels that still have no measured time.
+        unsteady: ids of the kernels that were only ever measured while the machine was unsteady.
     """
 
     measured: int
     measuring_s: float
     seconds: float
     left: tuple[str, ...]
+    unsteady: tuple[str, ...] = ()
 
 
 def looked_up(composition: Composition) -> tuple[str, ...]:
@@ -74,6 +77,12 @@ def missing_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str,
     return {name: kernel for record in records for name, kernel in record.kernels.items()
             if not is_control_flow(kernel) and any(label not in measured.get(name, {}) and not leaves_gpu_idle(kernel, label)
                    for label in looked_up(fitted.composition))}
+
+
+def unsteady_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str, Kernel]:
+    """The kernels of some models, by id, that the target measured only while it was unsteady."""
+    return {name: kernel for record in records for name, kernel in record.kernels.items()
+            if any(fitted.predictors.drift_of(kernel, label) for label in looked_up(fitted.composition))}
 
 
 def build(kernels: Mapping[str, Kernel], flavour: Flavour, workspace: Workspace) -> set[str]:
@@ -95,8 +104,8 @@ def build(kernels: Mapping[str, Kernel], flavour: Flavour, workspace: Workspace)
 def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *, target: str | None = None,
                     workspace: Workspace | None = None, config: CollectorConfig | None = None, force: bool = False,
                     static: bool = False) -> Filled:
-    """Measures the kernels of a model that no machine of the target has measured on an idle device; `predict` then looks them
-    up.
+    """Measures the kernels of a model that no machine of the target has measured on an idle device while it was steady;
+    `predict` then looks them up.
 
     Args:
         source: as for `predict`.
@@ -128,21 +137,22 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     setting = Setting.of(fitted.target, workspace.kernel_onnx)
     with start_workers(config, flavour.device, config.labels, setting) as workers:  # it starts up while the model is analysed
         records = _records(source, sizes, fitted, workspace, force, static)
-        missing = missing_kernels(fitted, records)
-        if not missing:
+        wanted = unsteady_kernels(fitted, records) | missing_kernels(fitted, records)
+        if not wanted:
             return Filled(0, 0.0, 0.0, ())
         began, measured, measuring_s = time.monotonic(), 0, 0.0
         if on_cpu and fitted.composition.label in IN_MODEL_LABELS:
-            measured, measuring_s = _measure_in_model(source, records, missing, fitted, workspace, config, workers)
-            missing = missing_kernels(fitted_for(workspace, name), records) if measured else missing
+            measured, measuring_s = _measure_in_model(source, records, wanted, fitted, workspace, config, workers)
+            done = _measured_in_model(workspace, fitted) if measured else frozenset()
+            wanted = {kernel_id: kernel for kernel_id, kernel in wanted.items() if kernel_id not in done}
         with sole_writer(workspace.kernel_onnx):
-            built = build(missing, flavour, workspace)
-        kernels = [DatasetKernel.held_by(kernel, records) for kernel in missing.values() if kernel.id in built]
+            built = build(wanted, flavour, workspace)
+        kernels = [DatasetKernel.held_by(kernel, records) for kernel in wanted.values() if kernel.id in built]
         if kernels:
             alone, alone_s = _measure(kernels, fitted, workspace, config, workers)
             measured, measuring_s = measured + alone, measuring_s + alone_s
-    left = tuple(missing_kernels(fitted_for(workspace, name), records))
-    return Filled(measured, measuring_s, time.monotonic() - began, left)
+    left, unsteady = (tuple(which(fitted_for(workspace, name), records)) for which in (missing_kernels, unsteady_kernels))
+    return Filled(measured, measuring_s, time.monotonic() - began, left, unsteady)
 
 
 def setting_of(target: Target) -> SettingConfig:
@@ -200,7 +210,7 @@ def _measure(kernels: Sequence[DatasetKernel], fitted: Fitted, workspace: Worksp
     return totals["measured_kernels"], totals["measuring_s"]
 
 
-def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: Mapping[str, Kernel], fitted: Fitted,
+def _measure_in_model(source: Source, records: Sequence[ModelRecord], wanted: Mapping[str, Kernel], fitted: Fitted,
                       workspace: Workspace, config: CollectorConfig, workers: Workers) -> tuple[int, float]:
     """Measures kernels in the model itself, at each of its sizes; returns the same as `_measure`.
 
@@ -209,12 +219,12 @@ def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: M
     """
     if isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
         return 0, 0.0
-    held = [DatasetKernel.held_by(kernel, records) for kernel in missing.values()]
+    held = [DatasetKernel.held_by(kernel, records) for kernel in wanted.values()]
     with temporary_folder() as folder:
         path = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else folder / "model.onnx"
         if not isinstance(source, (str, Path)):
             path.write_bytes(source if isinstance(source, bytes) else source.SerializeToString())
-        items, left = [], set(missing)
+        items, left = [], set(wanted)
         for number, record in enumerate(records):
             if only := left & set(record.kernels):
                 write_json(folder / f"{number}.json", record)
@@ -224,6 +234,13 @@ def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: M
     if totals["measured_kernels"]:
         _add_to_predictors(fitted, workspace)
     return totals["measured_kernels"], totals["measuring_s"]
+
+
+def _measured_in_model(workspace: Workspace, fitted: Fitted) -> frozenset[str]:
+    """The ids of the kernels whose label of the composition was taken in a model, which no time from elsewhere replaces."""
+    table = read_kernel_table(workspace, fitted.target.name)
+    in_model = table["Context"].fillna("").str.contains(f"{fitted.composition.label}:in_model", regex=False)
+    return frozenset(table["Kernel_ID"][in_model & (table["Level"] == 0)])
 
 
 def _add_to_predictors(fitted: Fitted, workspace: Workspace) -> None:

@@ -241,6 +241,7 @@ class KernelTimes(NamedTuple):
         whole_ms: the same, as the base of shares; 1 for an empty graph.
         shares: of whole_ms, a ratio by provenance.
         nodes: number of nodes by provenance.
+        unsteady: the share of kernels that were measured while the machine was unsteady.
     """
 
     counts: Mapping[Placed, float]
@@ -249,6 +250,7 @@ class KernelTimes(NamedTuple):
     whole_ms: float
     shares: dict[Provenance, float]
     nodes: dict[Provenance, int]
+    unsteady: float
 
 
 class Uncertainty(NamedTuple):
@@ -291,7 +293,8 @@ def kernel_times(record: ModelRecord, known: Mapping[Placed, KernelInModel]) -> 
     kernel_sum_ms = sum(totals.values())
     whole_ms = kernel_sum_ms or 1.0
     shares = {name: part / whole_ms for name, part in by_provenance.items()}
-    return KernelTimes(counts, totals, kernel_sum_ms, whole_ms, shares, nodes)
+    unsteady = sum(total_ms for key, total_ms in totals.items() if known[key].unsteady) / whole_ms
+    return KernelTimes(counts, totals, kernel_sum_ms, whole_ms, shares, nodes, unsteady)
 
 
 def _under_load(run: ModelRun, conditions: Conditions) -> UnderLoad | None:
@@ -354,7 +357,8 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
         critical_path_ms=composed.critical_path_ms,
         load=conditions.load or ({} if shared else "idle"), under_load=shared,
         host_pace=pace.ratio if pace else None, host_pace_source=pace.source if pace else None,
-        strict=conditions.strict, time_share=times.shares, kernel_count=times.nodes, kernels=_kernel_shares(run, times),
+        strict=conditions.strict, time_share=times.shares, kernel_count=times.nodes, unsteady_share=times.unsteady,
+        kernels=_kernel_shares(run, times),
         estimators=used_estimators(record, run.known, conditions),
         dims=record.dims, static=record.static, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
@@ -370,7 +374,8 @@ def _kernel_shares(run: ModelRun, times: KernelTimes) -> tuple[KernelShare, ...]
     return tuple(
         KernelShare(id=key[0], type=record.kernels[key[0]].type, count=round(times.counts[key]),
                     latency_ms=known[key].latency_ms, total_ms=total_ms, share=total_ms / times.whole_ms,
-                    provenance=known[key].provenance, launches=known[key].launches, provider=key[1])
+                    provenance=known[key].provenance, launches=known[key].launches, provider=key[1],
+                    unsteady=known[key].unsteady)
         for key, total_ms in sorted(times.totals_ms.items(), key=lambda item: -item[1]))
 
 

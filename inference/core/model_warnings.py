@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from inference.core.answers import UsedEstimator
@@ -24,7 +24,7 @@ def model_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel], r
         UserError: the model is to be captured as a CUDA graph, and ONNX Runtime can't do that.
     """
     return (*_capture_warning(record, run_mode), *_assumed_warning(record), *_uncounted_warning(record),
-            *_guessed_warnings(record), *_range_warning(record, known))
+            *_guessed_warnings(record), *_range_warning(record, known), *_unsteady_warning(record, known))
 
 
 def _capture_warning(record: ModelRecord, run_mode: RunMode) -> tuple[str, ...]:
@@ -85,16 +85,36 @@ def _guessed_warnings(record: ModelRecord) -> list[str]:
     return warnings
 
 
+def _unsteady_warning(record: ModelRecord, known: Mapping[Placed, KernelInModel]) -> tuple[str, ...]:
+    """A warning about kernels whose measured times rest on blocks that were kept although the machine was unsteady."""
+    off = {key: uncertainty.time.high for key in runs_of_kernels(record)
+           if (uncertainty := known[key].uncertainty) is not None and known[key].unsteady}
+    if not off:
+        return ()
+    return (f"{len(off)} of its kernels, {_time_share(record, known, list(off)):.1%} of the kernel time, were measured while "
+            f"the machine was unsteady (by up to {max(off.values()) - 1.0:.0%}), and are less sure: {_first_names(list(off))}; "
+            "--measure-missing measures them again",)
+
+
 def _range_warning(record: ModelRecord, known: Mapping[Placed, KernelInModel]) -> tuple[str, ...]:
     """A warning about kernels that are smaller or larger than any measured one."""
-    counts = runs_of_kernels(record)
-    beyond = [key for key in counts if (uncertainty := known[key].uncertainty) is not None and uncertainty.reason == "beyond"]
+    beyond = [key for key in runs_of_kernels(record)
+              if (uncertainty := known[key].uncertainty) is not None and uncertainty.reason == "beyond"]
     if not beyond:
         return ()
-    part, total = (sum(counts[key] * known[key].latency_ms for key in keys) for keys in (beyond, counts))
-    named = ", ".join(name for name, _ in beyond[:2]) + (" …" if len(beyond) > 2 else "")
-    return (f"{len(beyond)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
-            f"measured in some size, and less sure: {named}",)
+    return (f"{len(beyond)} of its kernels, {_time_share(record, known, beyond):.1%} of the kernel time, are beyond what was "
+            f"measured in some size, and less sure: {_first_names(beyond)}",)
+
+
+def _time_share(record: ModelRecord, known: Mapping[Placed, KernelInModel], keys: Sequence[Placed]) -> float:
+    """The share of some kernels in the model's kernel time, a ratio."""
+    counts = runs_of_kernels(record)
+    part, total = (sum(counts[key] * known[key].latency_ms for key in summed) for summed in (keys, counts))
+    return part / total if total else 0.0
+
+
+def _first_names(keys: Sequence[Placed]) -> str:
+    return ", ".join(name for name, _ in keys[:2]) + (" …" if len(keys) > 2 else "")
 
 
 def entries_used(record: ModelRecord, known: Mapping[Placed, KernelInModel],

@@ -19,6 +19,9 @@ log = get_logger("predict")
 
 def summary(prediction: Prediction, show_sum: bool = False) -> dict[str, Any]:
     """A prediction as one row of a table; with `show_sum`, the plain α·Σ+β stands beside it."""
+    shares: dict[str, str] = {name: f"{share:.0%}" for name, share in prediction.time_share.items()}
+    if prediction.unsteady_share:
+        shares["measured"] += f" ({prediction.unsteady_share:.0%} unsteadily)"
     return {
         "model": prediction.model, "batch": prediction.batch,
         **({"sizes": "fixed" if prediction.static else "left open"} if prediction.dims else {}),
@@ -28,7 +31,7 @@ def summary(prediction: Prediction, show_sum: bool = False) -> dict[str, Any]:
         "90 % between (ms)": "{:.4g} and {:.4g}".format(*prediction.interval_ms),
         "items/s": prediction.items_per_second, "peak memory (MiB)": prediction.peak_memory_mib,
         "Σ kernels (ms)": prediction.kernel_sum_ms,
-        **{name: f"{share:.0%}" for name, share in prediction.time_share.items()},
+        **shares,
     }
 
 
@@ -36,7 +39,8 @@ def kernel_rows(prediction: Prediction, top: int) -> list[dict[str, Any]]:
     """The `top` kernels with the most time, as rows of a table."""
     return [
         {"kernel": kernel.id, "type": kernel.type, "runs": kernel.count, "each (ms)": kernel.latency_ms,
-         "total (ms)": kernel.total_ms, "share": f"{kernel.share:.1%}", "provenance": kernel.provenance}
+         "total (ms)": kernel.total_ms, "share": f"{kernel.share:.1%}",
+         "provenance": kernel.provenance + " unsteadily" * kernel.unsteady}
         for kernel in prediction.kernels[:top]]
 
 
@@ -97,5 +101,8 @@ def log_measured(filled: Filled) -> None:
                  filled.seconds)
     else:
         log.info("nothing to measure: all kernels were measured before, or failed")
+    if filled.unsteady:
+        log.warning("the machine was unsteady: %d kernels wait for a better measurement; repeat the command when nothing else "
+                    "runs: %s", len(filled.unsteady), cli.first_of(filled.unsteady))
     if filled.left:
         log.warning("%d kernels could not be measured and stay predicted: %s", len(filled.left), ", ".join(filled.left))

@@ -1,9 +1,10 @@
 """How sure a prediction is: the interval around it, and whether it is a rough estimate.
 
 Sources of error are taken as independent: the errors of models that were held out of the fit, kernels that are estimated or
-lie beyond what was measured, a load, another cuDNN. Where the target has a calibrated interval, it takes the place of the first
-three. Each is a factor by which the latency may be off; their logarithms are added in quadrature. So an interval widens with
-every source, never vanishes, and always holds the prediction itself.
+lie beyond what was measured, kernels that were measured while the machine was unsteady, a load, another cuDNN. Where the target
+has a calibrated interval, it takes the place of the first three. Each is a factor by which the latency may be off; their
+logarithms are added in quadrature. So an interval widens with every source, never vanishes, and always holds the prediction
+itself.
 
 Kernels of which nothing was learned count as one source: all of them at the low end of their range, or all at the high end.
 Where that moves the latency by more than ROUGH, the prediction is a rough estimate.
@@ -35,6 +36,7 @@ ROUGH = 0.10  # of the latency: uncertain kernels that may move it by more make 
 BEYOND_POWER = 0.25  # a kernel with a feature f times beyond what was measured may take f ** ±0.25 times the prediction: a
 # choice; the roofline explains most of a time's growth, and only its ratio to that is learned
 FAR = 4.0  # times beyond what was measured: from here on such a kernel may make the prediction a rough estimate
+UNSTEADY = 0.25  # drift of a measurement, a ratio: from here on it may make the prediction a rough estimate: a choice
 OTHER_CUDNN = 2.0  # how many times as far an interval reaches under another cuDNN minor: a choice, since no GPU was measured
 # under two of them
 FORCED = 2.0  # the same for an element type or ONNX Runtime version that is not the predictors': a choice
@@ -43,7 +45,7 @@ UNKNOWN = 2.0  # the factor by which a prediction may be off if no errors are kn
 
 PACE_WORTH_SAYING = 0.05  # of the latency: no warning about an unknown host's pace that moves it by less
 
-Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow", "forced"]
+Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow", "forced", "unsteady"]
 # The reasons that a calibrated interval (training/composition/intervals.py) covers, and as what.
 CALIBRATED: dict[Reason, NoveltyKind] = {
     "estimated": "unmeasured", "other form": "other form", "beyond": "beyond"}
@@ -122,13 +124,20 @@ class KernelUncertainty(NamedTuple):
 
 def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted,
                          label: str) -> dict[str, KernelUncertainty]:
-    """The kernels that are uncertain, by id. Measured kernels are not, nor are those that only rename a tensor."""
+    """The kernels that are uncertain, by id. Steadily measured ones are not, nor those that only rename a tensor.
+
+    One that was measured while the machine was unsteady may be off by as much as the machine's speed changed meanwhile.
+    """
     uncertainties, predicted = dict[str, KernelUncertainty](), list[Kernel]()
     kernels, provenance = list(kernels), list(provenance)
     for kernel, origin in zip(kernels, provenance, strict=True):
-        if not kernel.moves_data or origin == "measured":
+        if origin == "measured":
+            if drift := fitted.predictors.drift_of(kernel, label):
+                uncertainties[kernel.id] = KernelUncertainty("unsteady", Span(1.0 / (1.0 + drift), 1.0 + drift), CERTAIN,
+                                                             drift >= UNSTEADY)
+        elif not kernel.moves_data:
             continue
-        if origin == "estimated":
+        elif origin == "estimated":
             time, launches = (fitted.uncertainty.of_estimate(kernel, name) for name in (label, LAUNCHES))
             uncertainties[kernel.id] = KernelUncertainty("estimated", Span(time.low, time.high),
                                                          Span(launches.low, launches.high), True)
@@ -255,7 +264,8 @@ def uncertainty_warnings(uncertainties: Sequence[tuple[Kernel, KernelUncertainty
     for reason, what in (("estimated", "never measured and estimated from operators of their class"),
                          ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
                          ("other form", "measured for other ranks or element types only"),
-                         ("forced", "predicted by an estimator that was admitted by force")):
+                         ("forced", "predicted by an estimator that was admitted by force"),
+                         ("unsteady", "measured while the machine was unsteady")):
         if names := sorted({kernel.type for kernel, uncertainty in uncertainties if uncertainty.reason == reason}):
             warnings.append(f"{'rough estimate: ' if rough else ''}{', '.join(names)}: {what}; uncertain kernels {by}")
     if rough and not warnings:

@@ -51,7 +51,7 @@ def profile(path: Path, record: ModelRecord, device: str) -> list[dict[str, Any]
         name_nodes(proto.graph)
         onnx.save(proto, str(optimized))
         session = open_session(optimized, device, optimize="none", name=str(path), profile_prefix=folder / "run")
-        feed = random_feed(session, source.dims, source.steering)
+        feed = random_feed(session, source.dims, source.steering, source.graph_only.graph)
         with model_errors(str(path)):
             counted = profile_runs(bind(session, feed, device, "device"), EFFORT)
             runs = counted_runs(session.end_profiling(), counted)

@@ -158,7 +158,7 @@ def steering_of(graph: ParsedGraph) -> dict[str, int | bool]:
 
 def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Effort,
                   provider_options: Mapping[str, str] | None = None, static: bool = False,
-                  plain: bool = False) -> ModelProfile:
+                  plain: bool = False, inputs: Path | None = None) -> ModelProfile:
     """Runs a model under the profiler, and, with `plain`, without it too.
 
     Args:
@@ -168,16 +168,17 @@ def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Eff
         effort: how many runs.
         provider_options: options of the CUDA provider.
         static: whether `dims` are fixed before ONNX Runtime optimises the model.
+        inputs: a file with values of inputs.
 
     Raises:
-        UserError: ORT can't load or run it.
+        UserError: ORT can't load or run it, or `inputs` don't fit it.
     """
     with temporary_folder() as folder:
         optimized = folder / "optimized.onnx"
         graph = parse_into(optimized, model, device, dims, static=static)
         session = open_session(optimized, device, optimize="none", name=str(model),
                                profile_prefix=folder / "model", provider_options=provider_options)
-        feed = random_feed(session, graph.source.dims, steering_of(graph))
+        feed = random_feed(session, graph.source.dims, steering_of(graph), graph.source.graph_only.graph, inputs)
         with model_errors(str(model)):
             run = bind(session, feed, device, "device")
             counted = profile_runs(run, effort)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from measuring.quiet_host import off_the_workers_cores
 from measuring.run_times import Effort
-from records.kernel_record import numpy_dtype, session_dtype, zeros
+from records.kernel_record import Tensor, numpy_dtype, session_dtype, zeros
 from records.measurement import now
-from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
+from runtimes.ort.building.dummy_data import dummy_inputs, input_ranges, random_floats
 from runtimes.ort.building.kernel_models import kernel_in
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.bodies import open_branches
@@ -25,6 +27,9 @@ from utils.frozen import Frozen
 from utils.lazy import onnxruntime
 from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
 from utils.timing import LatencyStatistics, summarize
+
+if TYPE_CHECKING:
+    import onnx
 
 DEFAULT_WARMUP = 5
 DEFAULT_LOOPS = 50
@@ -124,22 +129,68 @@ class Runner:
         return self.time(warmup=0, loops=effort.runs(one_run_s))
 
 
-def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None,
-                steering: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
-    """A value for every input of a session: random floats, zeros for whole numbers. `dims` gives the sizes that the session
-    leaves open.
+def read_inputs(path: Path, expected: Mapping[str, Tensor] | None = None) -> dict[str, np.ndarray]:
+    """The arrays in a file that `numpy.savez` wrote, by name; of the types of `expected`, if that is given.
 
-    Whole-number inputs of a model are indices or masks, and 0 is always a valid one. `steering` inputs, which decide how
-    often a Loop runs or which branch of an If, get the given value (see `steering_inputs`); so do inputs of text.
+    Args:
+        path: of the file.
+        expected: the inputs of the model that they are for.
+
+    Raises:
+        UserError: the file is missing or of another kind, or an array is no input of the model, or of another shape or kind.
     """
-    feed = {}
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            given = {name: np.asarray(arrays[name]) for name in arrays.files}
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path}: not a file of arrays by name, as numpy.savez writes them ({error})") from None
+    if expected is None:
+        return given
+    for name, array in given.items():
+        if name not in expected:
+            raise UserError(f"{path}: the model has no input {name}; its inputs are {', '.join(expected)}")
+        tensor = expected[name]
+        if array.shape != tensor.shape:
+            raise UserError(f"{path}: {name} has shape {list(array.shape)}, and the model takes {list(tensor.shape)}; give "
+                            "other values, or other sizes with --dim")
+        dtype = numpy_dtype(tensor.dtype)
+        if not np.can_cast(array.dtype, dtype, "same_kind") and tensor.dtype != "bfloat16":
+            raise UserError(f"{path}: {name} is {array.dtype}, and the model takes {tensor.dtype}")
+        given[name] = array.astype(dtype)
+    return given
+
+
+def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None,
+                steering: Mapping[str, Any] | None = None, graph: onnx.GraphProto | None = None,
+                inputs: Path | None = None) -> dict[str, np.ndarray]:
+    """A value for every input of a session: standardised random floats, zeros for whole numbers.
+
+    Whole-number inputs of a model are indices or masks, and 0 is always a valid one.
+
+    Args:
+        session: open.
+        dims: the sizes that the session leaves open.
+        steering: values for inputs that decide how often a Loop runs or which branch of an If, and for inputs of text (see
+            `steering_inputs`).
+        graph: of the model; columns that it standardises itself, or that trees compare, get values from their range.
+        inputs: a file with the values of some inputs, which are taken instead.
+
+    Raises:
+        UserError: the values in `inputs` don't fit the model.
+    """
+    feed, ranges = {}, input_ranges(graph) if graph is not None else {}
     for value in session.get_inputs():
         dtype = session_dtype(value.type)
         shape = tuple((dims or {}).get(size, size) for size in value.shape)
         feed[value.name] = random_floats(shape, dtype) if "float" in dtype else zeros(shape, dtype)
+        if value.name in ranges and "float" in dtype and shape:
+            feed[value.name] = ranges[value.name].around(feed[value.name]).astype(numpy_dtype(dtype))
         if value.name in (steering or {}):
             feed[value.name] = np.full(shape, (steering or {})[value.name], numpy_dtype(dtype))
-    return feed
+    return feed | (read_inputs(inputs, {value.name: Tensor(dtype=session_dtype(value.type), shape=feed[value.name].shape)
+                                        for value in session.get_inputs()}) if inputs else {})
 
 
 def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
@@ -184,7 +235,8 @@ def dispatcher(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBin
 
 def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
                 cuda_graph: bool = False, profile_prefix: Path | None = None,
-                provider_options: Mapping[str, str] | None = None, static: bool = False) -> Runner:
+                provider_options: Mapping[str, str] | None = None, static: bool = False,
+                inputs: Path | None = None) -> Runner:
     """Opens a file to be run: optimised as ORT does by default, or unchanged if it is a built kernel.
 
     If an input decides which branch of an If runs, and `dims` do not, the branch is the one that a prediction counts.
@@ -198,10 +250,11 @@ def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | 
         profile_prefix: where ORT's profiler writes; None leaves it off.
         provider_options: options of the CUDA provider.
         static: whether `dims` are fixed before ONNX Runtime optimises the model; else its session takes any sizes.
+        inputs: a file with values of inputs; a built kernel has its own.
 
     Raises:
-        UserError: the model can't be read, a dynamic dimension is unknown or has no size, ORT can't load the model, or a CUDA
-            graph is asked for where there can be none.
+        UserError: the model can't be read, `inputs` don't fit it, a dynamic dimension is unknown or has no size, ORT can't load
+            the model, or a CUDA graph is asked for where there can be none.
     """
     device = resolve_device(device)
     if cuda_graph and (device != "cuda" or io == "host"):
@@ -214,6 +267,9 @@ def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | 
                            profile_prefix=profile_prefix, provider_options=options, name=str(model))
     if not kernel and open_branches(source.graph_only.graph, source.dims):  # run what a prediction counts
         source = replace(source, dims=analyze(model, device, dims, static=static).dims_run)
-    feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims, source.steering)
+    if kernel and inputs:
+        raise UserError(f"{model}: a built kernel has inputs of its own; leave --inputs out, or give the model that holds it")
+    feed = dummy_inputs(kernel) if kernel else random_feed(
+        session, source.dims, source.steering, source.graph_only.graph, inputs)
     return Runner(session=session, name=model.stem, device=device, io=io,
                   run_once=bind(session, feed, device, io), feed=feed)

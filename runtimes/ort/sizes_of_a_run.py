@@ -62,7 +62,7 @@ def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndar
         name_nodes(proto.graph)
         onnx.save(proto, str(optimized))
         session = open_session(optimized, "cpu", optimize="none", name=str(model), profile_prefix=folder / "run")
-        feed = random_feed(session, source.dims, source.steering) | dict(inputs or {})
+        feed = random_feed(session, source.dims, source.steering, source.graph_only.graph) | dict(inputs or {})
         with model_errors(str(model)):
             session.run(None, feed)
         events = [event for event in files.read_json(Path(session.end_profiling()))

@@ -76,7 +76,7 @@ def time_session(request: Request) -> Reply:
     probe = host_probe(device) if request.watch_host else None
     before_mib = memory_in_use_mib(device)
     runner = open_runner(path, device, dims=request.dims, io="host" if label == "host_io" else "device",
-                         cuda_graph=label == "cuda_graph", static=request.static)
+                         cuda_graph=label == "cuda_graph", static=request.static, inputs=request.inputs_file)
     if probe:
         runner.warm_up(effort.warmup)
         measured = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]._asdict()
@@ -233,7 +233,8 @@ def time_model(request: Request) -> Reply:
     """A whole model's latency (and, on a GPU, the host's dispatch), its kernels' in-model labels, and its energy."""
     path, device, effort = Path(request.paths[0]), request.device, request.effort
     name = request.model_name
-    runner = open_runner(path, device, dims=request.dims, provider_options=request.provider_options, static=request.static)
+    runner = open_runner(path, device, dims=request.dims, provider_options=request.provider_options, static=request.static,
+                         inputs=request.inputs_file)
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
     timed = {"latency": runner.run_s}
     if request.host:
@@ -269,7 +270,7 @@ def time_model_as_graph(request: Request) -> Reply:
         UserError: ONNX Runtime can't capture it (see runtimes.ort.cuda.capture), load it or run it.
     """
     runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, cuda_graph=True,
-                         provider_options=request.provider_options, static=request.static)
+                         provider_options=request.provider_options, static=request.static, inputs=request.inputs_file)
     one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
     timed = {"cuda_graph": runner.run_s}
     if request.watch_host:
@@ -296,7 +297,7 @@ def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float
 def traced_runs(request: Request) -> list[GpuRun]:
     """A few whole runs of a model, traced."""
     runner = open_runner(Path(request.paths[0]), request.device, dims=request.dims,
-                         provider_options=request.provider_options, static=request.static)
+                         provider_options=request.provider_options, static=request.static, inputs=request.inputs_file)
     runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
     return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
 
@@ -326,7 +327,7 @@ def model_labels(path: Path, request: Request) -> list[Measurement]:
     """
     effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
     runs, graph, plain_ms = profile_model(path, request.device, request.dims, effort, request.provider_options,
-                                          request.static, plain=UNPROFILED in request.labels)
+                                          request.static, plain=UNPROFILED in request.labels, inputs=request.inputs_file)
     ids, record = {node.name: kernel_of(graph, node).id for node in graph.nodes}, read_model_record(Path(request.record))
     if sorted(ids.values()) != sorted(node.kernel_id for node in record.nodes):
         raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "

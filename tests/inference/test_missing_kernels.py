@@ -38,7 +38,7 @@ from utils.errors import UserError
 from utils.fingerprint import has_cuda, machine
 from utils.paths import Workspace
 
-pytestmark = [pytest.mark.measuring, pytest.mark.slow]
+pytestmark = [pytest.mark.measuring, pytest.mark.slow, pytest.mark.usefixtures("canary")]
 
 TARGET = local_target("cpu").name
 CONFIG = CollectorConfig.model_validate({

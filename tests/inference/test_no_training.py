@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.fingerprint import has_cuda
 from utils.paths import Workspace
 
-pytestmark = [pytest.mark.measuring, pytest.mark.slow]
+pytestmark = [pytest.mark.measuring, pytest.mark.slow, pytest.mark.usefixtures("canary")]
 
 EFFORT = {"warmup": 1, "budget_s": 0.2, "least_runs": 3, "most_runs": 20}
 CONFIG = CollectorConfig.model_validate({"window_s": 0.2, "attempts": 1, "patience_s": 0, "kernel": EFFORT, "model": EFFORT})

@@ -74,11 +74,11 @@ class Task:
             raise UserError(f"{self.rows.header.target.name}: no kernel is left to learn from in one fold; try --hold-out "
                             "kernel")
         estimator = make()
-        kernels = self.kernel_rows(estimator.features, mask)
+        kernels, weights = self.kernel_rows(estimator.features, mask), self.rows.weights(self.label)
         estimator.fit(Measured(types=kernels.types, features=kernels.features, flops=kernels.flops,
                                bytes_moved=kernels.bytes_moved, times_ms=self.rows.times_ms[self.label][mask],
                                target=self.rows.header.target, label=self.label, config=self.config,
-                               all_rows=self.rows.rows(learn)))
+                               all_rows=self.rows.rows(learn), weights=None if weights is None else weights[mask]))
         return estimator
 
     def fitted_to_all(self, make: Make) -> Estimator:

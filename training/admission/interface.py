@@ -54,6 +54,8 @@ class Measured(KernelRows):
         target: device, runtime, threads.
         label: which time of a kernel it is (records/measurement.py).
         config: of the training.
+        weights: how much each row counts, 1 in the mean: less if the machine was unsteady while it was measured. None: all
+            count alike.
         all_rows: everything that may be learned from: kernels of other types, and rows under load, too.
     """
 
@@ -62,6 +64,7 @@ class Measured(KernelRows):
     label: str
     config: TrainingConfig
     all_rows: TrainingSet
+    weights: Floats | None = None
 
     @property
     def environment(self) -> Environment | None:

@@ -32,7 +32,7 @@ class NeuralNetwork(OnRoofline):
     offsets: list[Floats]
 
     def fit(self, measured: Measured) -> None:
-        problem = problem_of(measured, measured.times_ms)
+        problem = problem_of(measured, measured.times_ms, weights=measured.weights)
         self.roofline, self.type_codes = problem.roofline, problem.type_codes
         sizes = _as_sizes(problem.matrix)
         self.middle, self.spread = sizes.mean(axis=0), np.maximum(sizes.std(axis=0), 1e-6)
@@ -41,7 +41,7 @@ class NeuralNetwork(OnRoofline):
             random_state=measured.config.seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", sklearn.exceptions.ConvergenceWarning)  # so many epochs are enough
-            network.fit(self._standardised(problem.matrix), problem.log_ratios)
+            network.fit(self._standardised(problem.matrix), problem.log_ratios, sample_weight=problem.weights)
         self.weights, self.offsets = network.coefs_, network.intercepts_
 
     def log_ratios(self, types: Sequence[str], matrix: Matrix) -> Floats:

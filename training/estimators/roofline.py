@@ -18,7 +18,7 @@ class RooflineEstimator(Estimator):
     roofline: Roofline
 
     def fit(self, measured: Measured) -> None:
-        self.roofline = fit_roofline(measured.flops, measured.bytes_moved, measured.times_ms)
+        self.roofline = fit_roofline(measured.flops, measured.bytes_moved, measured.times_ms, weights=measured.weights)
 
     def predict_ms(self, kernels: KernelRows) -> Floats:
         return self.roofline.bound_ms(kernels.flops, kernels.bytes_moved) * self.roofline.scale

@@ -24,9 +24,10 @@ class BoostedTrees(OnRoofline):
     boosters: Mapping[str, xgboost.Booster]
 
     def fit(self, measured: Measured) -> None:
-        problem, config = problem_of(measured, measured.times_ms), measured.config
+        problem, config = problem_of(measured, measured.times_ms, weights=measured.weights), measured.config
         self.roofline, self.type_codes = problem.roofline, problem.type_codes
-        self.boosters = {SHARED: train_booster(problem.matrix, problem.log_ratios, config.booster(measured.label), config.seed)}
+        self.boosters = {SHARED: train_booster(problem.matrix, problem.log_ratios, config.booster(measured.label), config.seed,
+                                               problem.weights)}
 
     def log_ratios(self, types: Sequence[str], matrix: Matrix) -> Floats:
         return np.asarray(self.boosters[SHARED].inplace_predict(matrix), dtype=float)
@@ -53,9 +54,9 @@ class RandomForest(OnRoofline):
     roots: npt.NDArray[np.int64]
 
     def fit(self, measured: Measured) -> None:
-        problem, config = problem_of(measured, measured.times_ms), measured.config
+        problem, config = problem_of(measured, measured.times_ms, weights=measured.weights), measured.config
         self.roofline, self.type_codes = problem.roofline, problem.type_codes
-        forest = train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed)
+        forest = train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights)
         trees = [tree.tree_ for tree in forest.estimators_]
         self.roots = np.cumsum([0, *(tree.node_count for tree in trees[:-1])])
         columns = zip(*((tree.feature, tree.threshold, tree.children_left + root * (tree.children_left >= 0),

@@ -71,21 +71,24 @@ class ClassRows:
             load.
         log_ratios: log(time / roofline) of each row.
         operators: of each row.
+        row_weights: how much each row counts by itself; None: all alike.
     """
 
     matrix: Matrix
     log_ratios: Floats
     operators: npt.NDArray[np.str_]
+    row_weights: Floats | None = None
 
     def without(self, operator: str) -> ClassRows:
         """The rows of all other operators."""
         kept = self.operators != operator
-        return ClassRows(self.matrix[kept], self.log_ratios[kept], self.operators[kept])
+        return ClassRows(self.matrix[kept], self.log_ratios[kept], self.operators[kept],
+                         None if self.row_weights is None else self.row_weights[kept])
 
     def weights(self, name: str) -> Floats:
         """The weight of each row in the booster `name`; the mean is 1."""
         operator, counts = np.unique(self.operators, return_inverse=True, return_counts=True)[1:]
-        weights = counts[operator] ** -0.5
+        weights = counts[operator] ** -0.5 * (1.0 if self.row_weights is None else self.row_weights)
         kinds, classes = self._groups
         if name in kinds:
             of_class = next(of for kind, of in zip(kinds, classes, strict=True) if kind == name)
@@ -127,7 +130,7 @@ class ClassRows:
 
 
 def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], idle: npt.NDArray[np.bool_],
-               columns: tuple[str, ...], seed: int) -> ClassRows:
+               columns: tuple[str, ...], seed: int, weights: Floats | None = None) -> ClassRows:
     """At most MOST_KERNELS idle rows of each operator.
 
     Args:
@@ -135,6 +138,7 @@ def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], 
         log_ratios, types, idle: of each row.
         columns: names of the features in the matrix; the type code and the load follow.
         seed: of the choice.
+        weights: of each row by itself; None: all count alike.
     """
     generator = np.random.default_rng(seed)
     operators = np.array([operator_of(name) for name in types.tolist()], dtype=np.str_)
@@ -147,7 +151,7 @@ def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], 
     kept[:, [place for place, name in enumerate(columns) if name in TELLTALE]] = np.nan
     kept[:, len(columns):] = np.nan
     kept[:, len(columns)] = [CODES[operator_row(operator).kind_or_class] for operator in operators[chosen].tolist()]
-    return ClassRows(kept, log_ratios[chosen], operators[chosen])
+    return ClassRows(kept, log_ratios[chosen], operators[chosen], None if weights is None else weights[chosen])
 
 
 @dataclass(frozen=True)

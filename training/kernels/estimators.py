@@ -66,16 +66,25 @@ class Roofline(Config):
                 + self.table_ms * tables)
 
 
-def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats, tables: Floats | None = None) -> Roofline:
+def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats, tables: Floats | None = None,
+                 weights: Floats | None = None) -> Roofline:
     """The roofline of measured idle kernels: the rates that 2 % of them exceed, and as the floor the time that 2 % stay below.
-    With `tables`, the copy of a table takes the time of the floor too."""
+    With `tables`, the copy of a table takes the time of the floor too. With `weights`, the kernels count as these say."""
     rates = flops / times_ms, bytes_moved / times_ms
-    flops_per_ms, bytes_per_ms = (float(np.percentile(rate[rate > 0], 98)) if (rate > 0).any() else 1.0 for rate in rates)
-    floor_ms = float(np.percentile(times_ms, 2))
+    flops_per_ms, bytes_per_ms = (
+        _percentile(rate[rate > 0], 98, None if weights is None else weights[rate > 0]) if (rate > 0).any() else 1.0
+        for rate in rates)
+    floor_ms = _percentile(times_ms, 2, weights)
     bare = Roofline(flops_per_ms=flops_per_ms, bytes_per_ms=bytes_per_ms, floor_ms=floor_ms, scale=1.0,
                     table_ms=0.0 if tables is None else floor_ms)
     bound_ms = bare.bound_ms(flops, bytes_moved, 0.0 if tables is None else tables)
-    return bare.model_copy(update={"scale": float(np.median(times_ms / bound_ms))})
+    return bare.model_copy(update={"scale": _percentile(times_ms / bound_ms, 50, weights)})
+
+
+def _percentile(values: Floats, percent: float, weights: Floats | None) -> float:
+    if weights is None:
+        return float(np.percentile(values, percent))
+    return float(np.percentile(values, percent, weights=weights, method="inverted_cdf"))  # the only one that takes weights
 
 
 FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0)  # 1 for every kernel
@@ -242,25 +251,28 @@ def train_booster(matrix: Matrix, log_ratios: Floats, settings: XgboostSettings,
     return xgboost.train(parameters, xgboost.DMatrix(matrix, log_ratios, weight=weights, nthread=1), settings.trees)
 
 
-def train_forest(matrix: Matrix, log_ratios: Floats, settings: ForestSettings, seed: int) -> Any:
+def train_forest(matrix: Matrix, log_ratios: Floats, settings: ForestSettings, seed: int,
+                 weights: Floats | None = None) -> Any:
     """A random forest of unlimited depth, trained on the same numbers."""
     forest = sklearn.ensemble.RandomForestRegressor(
         n_estimators=settings.trees, max_features=settings.column_share, random_state=seed, n_jobs=1)
-    return forest.fit(matrix, log_ratios)
+    return forest.fit(matrix, log_ratios, sample_weight=weights)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The input and the target of a training: roofline, type codes, matrix and log(time / roofline) of some rows."""
+    """The input and the target of a training: roofline, type codes, matrix and log(time / roofline) of some rows, and how much
+    each of them counts (None: all alike)."""
 
     roofline: Roofline
     type_codes: dict[str, float]
     matrix: Matrix
     log_ratios: Floats
+    weights: Floats | None = None
 
 
 def problem_of(kernels: KernelRows, times_ms: Floats, roofline: Roofline | None = None,
-               tables: Floats | float = 0.0) -> Problem:
+               tables: Floats | float = 0.0, weights: Floats | None = None) -> Problem:
     """The learning problem of measured kernels.
 
     Args:
@@ -268,12 +280,13 @@ def problem_of(kernels: KernelRows, times_ms: Floats, roofline: Roofline | None 
         times_ms: of each of them.
         roofline: in place of the one that is fitted to them.
         tables: how many tables each kernel copies to the GPU.
+        weights: how much each kernel counts; None: all alike.
     """
-    roofline = roofline or fit_roofline(kernels.flops, kernels.bytes_moved, times_ms)
+    roofline = roofline or fit_roofline(kernels.flops, kernels.bytes_moved, times_ms, weights=weights)
     log_ratios = np.log(times_ms / roofline.bound_ms(kernels.flops, kernels.bytes_moved, tables))
     types = kernels.types.tolist()
     codes = encode_types(types, log_ratios)
-    return Problem(roofline, codes, design_matrix(types, kernels.features, kernels.load, codes), log_ratios)
+    return Problem(roofline, codes, design_matrix(types, kernels.features, kernels.load, codes), log_ratios, weights)
 
 
 def learning_problem(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Problem:
@@ -284,12 +297,13 @@ def learning_problem(rows: TrainingSet, label: str, roofline: Roofline | None = 
         label: the label whose times are learned.
         roofline: in place of the one that is fitted to the rows (for launches: in place of LEAST_LAUNCHES).
     """
-    times_ms, tables = rows.times_ms[label], table_counts(rows.schema, rows.features)
+    times_ms, tables, weights = rows.times_ms[label], table_counts(rows.schema, rows.features), rows.weights(label)
     base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
     if roofline is None:
         roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
-            rows.flops[base], rows.bytes_moved[base], times_ms[base], tables[base] if label == GPU_LABEL else None)
-    return problem_of(rows.kernels, times_ms, roofline, tables)
+            rows.flops[base], rows.bytes_moved[base], times_ms[base], tables[base] if label == GPU_LABEL else None,
+            None if weights is None else weights[base])
+    return problem_of(rows.kernels, times_ms, roofline, tables, weights)
 
 
 def fit_kernel_model(rows: TrainingSet, label: str, dedicated_types: Sequence[str], config: TrainingConfig,
@@ -313,7 +327,7 @@ def fit_kernel_model(rows: TrainingSet, label: str, dedicated_types: Sequence[st
 
     def train(name: str) -> xgboost.Booster:
         if name == SHARED:
-            return train_booster(problem.matrix, problem.log_ratios, settings, config.seed)
+            return train_booster(problem.matrix, problem.log_ratios, settings, config.seed, problem.weights)
         return train_dedicated(name, rows, problem, settings, config.seed, label == GPU_LABEL)
 
     needed = dict.fromkeys([SHARED, *dedicated_types] if types is None else predictor_of.values())
@@ -327,6 +341,8 @@ def train_dedicated(name: str, rows: TrainingSet, problem: Problem, settings: Xg
     """The booster of one kernel type; `on_gpu`: of the GPU's time, learned from related types too (see `related_types`)."""
     weights = row_weights(name, rows.types) if on_gpu else (rows.types == name).astype(float)
     mask = weights > 0
+    if problem.weights is not None:
+        weights = weights * problem.weights
     alone = bool((weights[mask] == 1.0).all())
     if on_gpu and (rows.types == name).sum() >= MANY_ROWS:
         settings = settings.model_copy(update={"trees": 2 * settings.trees})
@@ -343,7 +359,8 @@ def learn_classes(rows: TrainingSet, problem: Problem, config: TrainingConfig, w
         without: an operator that is left out; "" for none.
         steady: classes that get the median ratio (see `ClassBoosters`).
     """
-    known = class_rows(problem.matrix, problem.log_ratios, rows.types, rows.idle, rows.schema.names, config.seed)
+    known = class_rows(problem.matrix, problem.log_ratios, rows.types, rows.idle, rows.schema.names, config.seed,
+                       problem.weights)
     return ClassBoosters(known.without(without) if without else known, partial(
         _train_class, settings=config.xgboost_class, seed=config.seed), steady)
 

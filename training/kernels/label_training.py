@@ -74,7 +74,7 @@ def cross_validate(rows: TrainingSet, label: str, dedicated_types: list[str], co
         alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, estimators.SHARED))
         bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, estimators.table_counts(left.schema, left.features))
         read = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
-        forest = estimators.train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed)
+        forest = estimators.train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights)
         is_dedicated = np.array([model.predictor_of.get(name, estimators.SHARED) != estimators.SHARED for name in left.types])
         return test, np.column_stack([
             estimators.predict_rows(alone, left), np.where(is_dedicated, estimators.predict_rows(model, left), np.nan),

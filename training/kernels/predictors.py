@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from records.kernel_record import Kernel
-from records.measurement import GPU_LABEL
+from records.measurement import GPU_LABEL, drift_key
 from training.kernels.estimators import KernelModel, predict_kernels
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.saved_form import open_estimator
@@ -54,7 +54,7 @@ class Predictors:
     Attributes:
         folder: of the files.
         sidecar: what it says of them.
-        measured: idle times (ms) by kernel id and label.
+        measured: idle times (ms) by kernel id and label, with drifts (`drift_key`).
         admitted: estimators that were admitted for some kernel types, which they predict in place of the boosters.
     """
 
@@ -137,6 +137,10 @@ class Predictors:
         """kernels × KERNEL_FEATURES; those of a kernel are computed once and kept."""
         return np.array([files.cached(self._features, kernel.id, partial(KERNEL_FEATURES.compute, kernel), REMEMBERED_KERNELS)
                          for kernel in kernels], dtype=float)
+
+    def drift_of(self, kernel: Kernel, label: str) -> float:
+        """How unsteady the machine was, a ratio, while the measured time of a kernel was taken; 0 for a steady machine."""
+        return self.measured.get(kernel.id, {}).get(drift_key(label), 0.0)
 
     def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
         """By what factor kernels are beyond the range of the training, the largest over their features, by kernel id. Kernels

@@ -50,7 +50,8 @@ def joined(parts: Sequence[TrainingSet]) -> TrainingSet:
         parts[0], **{name: stacked(name) for name in COLUMNS},
         groups=tuple(group for part in parts for group in part.groups),
         collections=tuple(owners for part in parts for owners in part.collections),
-        times_ms={label: np.concatenate([part.times_ms[label] for part in parts])})
+        times_ms={label: np.concatenate([part.times_ms[label] for part in parts])},
+        drifts={label: np.concatenate([part.drifts[label] for part in parts])})
 
 
 def left_out_rows(settings: dict[str, TrainingSet], target: str, config: TrainingConfig) -> list[dict[str, Any]]:

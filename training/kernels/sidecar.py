@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from records.measurement import drift_key
 from training.kernels.estimators import KernelModel
 from training.kernels.saved_form import (
     ESTIMATOR_PREFIX,
@@ -113,8 +114,8 @@ class Sidecar(Frozen):
 
 
 class MeasuredTimes(Mapping[str, dict[str, float]]):
-    """Idle times (ms) by kernel id and label, from JSON with one line per kernel, sorted, between a line `{` and a line `}`.
-    Only the lines that are looked up are parsed."""
+    """Idle times (ms) by kernel id and label (and drifts, see `drift_key`), from JSON with one line per kernel, sorted, between
+    a line `{` and a line `}`. Only the lines that are looked up are parsed."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
@@ -251,8 +252,10 @@ def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
     """
     sidecar = read_sidecar(folder)
     times = read_measured(folder, sidecar).whole()
-    name, sha256 = write_measured(folder, times | {kernel: times.get(kernel, {}) | dict(new_times)
-                                                   for kernel, new_times in measured.items()})
+    for kernel, new_times in measured.items():
+        replaced = {key for label in new_times for key in (label, drift_key(label))}
+        times[kernel] = {key: kept for key, kept in times.get(kernel, {}).items() if key not in replaced} | dict(new_times)
+    name, sha256 = write_measured(folder, times)
     sidecar = sidecar.model_copy(update={"measured": name, "measured_sha256": sha256})
     write_sidecar(folder, sidecar)
     return sidecar

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from records.blocks import labels_unsteady
 from records.dataset_files import (
     DatasetHeader,
     kernel_table_path,
@@ -20,7 +22,7 @@ from records.dataset_files import (
 from records.dataset_tables import UNFINISHED
 from records.kernel_record import Kernel
 from records.kernel_types import form_of
-from records.measurement import COLLECT, LABELS
+from records.measurement import COLLECT, DRIFT_ADMITTED, LABELS, drift_key
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import LAUNCHES
@@ -31,6 +33,7 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 log = get_logger("training")
+USUAL_ERROR = 0.1  # of a predicted time, as its logarithm: a row whose drift is as large counts half as much as a steady one
 Floats = npt.NDArray[np.float64]
 
 
@@ -58,6 +61,7 @@ class TrainingSet:
         metrics: names of the columns of `load`.
         idle_load: median of each metric without background.
         times_ms: by label, NaN for rows without it; under LAUNCHES the number of launches.
+        drifts: by label, of the unsteady blocks on which times rest (`Block.drift`); 0 for rows that were measured steadily.
         flops, bytes_moved: of the kernel of each row.
         dtypes: element types of the kernels.
     """
@@ -77,6 +81,7 @@ class TrainingSet:
     metrics: tuple[str, ...]
     idle_load: dict[str, float]
     times_ms: dict[str, Floats]
+    drifts: dict[str, Floats]
     flops: Floats
     bytes_moved: Floats
     dtypes: tuple[str, ...]
@@ -90,6 +95,16 @@ class TrainingSet:
         return KernelRows(types=self.types, features=self.features, flops=self.flops, bytes_moved=self.bytes_moved,
                           load=self.load)
 
+    def weights(self, label: str) -> Floats | None:
+        """How much each row counts where `label` is learned, 1 in the mean; None where all count alike. Rows that were measured
+        on an idle device while it was unsteady count less. Under a load the canary itself varies, so its drift says little."""
+        drifts = self.drifts[label][self.idle]
+        if not drifts.any():
+            return None
+        of_idle, weights = 1.0 / (1.0 + (np.log1p(drifts) / USUAL_ERROR) ** 2), np.ones(len(self))
+        weights[self.idle] = of_idle / of_idle.mean()
+        return weights
+
     def rows(self, mask: npt.NDArray[np.bool_]) -> TrainingSet:
         """The rows where `mask` is true."""
         return replace(
@@ -97,7 +112,8 @@ class TrainingSet:
             features=self.features[mask], backgrounds=self.backgrounds[mask],
             groups=tuple(names for names, kept in zip(self.groups, mask, strict=True) if kept),
             collections=tuple(names for names, kept in zip(self.collections, mask, strict=True) if kept), load=self.load[mask],
-            times_ms={label: times[mask] for label, times in self.times_ms.items()}, flops=self.flops[mask],
+            times_ms={label: times[mask] for label, times in self.times_ms.items()},
+            drifts={label: drifts[mask] for label, drifts in self.drifts.items()}, flops=self.flops[mask],
             bytes_moved=self.bytes_moved[mask])
 
 
@@ -141,6 +157,9 @@ def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema =
 def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, float]]:
     """Idle times (ms) by kernel id and label, for look-up: the median over the machines that measured a kernel.
 
+    Where some machines measured it steadily, these alone count, and else the steadiest. Then the block's drift, a ratio, is
+    there too, under `drift_key` of the label.
+
     These include kernels of held-out families and kernels that lack the dataset's first label, since nothing is learned from a
     look-up.
 
@@ -150,9 +169,15 @@ def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, flo
     header, table = read_header(workspace.dataset(target)), read_kernel_table(workspace, target)
     idle = table[table["Status"].isin(["ok", UNFINISHED]) & (table["Level"] == 0)]
     measured: dict[str, dict[str, float]] = {}
-    for label, times in _times(idle, header.target.flavour.device).items():
-        for name, time_ms in pd.Series(times).groupby(idle["Kernel_ID"].to_numpy()).median().dropna().items():
+    times_ms = _times(idle, header.target.flavour.device)
+    drifts = _drifts(idle, times_ms)
+    for label, times in times_ms.items():
+        rows = pd.DataFrame({"id": idle["Kernel_ID"].to_numpy(), "time": times, "drift": drifts[label]}).dropna()
+        steadiest = rows[rows["drift"] == rows.groupby("id")["drift"].transform("min")]
+        for name, time_ms, drift in steadiest.groupby("id").median().itertuples():
             measured.setdefault(str(name), {})[label] = float(time_ms)
+            if drift:
+                measured[str(name)][drift_key(label)] = float(drift)
     return measured
 
 
@@ -183,6 +208,7 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
     except (KeyError, ValueError) as error:
         raise UserError(f"the dataset of {header.target.name}: the metrics in kernel_latency.csv are damaged ({error}); make "
                         f"it anew: {COLLECT}") from None
+    times_ms = _times(table, header.target.flavour.device)
     idle_load = {name: float(np.nanmedian(load[idle, column])) for column, name in enumerate(metrics)}
     load[idle] = list(idle_load.values())
     return TrainingSet(
@@ -191,7 +217,7 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
         collections=collections,
         backgrounds=table["Background"].fillna("").to_numpy(dtype=str), idle=idle,
         schema=schema, features=schema.matrix(kernels[name] for name in described)[[row_of[name] for name in ids]],
-        load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table, header.target.flavour.device),
+        load=load, metrics=metrics, idle_load=idle_load, times_ms=times_ms, drifts=_drifts(table, times_ms),
         flops=np.array([kernels[name].flops for name in ids], dtype=float),
         bytes_moved=np.array([kernels[name].bytes_read + kernels[name].bytes_written for name in ids], dtype=float),
         dtypes=tuple(sorted({kernels[name].dtype for name in set(ids)})),
@@ -209,3 +235,21 @@ def _times(table: pd.DataFrame, device: str) -> dict[str, Floats]:
         launches = table["gpu_launches"].to_numpy(dtype=float)
         times[LAUNCHES] = np.where(launches > 0, launches, np.nan)
     return {label: times_ms for label, times_ms in times.items() if np.isfinite(times_ms).any()}
+
+
+def _drifts(table: pd.DataFrame, labels: Iterable[str]) -> dict[str, Floats]:
+    """By label, the drift of the unsteady blocks on which rows of a kernel table rest; 0 for the others.
+
+    A table without column Unsteady is older: its column Drift says what the canary said of all labels of a row.
+    """
+    labels = [label for label in labels if label != LAUNCHES]  # their number does not depend on how steady the machine is
+    drifts = {label: np.zeros(len(table)) for label in (*labels, LAUNCHES)}
+    if "Unsteady" not in table.columns:
+        drift = table["Drift"].to_numpy(dtype=float) if "Drift" in table.columns else np.zeros(len(table))
+        return drifts | {label: np.where(drift > DRIFT_ADMITTED, drift, 0.0) for label in labels}
+    unsteady = table["Unsteady"].fillna("").to_numpy(dtype=str)
+    for row in np.flatnonzero(unsteady != ""):
+        for label, ratio in labels_unsteady(unsteady[row]).items():
+            if label in drifts:
+                drifts[label][row] = ratio
+    return drifts

@@ -121,6 +121,13 @@ def add_run_mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuda-graph", action="store_true", help="captured once as a CUDA graph, and replayed")
 
 
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """`--inputs`: a file with a model's inputs."""
+    parser.add_argument("--inputs", type=Path, metavar="FILE",
+                        help="inputs of the model by name, as numpy.savez writes them (default: standardised random numbers, "
+                             "and zeros for whole numbers); some operators' time depends on them")
+
+
 def add_config(parser: argparse.ArgumentParser, default: Path, example: str, what: str = "settings") -> None:
     """`--config` and `--set` (as `changes`), for `utils.config.read_config`.
 

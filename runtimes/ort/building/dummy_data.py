@@ -1,6 +1,8 @@
-"""Inputs for kernels and models that nobody gave: random numbers, or values that let an operator run.
+"""Inputs for kernels and models that nobody gave: standardised random numbers, or values that let an operator run.
 
-How long a kernel takes may depend on these values: a NonMaxSuppression compares each box that it keeps with all others.
+How long a kernel takes may depend on these values (`time_by_values` in records/operators.py): a NonMaxSuppression compares each
+box that it keeps with all others, and rows that take the same branches of a tree are faster than rows that differ. So the order
+of signs and sizes is random, and a tree's rows lie around its thresholds.
 """
 
 from __future__ import annotations
@@ -8,51 +10,69 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from records.kernel_record import Kernel, KernelInput, numpy_dtype
 from records.operators import operator_row
-from runtimes.ort.graph.nodes import first_taught
+from runtimes.ort.graph.nodes import attribute_value, first_taught
+
+if TYPE_CHECKING:
+    import onnx
 
 GRID = 10.0  # distance of boxes that do not overlap
 SIDE = 4.0  # of a box
 POOL_ELEMENTS = 1 << 22
+LEAST = 1e-3  # smaller numbers could make quotients and powers overflow
+ML = "ai.onnx.ml"
+TREES = ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor")
+PASSING = ("Identity", "Cast", "Imputer")  # operators that leave the range of a column as it is
 
 
 def chosen(kernel: Kernel, position: int) -> np.ndarray | None:
     """The value of an input, not yet of its type; None where any value does, or where no value gives this output."""
+    if kernel.domain == ML and kernel.op_type in TREES and not position:
+        rows = random_floats(kernel.inputs[0].shape, "float32")
+        return thresholds_of(kernel.attributes).around(rows)
     if kernel.domain:
         return None
     make = {("NonZero", 0): _nonzero, ("Compress", 1): _condition, ("NonMaxSuppression", 0): _boxes,
-            ("Unique", 0): _repeated}.get((kernel.op_type, position))
+            ("Unique", 0): _repeated, ("GridSample", 1): _within_one, ("Atanh", 0): _within_one,
+            ("Acosh", 0): _above_one}.get((kernel.op_type, position))
     return make(kernel) if make else None
 
 
-def spread(count: int, places: int) -> np.ndarray:
-    """`count` of `places` truth values are true, evenly spread."""
-    at = np.arange(places + 1) * min(count, places) // max(places, 1)
-    return np.diff(at) > 0
+def chosen_places(count: int, places: int) -> np.ndarray:
+    """`count` of `places` truth values are true, in random order."""
+    return np.random.default_rng(0).permutation(places) < min(count, places)
 
 
 def _nonzero(kernel: Kernel) -> np.ndarray:
     shape = kernel.inputs[0].shape
-    return spread(kernel.outputs[0].shape[-1], math.prod(shape)).reshape(shape)
+    return chosen_places(kernel.outputs[0].shape[-1], math.prod(shape)).reshape(shape)
 
 
 def _condition(kernel: Kernel) -> np.ndarray:
     axis = kernel.attributes.get("axis")
     kept = kernel.outputs[0].shape[int(axis) if axis is not None else 0]
-    return spread(kept, kernel.inputs[1].shape[0])
+    return chosen_places(kept, kernel.inputs[1].shape[0])
+
+
+def _within_one(kernel: Kernel) -> np.ndarray:
+    return np.tanh(random_floats(kernel.inputs[-1].shape, "float32"))
+
+
+def _above_one(kernel: Kernel) -> np.ndarray:
+    return 1.0 + random_floats(kernel.inputs[0].shape, "float32", positive=True)
 
 
 def _repeated(kernel: Kernel) -> np.ndarray | None:
-    """As many different values as come out; None along an axis, where rows would have to differ."""
+    """As many different values as come out, in random order; None along an axis, where rows would have to differ."""
     if kernel.attributes.get("axis") is not None:
         return None
     shape = kernel.inputs[0].shape
-    return (np.arange(math.prod(shape)) % max(kernel.outputs[0].shape[0], 1)).reshape(shape)
+    return (np.random.default_rng(0).permutation(math.prod(shape)) % max(kernel.outputs[0].shape[0], 1)).reshape(shape)
 
 
 def _boxes(kernel: Kernel) -> np.ndarray | None:
@@ -66,16 +86,61 @@ def _boxes(kernel: Kernel) -> np.ndarray | None:
     return np.concatenate([corner, corner + SIDE], 1)[None]
 
 
+class ColumnRanges(NamedTuple):
+    """Mean and spread of the columns of a table of features."""
+
+    mean: np.ndarray
+    spread: np.ndarray
+
+    def around(self, standardised: np.ndarray) -> np.ndarray:
+        """Standardised rows (their last axis: the columns), moved into these ranges. Columns without a range stay."""
+        mean, spread = np.zeros(standardised.shape[-1]), np.ones(standardised.shape[-1])
+        mean[:len(self.mean)], spread[:len(self.spread)] = self.mean[:len(mean)], self.spread[:len(spread)]
+        return np.asarray(mean + spread * standardised)
+
+
+def thresholds_of(attributes: Mapping[str, Any]) -> ColumnRanges:
+    """The ranges in which the trees of an ensemble compare the columns, so that rows from there take all branches."""
+    columns = np.asarray(attributes["nodes_featureids"])
+    given = next(attributes[name] for name in ("nodes_splits", "nodes_values", "nodes_values_as_tensor") if name in attributes)
+    splits = np.asarray(given["values"] if isinstance(given, Mapping) else given, float)
+    compared = np.isfinite(splits)
+    if "nodes_splits" not in attributes:  # before version 5 of ai.onnx.ml, leaves are among the nodes
+        compared &= np.array([mode != "LEAF" for mode in attributes["nodes_modes"]])
+    columns, splits = columns[compared], splits[compared]
+    count = np.maximum(np.bincount(columns), 1)
+    mean = np.bincount(columns, splits) / count
+    variance = np.maximum(np.bincount(columns, splits ** 2) / count - mean ** 2, 0.0)
+    return ColumnRanges(mean, np.where(variance > 0, np.sqrt(variance), 1.0))
+
+
+def input_ranges(graph: onnx.GraphProto) -> dict[str, ColumnRanges]:
+    """The ranges of those inputs of a model that a Scaler standardises, or whose columns trees compare."""
+    ranges, source_of = dict[str, ColumnRanges](), {value.name: value.name for value in graph.input}
+    for node in graph.node:
+        source = source_of.get(node.input[0], "") if node.input else ""
+        if source and node.op_type in PASSING:
+            source_of[node.output[0]] = source
+        elif source and node.domain == ML and node.op_type in ("Scaler", *TREES):
+            attributes = {attribute.name: attribute_value(attribute) for attribute in node.attribute}
+            if node.op_type in TREES:
+                ranges.setdefault(source, thresholds_of(attributes))
+            elif {"offset", "scale"} <= attributes.keys():
+                scale = np.asarray(attributes["scale"], float)
+                spread = np.divide(1.0, scale, out=np.ones_like(scale), where=scale != 0)
+                ranges.setdefault(source, ColumnRanges(np.asarray(attributes["offset"], float), spread))
+    return ranges
+
+
 @functools.cache
 def _pool() -> np.ndarray:
-    """Random numbers in [-1, 1), none of them smaller than 1e-3 in size, that tensors are cut from; twice in a row."""
-    values = np.random.default_rng(0).uniform(1e-3, 1.0, POOL_ELEMENTS).astype(np.float32)
-    values[1::2] *= -1
-    return np.tile(values, 2)
+    """Standard normal numbers, none of them smaller than LEAST in size, that tensors are cut from; twice in a row."""
+    values = np.random.default_rng(0).standard_normal(POOL_ELEMENTS, np.float32)
+    return np.tile(np.where(np.abs(values) < LEAST, np.copysign(np.float32(LEAST), values), values), 2)
 
 
 def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive: bool = False) -> np.ndarray:
-    """Random numbers in [-1, 1), or (0, 1) when `positive`; the same for the same arguments."""
+    """Standard normal numbers, or their sizes when `positive`; the same for the same arguments."""
     count = int(np.prod(shape, dtype=np.int64))
     start = offset % POOL_ELEMENTS
     values = np.resize(_pool()[start:start + min(max(count, 1), POOL_ELEMENTS)], count).reshape(shape)

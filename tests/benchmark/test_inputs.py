@@ -1,0 +1,167 @@
+"""The inputs with which kernels and models are measured: realistic ones by default, or one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from command import run_script
+from conftest import small_model
+from onnx import TensorProto, helper
+
+from records.kernel_record import Kernel
+from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
+from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.runner import Runner, open_runner, read_inputs
+from utils.errors import UserError
+
+RUNNER = "benchmark/ort_kernel_runner.py"
+COLUMNS = 20
+SCALES = 10.0 ** np.linspace(-3, 6, COLUMNS)  # of the columns, as in a table that nobody standardised
+
+
+def tree_model(path: Path, rows: int, scales: np.ndarray = SCALES, scaler: bool = False, trees: int = 100,
+               depth: int = 8) -> Path:
+    """A TreeEnsembleRegressor of random full trees, which compare each column with numbers of its scale; behind a Scaler,
+    if asked for, with numbers of scale 1."""
+    draw, inner, whole = np.random.default_rng(0), 2**depth - 1, 2 ** (depth + 1) - 1
+    place = np.tile(np.arange(whole), trees)
+    split, tree = place < inner, np.repeat(np.arange(trees), whole)
+    columns = np.where(split, draw.integers(0, COLUMNS, len(place)), 0)
+    values = np.where(split, draw.standard_normal(len(place)) * (1.0 if scaler else scales[columns]), 0.0)
+    nodes: dict[str, Any] = {
+        "treeids": tree, "nodeids": place, "featureids": columns, "values": values.astype(np.float32),
+        "truenodeids": np.where(split, 2 * place + 1, 0), "falsenodeids": np.where(split, 2 * place + 2, 0)}
+    leaves = {"treeids": tree[~split], "nodeids": place[~split], "ids": 0 * place[~split],
+              "weights": draw.standard_normal((~split).sum()).astype(np.float32)}
+    ensemble = helper.make_node(
+        "TreeEnsembleRegressor", ["standard" if scaler else "x"], ["y"], domain="ai.onnx.ml", n_targets=1,
+        nodes_modes=np.where(split, "BRANCH_LEQ", "LEAF").tolist(), **{f"nodes_{key}": of.tolist() for key, of in nodes.items()},
+        **{f"target_{key}": of.tolist() for key, of in leaves.items()})
+    first = [helper.make_node("Scaler", ["x"], ["standard"], domain="ai.onnx.ml", offset=(3.0 * scales).tolist(),
+                              scale=(1.0 / scales).tolist())] if scaler else []
+    inputs, outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, [rows, width])]
+                       for name, width in (("x", COLUMNS), ("y", 1)))
+    graph = helper.make_graph([*first, ensemble], "trees", inputs, outputs)
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[
+        helper.make_opsetid("", 20), helper.make_opsetid("ai.onnx.ml", 3)]), path)
+    return path
+
+
+def leaves_reached(runner: Runner) -> int:
+    """How many different sums of leaves the rows give: 1 where all rows take the same branches."""
+    return len(np.unique(np.asarray(runner.session.run(None, dict(runner.feed))[0])))
+
+
+def save(path: Path, arrays: Mapping[str, Any]) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def fastest_ms(*runners: Runner) -> list[float]:
+    """The shortest time of each, in turns, since other work may slow down some of them."""
+    return np.min([[min(runner.time(loops=10).samples_ms) for runner in runners] for _ in range(8)], axis=0).tolist()
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+def test_rows_for_trees_take_all_branches(tmp_path: Path, scaler: bool) -> None:
+    """Also where the columns have scales of their own, which the trees' thresholds or a Scaler tell."""
+    path = tree_model(tmp_path / "trees.onnx", rows=64, scaler=scaler, depth=5)
+    runner = open_runner(path, "cpu")
+    assert leaves_reached(runner) == 64
+    means, spreads = (of(runner.feed["x"].astype(float), axis=0) / SCALES for of in (np.mean, np.std))
+    assert np.abs(means - (3.0 if scaler else 0.0)).max() < 0.6
+    assert 0.5 < spreads.min() < spreads.max() < 1.5
+
+
+@pytest.mark.slow
+def test_trees_take_as_long_as_with_real_rows(tmp_path: Path) -> None:
+    """Rows that all take the same branches, such as zeros, are much faster."""
+    path = tree_model(tmp_path / "trees.onnx", rows=256, scales=np.ones(COLUMNS))
+    [kernel] = analyze(path, "cpu").kernels.values()
+    rows = {"zeros": np.zeros((256, COLUMNS)), "real": np.random.default_rng(9).standard_normal((256, COLUMNS)),
+            "kernel": dummy_inputs(kernel)["x0"]}
+    given = [save(tmp_path / f"{name}.npz", {"x": values.astype(np.float32)}) for name, values in rows.items()]
+    made_up, zeros, real, of_kernel = fastest_ms(*(open_runner(path, "cpu", inputs=inputs) for inputs in (None, *given)))
+    assert zeros < 0.6 * real
+    assert made_up == pytest.approx(real, rel=0.3)
+    assert of_kernel == pytest.approx(real, rel=0.3)
+
+
+def test_random_numbers_are_standardised_and_in_no_order() -> None:
+    """With alternating signs, each column of a table had one sign, and a PRelu took a seventh of its time."""
+    numbers = random_floats((1000, 20), "float32")
+    assert numbers.mean() == pytest.approx(0.0, abs=0.02)
+    assert numbers.std() == pytest.approx(1.0, abs=0.02)
+    assert np.abs(numbers).min() >= 1e-3
+    assert np.abs((numbers > 0).mean(axis=0) - 0.5).max() < 0.1
+    assert (np.diff(np.sign(numbers.ravel())) != 0).mean() == pytest.approx(0.5, abs=0.02)
+
+
+def kernel_of(op: str, shape: list[int], tmp_path: Path, dims: dict[str, int] | None = None) -> Kernel:
+    graph = helper.make_graph([helper.make_node(op, ["x"], ["y"])], op,
+                              [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+                              [helper.make_empty_tensor_value_info("y")])
+    path = tmp_path / f"{op}.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    [kernel] = analyze(path, "cpu", dims).kernels.values()
+    return kernel
+
+
+def test_values_that_an_operator_finds_are_in_no_order(tmp_path: Path) -> None:
+    found = dummy_inputs(kernel_of("NonZero", [40, 50], tmp_path, dims={"y.1": 500}))["x0"]
+    assert np.count_nonzero(found) == 500
+    assert len(set(np.diff(np.flatnonzero(found)).tolist())) > 3
+    different = dummy_inputs(kernel_of("Unique", [2000], tmp_path, dims={"y.0": 100}))["x0"]
+    assert len(np.unique(different)) == 100
+    assert (np.diff(different) < 0).mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_functions_get_numbers_that_they_are_for(tmp_path: Path) -> None:
+    assert dummy_inputs(kernel_of("Acosh", [1000], tmp_path))["x0"].min() >= 1.0
+    assert np.abs(dummy_inputs(kernel_of("Atanh", [1000], tmp_path))["x0"]).max() < 1.0
+
+
+# one's own ---------------------------------------------------------------------------------------------------------------
+
+def test_one_s_own_inputs_are_run(tmp_path: Path) -> None:
+    onnx.save(small_model(), tmp_path / "net.onnx")
+    runner = open_runner(tmp_path / "net.onnx", "cpu")
+    [(name, made_up)] = runner.feed.items()
+    own = np.full(made_up.shape, 0.5)  # 64 bits are fine
+    save(tmp_path / "own.npz", {name: own})
+    given = open_runner(tmp_path / "net.onnx", "cpu", inputs=tmp_path / "own.npz").feed[name]
+    assert given.dtype == made_up.dtype
+    assert (given == 0.5).all()
+    done = run_script(RUNNER, "--model", tmp_path / "net.onnx", "--inputs", tmp_path / "own.npz", "--loops", "3", "--json",
+                      "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["samples_ms"]) == 3
+
+
+@pytest.mark.parametrize(("arrays", "message"), [
+    ({"other": np.zeros(3)}, r"own\.npz: the model has no input other; its inputs are "),
+    ({"NAME": np.zeros(3)}, r"has shape \[3\], and the model takes \[1, "),
+    ({"NAME": "text"}, "is <U4, and the model takes float32"),
+    (None, "not a file of arrays by name, as numpy.savez writes them"),
+])
+def test_inputs_that_do_not_fit_are_an_error(tmp_path: Path, arrays: dict[str, Any] | None, message: str) -> None:
+    onnx.save(small_model(), tmp_path / "net.onnx")
+    [(name, made_up)] = open_runner(tmp_path / "net.onnx", "cpu").feed.items()
+    if arrays is None:
+        (tmp_path / "own.npz").write_bytes(b"PK\x03\x04 no archive")
+    else:
+        save(tmp_path / "own.npz", {key.replace("NAME", name): np.full(made_up.shape, values) if isinstance(values, str) else
+                                    values for key, values in arrays.items()})
+    with pytest.raises(UserError, match=message):
+        open_runner(tmp_path / "net.onnx", "cpu", inputs=tmp_path / "own.npz")
+
+
+def test_a_missing_file_of_inputs_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        read_inputs(tmp_path / "none.npz")

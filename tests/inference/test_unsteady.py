@@ -1,0 +1,284 @@
+"""What was measured while the machine was unsteady: marked in the dataset, named in an answer, learned from less, replaced."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import build_workspace, small_model
+from made_up_dataset import TARGET as MADE_UP
+from made_up_dataset import draw_kernels, write_dataset
+from trained_workspace import conv_net
+
+from benchmark.collecting.collect import collect
+from benchmark.collecting.config import CollectorConfig
+from inference import measure_missing, predict
+from inference.core.report import kernel_rows as printed_kernels
+from inference.core.report import summary
+from records.blocks import Block, labels_unsteady, read_blocks, steadiest, unit_rows, unsteady_labels
+from records.dataset_files import DatasetKernel, journal_path, kernel_table_path, read_header, read_journal, read_kernel_table
+from records.dataset_tables import kernel_rows, model_rows, model_sessions
+from records.dataset_writer import write_tables
+from records.host_pace import idle_models
+from records.measurement import Label, Measurement, Place, drift_key
+from runtimes import local_target
+from training.admission.interface import Estimator, Measured
+from training.estimators.neural_network import NeuralNetwork
+from training.estimators.roofline import RooflineEstimator
+from training.estimators.trees import BoostedTrees, RandomForest
+from training.kernels.estimators import KernelModel, fit_kernel_model, learn_classes, learning_problem, predict_rows
+from training.kernels.predictors import read_predictors
+from training.kernels.settings import TrainingConfig
+from training.kernels.sidecar import renew_measured
+from training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from utils import files
+from utils.paths import Workspace
+
+TARGET = local_target("cpu").name
+BAD = 3.45  # the drift of a block during which the canary took 4.45 times as long
+[KERNEL] = draw_kernels(1)
+DESCRIBED = {KERNEL.id: DatasetKernel(kernel=KERNEL, models=("net",), groups=("net",))}
+
+
+def timed(time_ms: float, label: Label = "node_span", place: Place = "in_model", subject: str = "kernel",
+          name: str = KERNEL.id) -> Measurement:
+    return Measurement(subject=subject, id=name, label=label, context=place, place=place, samples_ms=(time_ms,))
+
+
+def block(*measurements: Measurement, drift: float = 0.0, level: float = 0.0, machine: str = "here") -> Block:
+    return Block(level=level, key="k", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0 + drift, attempts=2,
+                 machine=machine, measurements=measurements)
+
+
+# the dataset -------------------------------------------------------------------------------------------------------------
+
+def test_a_block_says_that_the_machine_was_unsteady(tmp_path: Path) -> None:
+    """The mark follows from the canary, so that a block of an older journal has it too."""
+    files.append_line(tmp_path / "old.jsonl", block(drift=BAD).model_dump_json(exclude={"drift_admitted"}))
+    [old] = read_blocks(tmp_path / "old.jsonl")
+    assert old.unsteady
+    assert not block(drift=0.04).unsteady
+    assert not block(drift=BAD).model_copy(update={"drift_admitted": 4.0}).unsteady  # so a config may ask
+
+
+def test_labels_and_drifts_as_text() -> None:
+    assert unsteady_labels({"run": BAD, "gpu": 0.07123}) == "gpu:0.07123|run:3.45"
+    assert labels_unsteady("gpu:0.07123|run:3.45") == {"run": BAD, "gpu": 0.07123}
+    assert labels_unsteady(unsteady_labels({})) == {}
+
+
+def test_a_row_names_the_labels_that_rest_on_an_unsteady_block() -> None:
+    [row] = kernel_rows([block(timed(4.0), drift=BAD), block(timed(1.0, "run", "alone"))], DESCRIBED)
+    assert (row["Unsteady"], row["Drift"]) == ("node_span:3.45", 0.0)
+    session = [timed(9.0, "run", subject="model", name="net").model_copy(update={"label": "latency"})]
+    [of_model] = model_rows(model_sessions([block(*session, drift=BAD)]), {})
+    assert of_model["Unsteady"] == "latency:3.45"
+    [of_unit] = unit_rows([block(timed(4.0), drift=BAD)])
+    assert of_unit["Unsteady"] == "node_span:3.45"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_is_measured_again_replaces_the_unsteady_block(order: int) -> None:
+    bad, good = block(timed(4.0), drift=BAD), block(timed(1.0))
+    [row] = kernel_rows([bad, good][::order], DESCRIBED)
+    assert (row["node_span_ms"], row["Unsteady"]) == (1.0, "")
+    [of_unit] = unit_rows([bad, good][::order])
+    assert (of_unit["node_span_ms"], of_unit["Unsteady"], of_unit["Runs"]) == (1.0, "", 1)
+    less_bad = block(timed(2.0), drift=0.5)
+    assert [m.samples_ms for _, m in steadiest([(found, found.measurements[0]) for found in (bad, less_bad)])] == [(2.0,)]
+    two_good = kernel_rows([good, block(timed(3.0))][::order], DESCRIBED)
+    assert two_good[0]["node_span_ms"] == 2.0  # the median over both, as ever
+
+
+def test_a_steady_session_of_a_model_replaces_an_unsteady_one() -> None:
+    import pandas as pd
+
+    def rows(drifts: list[float], **columns: object) -> pd.DataFrame:
+        return pd.DataFrame({"Model": "net", "Status": "ok", "Level": 0.0, "Latency_ms": [405.0, 151.0][:len(drifts)],
+                             "Drift": drifts, **columns})
+
+    for columns in ({}, {"Unsteady": [f"latency:{BAD}", None]}):
+        assert idle_models(rows([BAD, 0.01], **columns))["median_ms"].to_dict() == {"net": 151.0}
+    assert idle_models(rows([BAD]))["median_ms"].to_dict() == {"net": 405.0}  # better than nothing
+    assert idle_models(rows([BAD, 0.01], Probe_us=10.0))["median_ms"].to_dict() == {"net": 278.0}  # the host probe decides
+
+
+# look-up -----------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def made_up(workspace: Workspace) -> Workspace:
+    """A made-up dataset of 60 kernels in which every second one took four times as long, while the machine was unsteady."""
+    kernels = {kernel.id: kernel for kernel in draw_kernels(60)}
+    write_dataset(workspace, kernels, {}, {}, {0.0: 0.0}, noise=0.0)
+    return workspace
+
+
+def make_unsteady(workspace: Workspace, column: str) -> np.ndarray:
+    """Makes every second row of the kernel table a bad one, and returns which these are."""
+    import pandas as pd
+
+    path = kernel_table_path(workspace.dataset(MADE_UP.name))
+    table = pd.read_csv(path).drop(columns=["Unsteady", "Drift"], errors="ignore")
+    bad = np.arange(len(table)) % 2 == 1
+    times = [name for name in table.columns if name.endswith("_ms") and name != "Canary_ms"]
+    table.loc[bad, times] *= 4.0
+    mark = np.where(bad, BAD, 0.0) if column == "Drift" else np.where(bad, f"kernel_time:{BAD}|run:{BAD}", "")
+    table.assign(**{column: mark}).to_csv(path, index=False)
+    return bad
+
+
+@pytest.mark.parametrize("column", ["Drift", "Unsteady"])
+def test_the_look_up_knows_what_is_unsteady(made_up: Workspace, column: str) -> None:
+    """A table from before column Unsteady has the drift of its rows."""
+    bad = make_unsteady(made_up, column)
+    times = measured_times(made_up, MADE_UP.name)
+    for name, is_bad in zip(read_kernel_table(made_up, MADE_UP.name)["Kernel_ID"], bad, strict=True):
+        assert times[name].get(drift_key("run")) == (BAD if is_bad else None)
+
+
+def test_a_steady_machine_wins(made_up: Workspace) -> None:
+    import pandas as pd
+
+    before, bad = measured_times(made_up, MADE_UP.name), make_unsteady(made_up, "Unsteady")
+    path = kernel_table_path(made_up.dataset(MADE_UP.name))
+    table = pd.read_csv(path)
+    table.loc[bad, "Unsteady"] = None
+    again = table[bad].assign(Machine="quiet", run_median_ms=table["run_median_ms"][bad] / 4.0)
+    pd.concat([pd.read_csv(path), again]).to_csv(path, index=False)
+    times = measured_times(made_up, MADE_UP.name)
+    assert {name: times[name]["run"] for name in before} == pytest.approx({name: before[name]["run"] for name in before})
+    assert not any(drift_key("run") in of_kernel for of_kernel in times.values())
+
+
+# training ----------------------------------------------------------------------------------------------------------------
+
+def errors_of(estimator: Estimator, rows: TrainingSet, truth_ms: np.ndarray) -> float:
+    """The median error on steady rows of an estimator that is fitted to all rows."""
+    estimator.fit(Measured(**{name: getattr(rows.kernels, name) for name in ("types", "features", "flops", "bytes_moved")},
+                           times_ms=rows.times_ms["run"], target=MADE_UP, label="run", config=TrainingConfig(),
+                           all_rows=rows, weights=rows.weights("run")))
+    return float(np.median(np.abs(estimator.predict_ms(replace(rows.kernels, load=None)) / truth_ms - 1.0)))
+
+
+@pytest.mark.slow
+def test_all_estimators_learn_less_from_unsteady_rows(made_up: Workspace) -> None:
+    truth_ms = read_training_set(made_up, MADE_UP.name).times_ms["run"]
+    make_unsteady(made_up, "Unsteady")
+    rows = read_training_set(made_up, MADE_UP.name)
+    weights = rows.weights("run")
+    assert weights is not None
+    assert weights.mean() == pytest.approx(1.0)
+    assert weights.min() < 0.01 * weights.max()
+    unmarked = replace(rows, drifts={label: np.zeros(len(rows)) for label in rows.drifts})
+    assert unmarked.weights("run") is None
+    for make in (BoostedTrees, RandomForest, NeuralNetwork, RooflineEstimator, KernelModel):
+        marked_error, unmarked_error = (errors_of(make(), learned, truth_ms) for learned in (rows, unmarked))
+        assert marked_error < 0.7 * unmarked_error, make.__name__
+    is_conv = rows.types == "Conv"
+    for types in (["Conv"], []):  # a booster of its own, and the shared one
+        off = [np.median(np.abs(np.log(predict_rows(fit_kernel_model(learned, "run", types, TrainingConfig()), rows)
+                                       / truth_ms))[is_conv]) for learned in (rows, unmarked)]
+        assert off[0] < 0.7 * off[1]
+    problem = learning_problem(rows, "run")
+    of_classes = learn_classes(rows, problem, TrainingConfig()).rows
+    assert set((of_classes.weights("class other") / of_classes.weights("class other").max() < 0.01).tolist()) == {True, False}
+
+
+def test_under_a_load_a_drift_says_little(made_up: Workspace) -> None:
+    make_unsteady(made_up, "Unsteady")
+    rows = read_training_set(made_up, MADE_UP.name)
+    assert replace(rows, idle=np.zeros(len(rows), dtype=bool)).weights("run") is None
+
+
+# answers -----------------------------------------------------------------------------------------------------------------
+
+def unsettle(workspace: Workspace, drift: float) -> None:
+    """Makes the idle blocks of the trained workspace unsteady, as if they had been measured so."""
+    folder = workspace.dataset(TARGET)
+    blocks = [found if found.level else found.model_copy(update={"canary_after_ms": 1.0 + drift})
+              for found in read_journal(folder)]
+    files.write_text(journal_path(folder), "".join(f"{found.model_dump_json()}\n" for found in blocks))
+    write_tables(folder, read_header(folder), blocks)
+    renew_measured(workspace.predictors(TARGET), measured_times(workspace, TARGET))
+
+
+@pytest.fixture
+def copied(tmp_path: Path, trained_workspace: Workspace) -> Workspace:
+    """A copy of the trained workspace that a test may change."""
+    return Workspace(Path(shutil.copytree(trained_workspace.root, tmp_path / "workspace")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drift", "rough"), [(BAD, True), (0.1, False)])
+def test_an_answer_names_what_is_unsteady(copied: Workspace, drift: float, rough: bool) -> None:
+    path = copied.models / "anet_c16.onnx"
+    steady = predict(path, target=TARGET, workspace=copied)
+    unsettle(copied, drift)
+    answer = predict(path, target=TARGET, workspace=copied)
+    assert (answer.latency_ms, answer.time_share) == (steady.latency_ms, steady.time_share)
+    assert answer.unsteady_share == pytest.approx(1.0)
+    assert (steady.unsteady_share, steady.rough_estimate, answer.rough_estimate) == (0.0, False, rough)
+    off = [abs(np.log(end / answer.latency_ms)) for end in answer.interval_ms]
+    before = [abs(np.log(end / steady.latency_ms)) for end in steady.interval_ms]
+    moved = (answer.composition.alpha * answer.kernel_sum_ms) / answer.latency_ms  # the rest of the latency is a constant
+    for wider, usual, end in zip(off, before, (1.0 / (1.0 + drift), 1.0 + drift), strict=True):
+        assert wider == pytest.approx(np.hypot(usual, np.log(1.0 + moved * (end - 1.0))), rel=0.02)
+    [warning] = [text for text in answer.warnings if "--measure-missing measures them again" in text]
+    assert f"{len(answer.kernels)} of its kernels, 100.0% of the kernel time" in warning
+    assert f"unsteady (by up to {drift:.0%})" in warning
+    assert summary(answer)["measured"] == "100% (100% unsteadily)"
+    assert {row["provenance"] for row in printed_kernels(answer, 99)} == {"measured unsteadily"}
+    assert not any("unsteady" in text for text in predict(path, target=TARGET, workspace=copied, strict=True).warnings)
+
+
+# measured again ----------------------------------------------------------------------------------------------------------
+
+EFFORT = {"warmup": 1, "budget_s": 0.02, "least_runs": 3, "most_runs": 5}
+CONFIG = CollectorConfig.model_validate({
+    "window_s": 0.2, "attempts": 1, "patience_s": 0, "kernel": EFFORT, "model": EFFORT})
+
+
+@pytest.mark.measuring
+@pytest.mark.slow
+def test_measure_missing_replaces_what_was_unsteady(workspace: Workspace, canary: list[float]) -> None:
+    path = conv_net(workspace.root / "net.onnx", channels=8)
+    canary[:] = [1.0, 1.0 + BAD, 1.0]
+    first = measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG)
+    assert first.measured == len(first.unsteady) > 0
+    assert predict(path, target=TARGET, workspace=workspace).unsteady_share == pytest.approx(1.0)
+    journal = journal_path(workspace.dataset(TARGET)).read_bytes()
+
+    second = measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG)
+    assert (second.measured, second.left, second.unsteady) == (first.measured, (), ())
+    answer = predict(path, target=TARGET, workspace=workspace)
+    assert (answer.unsteady_share, answer.time_share["measured"]) == (0.0, pytest.approx(1.0))
+    assert not any("unsteady" in text for text in answer.warnings)
+    assert not any(key.endswith("drift") for times in read_predictors(workspace.predictors(TARGET)).measured.values()
+                   for key in times)
+    assert journal_path(workspace.dataset(TARGET)).read_bytes().startswith(journal)  # the raw samples stay
+    assert measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG).measured == 0
+
+
+@pytest.mark.measuring
+@pytest.mark.slow
+def test_the_collector_measures_again_on_request(workspace: Workspace, canary: list[float]) -> None:
+    build_workspace(workspace, {"anet_b1": small_model()})
+    config = CollectorConfig.model_validate(CONFIG.model_dump() | {
+        "levels": (0.0,), "labels": ("run",), "block_kernels": 99,
+        "canary_drift": 2.0})  # the model's real latencies may vary by less
+    canary[:] = [1.0, 1.0 + BAD, 1.0]  # the first of two blocks is unsteady
+    collect(workspace, config)
+    first = read_journal(workspace.dataset(TARGET))
+    assert [found.unsteady for found in first] == [True, False]
+    collect(workspace, config)
+    assert read_journal(workspace.dataset(TARGET)) == first  # only on request
+    collect(workspace, config, remeasure=True)
+    again = read_journal(workspace.dataset(TARGET))
+    assert [found.unsteady for found in again] == [True, False, False]
+    assert {(m.subject, m.id) for m in again[2].measurements} == {(m.subject, m.id) for m in first[0].measurements}
+    assert read_kernel_table(workspace, TARGET)["Unsteady"].isna().all()
+    collect(workspace, config, remeasure=True)
+    assert len(read_journal(workspace.dataset(TARGET))) == 3
