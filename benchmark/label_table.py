@@ -20,16 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from records.blocks import Block
-from records.dataset_files import (
-    collected_targets,
-    model_table_path,
-    read_header,
-    read_journal,
-    read_kernel_table,
-    read_model_table,
-    run_ms,
-)
-from records.dataset_tables import UNFINISHED
+from records.dataset_files import collected_targets, model_table_path, read_header, read_journal, run_ms
+from records.dataset_tables import UNFINISHED, read_kernel_table, read_model_table
 from records.host_pace import idle_models
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord, Node

@@ -22,7 +22,8 @@ from statistics import fmean
 from typing import Any
 
 from graph_model.simulation.dag import build_dag, longest_path
-from records.dataset_files import collected_targets, read_header, read_journal, read_model_table
+from records.dataset_files import collected_targets, read_header, read_journal
+from records.dataset_tables import read_model_table
 from records.host_pace import idle_models
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record, record_path

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from records.measurement import BELOW_BEST, DATASET_VERSION, DRIFT_ADMITTED, Measurement
+from records.measurement import BELOW_BEST, DATASET_VERSION, DRIFT_ADMITTED, Measurement, Milliseconds
 from records.probe_reading import ProbeReading
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
+from utils.logger import get_logger
+
+log = get_logger("collector")
 
 
 class Block(Frozen):
@@ -45,9 +48,9 @@ class Block(Frozen):
     during: dict[str, float]
     background_s: float = 0.0
     during_s: float = 0.0
-    canary_before_ms: float
-    canary_after_ms: float
-    canary_best_ms: float = 0.0
+    canary_before_ms: Milliseconds
+    canary_after_ms: Milliseconds
+    canary_best_ms: Milliseconds = 0.0
     drift_admitted: float = DRIFT_ADMITTED
     attempts: int
     stress: dict[str, float] = {}
@@ -136,24 +139,39 @@ class JournalFile(Journal):
 
 def append_block(path: Path, block: Block) -> None:
     """Adds a block to a journal's file and forces it to disk."""
-    files.append_line(path, block.model_dump_json())
+    files.append_line(path, journal_line(block))
+
+
+def journal_line(block: Block) -> str:
+    """A block as a line of a journal, with the line's digest."""
+    return files.line_with_digest(block.model_dump_json())
 
 
 def read_blocks(path: Path) -> list[Block]:
     """The blocks of a journal's file, in the order measured; none where there is no file. A torn last line is left out.
 
+    A line that stands again counts once, with a warning: a file may have been restored by appending to it.
+
     Raises:
-        UserError: a line that is no block of this version.
+        UserError: a line that is damaged, or no block of this version.
     """
-    blocks = []
-    for number, line in enumerate(files.read_lines(path), 1):
+    blocks: dict[str, Block] = {}  # by their lines without digests
+    lines = files.read_lines(path)
+    for number, line in enumerate(lines, 1):
         try:
-            blocks.append(Block.model_validate_json(line))
+            text = files.line_without_digest(line)
+            if text not in blocks:
+                blocks[text] = Block.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
             raise UserError(f"{path}, line {number}: not a block of version {DATASET_VERSION} "
-                            f"({first['loc']}: {first['msg']}); remove the line or start a new dataset") from None
-    return blocks
+                            f"({where}: {first['msg']}); remove the line or start a new dataset") from None
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}; remove the line or start a new dataset") from None
+    if repeated := len(lines) - len(blocks):
+        log.warning("%s: %d lines stand there twice, as after a restore that appended; each block counts once", path, repeated)
+    return list(blocks.values())
 
 
 def unit_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:

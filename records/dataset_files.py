@@ -1,4 +1,5 @@
-"""A dataset's files: its header, its kernels, its journal and its two tables; where they lie, and how they are read."""
+"""A dataset's files: its header, its kernels, its journal and its two tables; where they lie, how they are read, and whether
+the tables are those of the journal."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
 from records.backgrounds import Background
-from records.blocks import Block, read_blocks
+from records.blocks import Block, journal_line, read_blocks
 from records.environment import Environment
 from records.kernel_costs import recosted
 from records.kernel_record import Kernel, ModelRecord
@@ -95,6 +96,28 @@ class DatasetHeader(Frozen):
             collection for collection, groups in self.families.items() if groups & near})
 
 
+class FileDigest(Frozen):
+    """A file's size in bytes, and the SHA-256 of its contents."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileDigest:
+        """That of a file; NO_FILE where there is none."""
+        return cls(bytes=path.stat().st_size, sha256=files.kept_sha256(path)) if path.is_file() else NO_FILE
+
+
+NO_FILE = FileDigest(bytes=0, sha256="")
+
+
+class TableDigests(Frozen):
+    """`tables.json`: of the two tables, and of the journal and the kernels that they were made of, by the file's name."""
+
+    version: int = DATASET_VERSION
+    files: dict[FileName, FileDigest]
+
+
 def header_path(folder: Path) -> Path:
     return folder / "dataset.json"
 
@@ -114,6 +137,11 @@ def kernel_table_path(folder: Path) -> Path:
 
 def model_table_path(folder: Path) -> Path:
     return folder / "model_latency.csv"
+
+
+def digests_path(folder: Path) -> Path:
+    """`tables.json`: a TableDigests."""
+    return folder / "tables.json"
 
 
 def collected_targets(workspace: Workspace) -> list[str]:
@@ -140,21 +168,62 @@ def read_journal(folder: Path) -> list[Block]:
     """Every finished block, in the order measured.
 
     Raises:
-        UserError: a line is no block of this version.
+        UserError: a line is damaged or no block of this version, or the tables were made of more than is there.
     """
-    return read_blocks(journal_path(folder))
+    path = journal_path(folder)
+    blocks = read_blocks(path)
+    before = noted_digests(folder).get(path.name, NO_FILE).bytes
+    if (now := path.stat().st_size if path.is_file() else 0) < before:
+        raise UserError(f"{path}: blocks are missing: it has {now} bytes, and had {before} when the tables were made of it; "
+                        f"restore it, or remove {digests_path(folder)} to go on with what is left")
+    return blocks
+
+
+def write_journal(folder: Path, blocks: Iterable[Block]) -> None:
+    """Writes a journal that holds some blocks, in place of an existing one. Tables that were made of that no longer count."""
+    digests_path(folder).unlink(missing_ok=True)
+    files.write_text(journal_path(folder), "".join(f"{journal_line(block)}\n" for block in blocks))
+
+
+def note_tables(folder: Path) -> None:
+    """Writes `tables.json`, after the tables were made of the journal and the kernels as they are now."""
+    paths = (journal_path(folder), kernels_path(folder), kernel_table_path(folder), model_table_path(folder))
+    files.write_json(digests_path(folder), TableDigests(files={path.name: FileDigest.of(path) for path in paths}))
+
+
+def noted_digests(folder: Path) -> dict[str, FileDigest]:
+    """What `tables.json` says; nothing where there is none, or where it is damaged."""
+    try:
+        return files.read_record(digests_path(folder), TableDigests, DATASET_VERSION, COLLECT).files
+    except UserError:
+        return {}
+
+
+def are_as_noted(folder: Path, *paths: Path) -> bool:
+    """Whether these files of a dataset are as `tables.json` says; no where it does not name them."""
+    noted = noted_digests(folder)
+    return all(noted.get(path.name) == FileDigest.of(path) for path in paths)
 
 
 def kernel_lines(folder: Path) -> dict[str, str]:
-    """The lines of `kernels.jsonl` as text, by kernel id.
+    """The lines of `kernels.jsonl` as text without their digests, by kernel id.
 
     Raises:
-        UserError: a line describes no kernel.
+        UserError: a line is damaged, or describes no kernel.
     """
-    try:
-        return {str(from_json(line)["kernel"]["id"]): line for line in files.read_lines(kernels_path(folder))}
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{kernels_path(folder)}: damaged ({error}); measure anew: {COLLECT}") from None
+    path, lines = kernels_path(folder), dict[str, str]()
+    for number, line in enumerate(files.read_lines(path, appended=False), 1):
+        try:
+            text = files.line_without_digest(line)
+            lines[str(from_json(text)["kernel"]["id"])] = text
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{path}, line {number}: damaged ({error}); measure anew: {COLLECT}") from None
+    return lines
+
+
+def write_kernels(folder: Path, lines: Iterable[str]) -> None:
+    """Writes `kernels.jsonl`; `lines` are DatasetKernels as JSON."""
+    files.write_text(kernels_path(folder), "".join(f"{files.line_with_digest(line)}\n" for line in lines))
 
 
 def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[DatasetKernel]:
@@ -208,18 +277,9 @@ def read_table(path: Path) -> pd.DataFrame:
         if len(bad):
             row = bad.index[0]
             raise UserError(f"{path}, line {row + 2}: {column} is {table.at[row, column]!s} for {table.at[row, key]!s}; "
-                            f"a time is a positive number (remove the row, or measure it anew: {COLLECT})")
+                            "a time is a positive number; remove its line from the journal and measure it anew: "
+                            f"{COLLECT}")
     return table.assign(Background=table["Background"].fillna("") if "Background" in table.columns else "")
-
-
-def read_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
-    """The kernel table of a target, checked."""
-    return read_table(kernel_table_path(workspace.dataset(target)))
-
-
-def read_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
-    """The model table of a target, checked."""
-    return read_table(model_table_path(workspace.dataset(target)))
 
 
 def means_add_up(level: float, device: str) -> bool:

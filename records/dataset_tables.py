@@ -1,19 +1,38 @@
-"""The rows and columns of a dataset's two tables."""
+"""A dataset's two tables: their rows and columns, how they are made of the journal, and how they are read."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from records.blocks import Block, Measured, steadiest, unsteady_labels
-from records.dataset_files import DatasetKernel, means_add_up
+from records.dataset_files import (
+    DatasetHeader,
+    DatasetKernel,
+    are_as_noted,
+    digests_path,
+    journal_path,
+    kernel_table_path,
+    kernels_path,
+    means_add_up,
+    model_table_path,
+    note_tables,
+    read_header,
+    read_journal,
+    read_kernels,
+    read_table,
+)
 from records.host_pace import is_undisturbed
 from records.kernel_record import Kernel
 from records.measurement import (
+    COLLECT,
     DEFAULT_LABELS,
     ENERGY,
     GPU_LABEL,
@@ -23,9 +42,18 @@ from records.measurement import (
     Measurement,
     Place,
 )
+from utils import files
 from utils.errors import UserError
+from utils.locks import sole_writer
+from utils.logger import get_logger
+from utils.paths import Workspace
 from utils.timing import summarize
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+log = get_logger("collector")
+PATIENCE_S, PAUSE_S = 5.0, 0.1  # while another process writes the tables
 BEST_PLACES: tuple[Place, ...] = ("in_model", "carrier", "alone")  # of a kernel's measurements; the first is best
 UNFINISHED = "unfinished"  # status of a kernel that has labels, but not (yet) the first
 
@@ -214,3 +242,79 @@ def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> l
                     row["gpu_launches"] = labelled.launches
         rows.append(row)
     return rows
+
+
+def kernels_in(blocks: Iterable[Block]) -> set[str]:
+    """The ids of the kernels that were measured in some blocks."""
+    return {m.id for block in blocks for m in block.measurements if m.subject == "kernel"}
+
+
+def write_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block]) -> None:
+    """Makes both CSV tables from the whole journal, and notes what they were made of."""
+    _write_rows(folder, header, blocks, files.write_csv)
+
+
+def add_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block]) -> None:
+    """Adds the rows of the journal's latest blocks to both tables, which hold those of all others."""
+    _write_rows(folder, header, blocks, files.add_to_csv)
+
+
+def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], write: Callable[..., None]) -> None:
+    described = {entry.kernel.id: entry for entry in read_kernels(folder, kernels_in(blocks))}
+    write(kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
+          kernel_rows(blocks, described, header.labels[0], header.target.flavour.device))
+    write(model_table_path(folder), model_columns(header.metrics, header.labels, header.energy),
+          model_rows(model_sessions(blocks), header.groups))
+    note_tables(folder)
+
+
+def read_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
+    """The kernel table of a target, checked, and made anew where it is not that of the journal.
+
+    Raises:
+        UserError: there is no dataset, it is damaged, or another process writes the tables.
+    """
+    make_current(workspace.dataset(target))
+    return read_table(kernel_table_path(workspace.dataset(target)))
+
+
+def read_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
+    """The model table of a target, as `read_kernel_table` reads the other."""
+    make_current(workspace.dataset(target))
+    return read_table(model_table_path(workspace.dataset(target)))
+
+
+def make_current(folder: Path) -> None:
+    """Makes the tables anew, with a warning, unless they are as `tables.json` says, and journal and kernels as they were then.
+
+    While a collector runs, the tables may lack its latest blocks: they are left to it. Tables without a journal, or without the
+    kernels, can't be made; they are used as they are, with a warning, if they never had a `tables.json`.
+
+    Raises:
+        UserError: the journal or the kernels are damaged, or another process writes the tables.
+    """
+    tables, sources = (kernel_table_path(folder), model_table_path(folder)), (journal_path(folder), kernels_path(folder))
+    if are_as_noted(folder, *tables, *sources) or not any(path.is_file() for path in (*tables, *sources)):
+        return
+    with ExitStack() as alone:
+        try:
+            alone.enter_context(sole_writer(folder))
+        except UserError:
+            until_s = time.monotonic() + PATIENCE_S
+            while not are_as_noted(folder, *tables):
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(PAUSE_S)
+            log.warning("%s: another process measures; its latest blocks are not in the tables yet", folder)
+            return
+        if are_as_noted(folder, *tables, *sources):  # another process has just made them
+            return
+        blocks, missing = read_journal(folder), [path.name for path in sources if not path.is_file()]
+        if missing and (kernels_in(blocks) or not blocks):
+            if digests_path(folder).is_file():
+                raise UserError(f"{folder}: the tables were changed after they were made, and can't be made anew without "
+                                f"{' and '.join(missing)}; measure anew: {COLLECT}")
+            log.warning("%s: its tables can't be checked without %s; they are used as they are", folder, " and ".join(missing))
+            return
+        log.warning("%s: the tables are not those of the journal (changed, copied, or never checked) and are made anew", folder)
+        write_tables(folder, read_header(folder), blocks)

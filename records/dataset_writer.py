@@ -15,17 +15,22 @@ from records.blocks import Block, Journal, append_block
 from records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
+    are_as_noted,
     header_path,
     journal_path,
     kernel_lines,
     kernel_table_path,
     kernels_path,
     model_table_path,
+    note_tables,
+    noted_digests,
     read_header,
     read_journal,
     read_kernels,
+    write_journal,
+    write_kernels,
 )
-from records.dataset_tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
+from records.dataset_tables import add_rows, kernel_columns, kernels_in, model_columns, model_sessions, write_tables
 from records.kernel_record import ModelOrigin
 from records.kernel_record_files import joined_by_name, merge_records
 from utils import files
@@ -57,11 +62,14 @@ class DatasetWriter(Journal):
                 held-out groups, or with another background of the same name.
         """
         self.folder, self.header = folder, joined_header(folder, header)
+        super().__init__(read_journal(folder))
         tables_hold = _tables_hold(folder, self.header)
         files.write_json(header_path(folder), self.header)
-        super().__init__(read_journal(folder))
         changed = add_descriptions(folder, described)
-        self._tabled = len(self.blocks) if tables_hold and changed.isdisjoint(_kernels_in(self.blocks)) else 0
+        self._tabled = len(self.blocks) if tables_hold and changed.isdisjoint(kernels_in(self.blocks)) else 0
+        if self._tabled and changed:
+            note_tables(folder)
+        self._noted = noted_digests(folder)
         self._tables_due_s = time.monotonic() + TABLES_EVERY_S
 
     def append(self, block: Block) -> None:
@@ -76,35 +84,22 @@ class DatasetWriter(Journal):
     def write_tables(self) -> None:
         """Brings the tables up to date. If no older block holds kernels of the new ones, rows are added; otherwise all are
         written."""
+        if noted_digests(self.folder) != self._noted:  # somebody else has made them
+            self._tabled = 0
         tabled, new = self.blocks[:self._tabled], self.blocks[self._tabled:]
         if tabled and not new:
             return
-        if tabled and _kernels_in(tabled).isdisjoint(_kernels_in(new)):
-            _write_rows(self.folder, self.header, new, add=True)
+        if tabled and kernels_in(tabled).isdisjoint(kernels_in(new)):
+            add_rows(self.folder, self.header, new)
         else:
             write_tables(self.folder, self.header, self.blocks)
-        self._tabled = len(self.blocks)
+        self._tabled, self._noted = len(self.blocks), noted_digests(self.folder)
 
     def count_rows(self) -> tuple[int, int]:
         """The numbers of rows of the kernel table and of the model table."""
         kernels = {(m.id, block.load, block.machine) for block in self.blocks for m in block.measurements
                    if m.subject == "kernel"}
         return len(kernels), sum("latency" in session.labels for session in model_sessions(self.blocks))
-
-
-def write_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block]) -> None:
-    """Makes both CSV tables from the whole journal."""
-    _write_rows(folder, header, blocks, add=False)
-
-
-def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], add: bool) -> None:
-    """Writes the rows of some blocks to both tables, or adds them to what they hold."""
-    write = files.add_to_csv if add else files.write_csv
-    described = {entry.kernel.id: entry for entry in read_kernels(folder, _kernels_in(blocks))}
-    write(kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
-          kernel_rows(blocks, described, header.labels[0], header.target.flavour.device))
-    write(model_table_path(folder), model_columns(header.metrics, header.labels, header.energy),
-          model_rows(model_sessions(blocks), header.groups))
 
 
 def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
@@ -142,30 +137,22 @@ def add_descriptions(folder: Path, described: Iterable[DatasetKernel]) -> set[st
     lines = {entry.kernel.id: entry.model_dump_json() for entry in described}
     changed = {name for name, line in lines.items() if existing.get(name) != line}
     if changed:
-        files.write_text(kernels_path(folder), "".join(f"{line}\n" for _, line in sorted((existing | lines).items())))
+        write_kernels(folder, (line for _, line in sorted((existing | lines).items())))
     return changed
 
 
 def _tables_hold(folder: Path, header: DatasetHeader) -> bool:
-    """Whether both tables exist, have today's columns, and are no older than their sources: a collector that was killed may
-    have left old ones."""
+    """Whether both tables have today's columns and are those of the journal and the kernels: a collector that was killed may
+    have left others."""
     columns = {kernel_table_path(folder): kernel_columns(header.metrics, header.labels),
                model_table_path(folder): model_columns(header.metrics, header.labels, header.energy)}
-    sources = [journal_path(folder), kernels_path(folder)]
-    if not all(path.exists() for path in (*columns, *sources)):
-        return False
-    newest = max(path.stat().st_mtime_ns for path in sources)
-    return all(path.stat().st_mtime_ns >= newest and _first_line(path) == ",".join(names) for path, names in columns.items())
+    return (are_as_noted(folder, *columns, journal_path(folder), kernels_path(folder))
+            and all(_first_line(path) == ",".join(names) for path, names in columns.items()))
 
 
 def _first_line(path: Path) -> str:
     with path.open(encoding="utf-8") as lines:
         return lines.readline().rstrip("\n")
-
-
-def _kernels_in(blocks: Iterable[Block]) -> set[str]:
-    """The ids of the kernels that were measured in some blocks."""
-    return {m.id for block in blocks for m in block.measurements if m.subject == "kernel"}
 
 
 class Merged(NamedTuple):
@@ -248,7 +235,7 @@ def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapp
         blocks |= from_source
         add_descriptions(folder, [entry.with_owners_of(existing.get(entry.kernel.id)) for entry in described])
         files.write_json(header_path(folder), whole)
-        files.write_text(journal_path(folder), "".join(f"{line}\n" for line in blocks))
+        write_journal(folder, blocks.values())
         write_tables(folder, whole, list(blocks.values()))
     added = len(blocks) - kept
     return Merged(added, len(from_source) - added, len({entry.kernel.id for entry in described} - existing.keys()),

@@ -92,7 +92,7 @@ class Tensor(Frozen):
         return math.ceil(self.elements * DTYPE_BYTES.get(self.dtype, 4))
 
 
-class KernelInput(Tensor):
+class KernelInput(Tensor, allow_inf_nan=True):  # a Pad may pad with -Infinity
     """An input of a kernel.
 
     Attributes:

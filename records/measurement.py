@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from utils.frozen import Frozen
 from utils.paths import FileName
 
+Milliseconds = Annotated[float, Field(ge=0)]
 Place = Literal["alone", "carrier", "in_model"]
 Status = Literal["ok", "failed", "crashed", "timeout"]
 
@@ -47,7 +48,7 @@ class Measurement(Frozen):
     label: str
     context: str
     place: Place
-    samples_ms: tuple[float, ...] = ()
+    samples_ms: tuple[Milliseconds, ...] = ()
     quantities: dict[str, tuple[float, ...]] = {}
     facts: dict[str, str | int | float] = {}
     members: tuple[str, ...] = Field((), exclude_if=lambda members: not members)
@@ -59,6 +60,12 @@ class Measurement(Frozen):
     error: str = ""
     started: str = ""
     ended: str = ""
+
+    @model_validator(mode="after")
+    def _went_well_with_samples(self) -> Self:
+        if self.status == "ok" and not self.samples_ms:
+            raise ValueError(f"{self.subject} {self.id} has status ok and no samples of label {self.label}")
+        return self
 
 
 DATASET_VERSION = 2

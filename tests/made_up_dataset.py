@@ -10,7 +10,15 @@ import numpy as np
 
 from model_zoo.exporting.torch_models import group_of
 from records.blocks import Block
-from records.dataset_files import DatasetHeader, DatasetKernel, header_path, kernel_table_path, kernels_path, model_table_path
+from records.dataset_files import (
+    DatasetHeader,
+    DatasetKernel,
+    header_path,
+    kernel_table_path,
+    model_table_path,
+    note_tables,
+    write_kernels,
+)
 from records.dataset_tables import input_shape, kernel_columns, model_columns
 from records.dataset_writer import DatasetWriter
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
@@ -133,12 +141,13 @@ def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: M
             rows.append(row)
     header = DatasetHeader(target=TARGET, metrics=(METRIC,), machines={"0": MACHINE}, held_out=held_out)
     files.write_json(header_path(folder), header)
-    files.write_text(kernels_path(folder), "".join(entry.model_dump_json() + "\n" for entry in described.values()))
+    write_kernels(folder, (entry.model_dump_json() for entry in described.values()))
     files.write_csv(kernel_table_path(folder), kernel_columns([METRIC]), rows)
     files.write_csv(model_table_path(folder), model_columns([METRIC]), (
         {"Model": name, "Level": 0.0, METRIC: 0.0, "Latency_ms": 1.1 * time_ms, "median_ms": time_ms, "Status": "ok",
          "Groups": group_of(name), **stamps}
         for name, time_ms in models.items()))
+    note_tables(folder)
 
 
 def write_workspace(workspace: Workspace, families: Sequence[str] = ("anet", "bnet", "cnet"), each: int = 3,

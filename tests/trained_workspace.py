@@ -11,16 +11,8 @@ from command import printed
 from onnx import TensorProto, helper, numpy_helper
 
 from records.blocks import Block
-from records.dataset_files import (
-    DatasetHeader,
-    DatasetKernel,
-    header_path,
-    journal_path,
-    kernel_table_path,
-    kernels_path,
-    model_table_path,
-)
-from records.dataset_tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
+from records.dataset_files import DatasetHeader, DatasetKernel, header_path, write_journal, write_kernels
+from records.dataset_tables import write_tables
 from records.kernel_record import Kernel, ModelRecord
 from records.measurement import DEFAULT_LABELS, Measurement
 from runtimes import local_target
@@ -107,14 +99,12 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
                                     canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine=this_machine.uuid,
                                     measurements=tuple(measurements)))
     groups = {record.model: record.group for record in records}
-    files.write_json(header_path(folder), DatasetHeader(
-        target=target, metrics=(METRIC,), machines={this_machine.uuid: this_machine}, held_out=(HELD_OUT,), groups=groups))
-    files.write_text(journal_path(folder), "".join(block.model_dump_json() + "\n" for block in blocks))
-    files.write_text(kernels_path(folder), "".join(entry.model_dump_json() + "\n" for entry in described.values()))
-    files.write_csv(kernel_table_path(folder), kernel_columns([METRIC]),
-                    kernel_rows(blocks, described))
-    files.write_csv(model_table_path(folder), model_columns([METRIC]),
-                    model_rows(model_sessions(blocks), groups))
+    header = DatasetHeader(target=target, metrics=(METRIC,), machines={this_machine.uuid: this_machine}, held_out=(HELD_OUT,),
+                           groups=groups)
+    files.write_json(header_path(folder), header)
+    write_journal(folder, blocks)
+    write_kernels(folder, (entry.model_dump_json() for entry in described.values()))
+    write_tables(folder, header, blocks)
 
 
 def make_models(workspace: Workspace) -> list[ModelRecord]:

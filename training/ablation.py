@@ -22,7 +22,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from records.dataset_files import read_kernel_table, read_kernels
+from records.dataset_files import read_kernels
+from records.dataset_tables import read_kernel_table
 from records.measurement import GPU_LABEL
 from training.admission.interface import Estimator, Measured
 from training.composition.held_out import kernel_errors, predict_out_of_fold

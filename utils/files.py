@@ -27,7 +27,8 @@ _CHUNK = 1 << 20
 Signature: TypeAlias = "tuple[str, int, int, int, int]"
 _digests: dict[Signature | None, str] = {}
 _evicting = threading.Lock()
-DIGEST = "digest"  # the key of the SHA-256 that a versioned record holds of itself
+DIGEST = "digest"  # the key of the SHA-256 that a versioned record, or a line, holds of itself
+LINE_DIGITS = 16  # of its SHA-256 that a line holds
 
 
 @contextmanager
@@ -112,20 +113,54 @@ def append_line(path: Path, line: str) -> None:
             raise
 
 
-def read_lines(path: Path) -> list[str]:
-    """The complete lines of `path`, without a last line that was cut short (no newline). No file: no lines.
+def read_lines(path: Path, appended: bool = True) -> list[str]:
+    """The complete lines of `path`. No file: no lines.
+
+    Args:
+        path: the file.
+        appended: whether `append_line` writes the file: a kill may then have cut the last line short, which is left out.
 
     Raises:
-        UserError: a complete line is not UTF-8 text.
+        UserError: a complete line is not UTF-8 text, or the last one was cut short in a file that is written as a whole.
     """
     if not path.exists():
         return []
-    whole = path.read_bytes().rpartition(b"\n")[0]  # cut first: a line may end within a character
+    whole, _, cut_short = path.read_bytes().rpartition(b"\n")  # cut first: a line may end within a character
+    if cut_short and not appended:
+        raise UserError(f"{path}: damaged (its last line is cut short); remove the line")
     try:
         return [line for line in whole.decode().split("\n") if line]
     except UnicodeDecodeError as error:
         number = whole.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}, line {number}: damaged (not UTF-8 text); remove the line") from None
+
+
+def line_with_digest(line: str) -> str:
+    """A line that holds a JSON object with at least one key, with its digest as a last key.
+
+    `line_without_digest` checks it, since a damaged number could look like a good one.
+    """
+    return f'{line[:-1]},"{DIGEST}":"{_line_digest(line)}"}}'
+
+
+def line_without_digest(line: str) -> str:
+    """The line as it was before `line_with_digest`; a line without a digest (of an earlier Hase) as it is.
+
+    Raises:
+        ValueError: the digest is not that of the line.
+    """
+    begins, ends = f',"{DIGEST}":"', '"}'
+    tail = line[-len(begins) - LINE_DIGITS - len(ends):]
+    if not (tail.startswith(begins) and tail.endswith(ends)):
+        return line
+    whole = line.removesuffix(tail) + "}"
+    if tail != f"{begins}{_line_digest(whole)}{ends}":
+        raise ValueError(f"damaged or changed by hand: its {DIGEST} does not match its contents")
+    return whole
+
+
+def _line_digest(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()[:LINE_DIGITS]
 
 
 def append_records(path: Path, records: Iterable[BaseModel]) -> None:

@@ -32,7 +32,8 @@ from measuring.run_times import Effort
 from measuring.stress import Stress, stress
 from measuring.worker_process import WorkerFailed
 from records.backgrounds import COMPUTE, Background
-from records.dataset_files import header_path, model_table_path, read_header, read_model_table
+from records.dataset_files import header_path, model_table_path, read_header
+from records.dataset_tables import read_model_table
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_records
 from runtimes.protocol import Reply, Request, Setting, Worker

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from records.blocks import Block
 from records.copies import copies_path
 from records.dataset_files import (
     DatasetHeader,
@@ -25,9 +26,10 @@ from records.dataset_files import (
     header_path,
     journal_path,
     kernel_lines,
-    kernels_path,
     read_header,
     read_journal,
+    write_journal,
+    write_kernels,
 )
 from records.dataset_writer import merge_dataset
 from records.kernel_record_files import index_path, record_path
@@ -48,10 +50,10 @@ python recipes/h200/dataset_archives.py pack --workspace out/h200
 
 
 class Addition(NamedTuple):
-    """What a workspace's dataset holds beyond another: its header, blocks and kernels as lines, paths of kernel records."""
+    """What a workspace's dataset holds beyond another: its header, its blocks, kernels as lines, paths of kernel records."""
 
     header: DatasetHeader
-    blocks: list[str]
+    blocks: list[Block]
     kernels: list[str]
     records: list[Path]
 
@@ -87,7 +89,7 @@ def addition(workspace: Workspace, packed: Workspace, target: str) -> Addition:
     """
     folder, before = workspace.dataset(target), packed.dataset(target)
     header = read_header(folder)
-    blocks, packed_blocks = ({block.model_dump_json(): None for block in read_journal(path)} for path in (folder, before))
+    blocks, packed_blocks = ({block.model_dump_json(): block for block in read_journal(path)} for path in (folder, before))
     if missing := packed_blocks.keys() - blocks.keys():
         raise UserError(f"{journal_path(folder)}: {len(missing)} blocks of the archives are not in it, and archives are never "
                         "written again; unpack them into this workspace first, then add what is new with "
@@ -98,7 +100,7 @@ def addition(workspace: Workspace, packed: Workspace, target: str) -> Addition:
     index = index_path(workspace, header.target.flavour)  # a merge makes it anew
     records = [path for path in sorted(index.parent.glob("*.json"))
                if path != index and not _same_file(path, packed.root / path.relative_to(workspace.root))]
-    return Addition(header, [line for line in blocks if line not in packed_blocks], kernels, records)
+    return Addition(header, [block for line, block in blocks.items() if line not in packed_blocks], kernels, records)
 
 
 def _same_file(path: Path, candidate: Path) -> bool:
@@ -118,8 +120,8 @@ def write_addition(new: Addition, into: Workspace, target: str) -> None:
     """Writes an addition as a dataset of its own, without tables."""
     folder = into.dataset(target)
     files.write_json(header_path(folder), new.header)
-    files.write_text(journal_path(folder), "".join(f"{line}\n" for line in new.blocks))
-    files.write_text(kernels_path(folder), "".join(f"{line}\n" for line in sorted(new.kernels)))
+    write_journal(folder, new.blocks)
+    write_kernels(folder, sorted(new.kernels))
     for path in new.records:
         files.write_bytes(record_path(into, new.header.target.flavour, path.stem), path.read_bytes())
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from inference.core.answers import Prediction
 from inference.core.host_pace import UNKNOWN, HostPace, given_pace, ratio_of
 from inference.core.predictor import Predictor
-from records.dataset_files import idle_rows, read_header, read_model_table
+from records.dataset_files import idle_rows, read_header
+from records.dataset_tables import read_model_table
 from records.kernel_record import REMAKE
 from records.kernel_record_files import read_model_record, record_path
 from utils import cli

@@ -27,7 +27,7 @@ from typing import Any
 
 from kernel_model.sampling.seeds import read_seeds
 from recipes.this_device.steps import TRAINING_SHARE, Budget, expected_errors, run_json
-from records.dataset_files import read_model_table
+from records.dataset_tables import read_model_table
 from records.kernel_record_files import index_path, read_index
 from runtimes import local_target
 from training.kernels.sidecar import sidecar_path

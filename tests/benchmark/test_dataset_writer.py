@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from made_up_dataset import MACHINE, METRIC, TARGET, conv, draw_kernels, gemm, relu
 
-from records import dataset_writer
-from records.blocks import Block
+from records import dataset_tables, dataset_writer
+from records.blocks import Block, journal_line
 from records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
+    digests_path,
     header_path,
     journal_path,
     kernel_lines,
@@ -23,11 +27,14 @@ from records.dataset_files import (
     read_journal,
     read_kernels,
 )
+from records.dataset_tables import read_kernel_table, read_model_table
 from records.dataset_writer import DatasetWriter
 from records.kernel_record import Kernel
 from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
+from utils.locks import WRITER, try_lock
+from utils.paths import Workspace
 
 HEADER = DatasetHeader(target=TARGET, metrics=(METRIC,), machines={MACHINE.uuid: MACHINE}, labels=("run",))
 FIRST, SECOND, THIRD = conv(), relu(), gemm()
@@ -49,6 +56,15 @@ def block_of(*kernels: Kernel, level: float = 0.0, model: str = "", status: str 
 
 def open_writer(folder: Path, *kernels: Kernel, model: str = "net") -> DatasetWriter:
     return DatasetWriter(folder, HEADER, [DatasetKernel(kernel=kernel, models=(model,), groups=(model,)) for kernel in kernels])
+
+
+def workspace_of(folder: Path) -> Workspace:
+    return Workspace(folder.parents[2])
+
+
+def old_lines(path: Path) -> None:
+    """Writes the file's lines as earlier versions did, without digests."""
+    path.write_text("".join(f"{files.line_without_digest(line)}\n" for line in files.read_lines(path)))
 
 
 def tables(folder: Path) -> list[str]:
@@ -78,10 +94,11 @@ def rewrites(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A dataset of one kernel and one model, its tables up to date."""
-    writer = open_writer(tmp_path, FIRST)
+    folder = Workspace(tmp_path).dataset("made-up")
+    writer = open_writer(folder, FIRST)
     writer.append(block_of(FIRST, model="net"))
     writer.write_tables()
-    return tmp_path
+    return folder
 
 
 def test_rows_of_further_kernels_and_models_are_added(folder: Path, rewrites: list[int]) -> None:
@@ -135,14 +152,148 @@ def test_blocks_of_a_collector_that_was_killed_are_not_forgotten(folder: Path, r
     assert tables(folder)[0].count("\n") == 1 + 3
 
 
-def test_a_collector_killed_between_the_two_tables(folder: Path, rewrites: list[int]) -> None:
+@pytest.mark.parametrize("older", [[kernel_table_path], [model_table_path],
+                                   [kernel_table_path, model_table_path, digests_path]])
+def test_tables_of_an_older_journal_are_made_anew_whatever_their_times_say(
+        folder: Path, rewrites: list[int], older: list[Callable[[Path], Path]]) -> None:
+    """A collector was killed between the two tables, or they were restored from a copy."""
+    before = {path_of(folder): path_of(folder).read_bytes() for path_of in older}
+    writer = open_writer(folder, SECOND)
+    writer.append(block_of(SECOND, model="net"))
+    writer.write_tables()
+    right, later_ns = tables(folder), time.time_ns() + 10**12
+    for path, contents in before.items():
+        path.write_bytes(contents)
+        os.utime(path, ns=(later_ns, later_ns))
+    open_writer(folder).write_tables()
+    assert rewrites == [2]
+    assert tables(folder) == right
+
+
+def test_who_reads_a_changed_table_gets_the_right_one_and_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    workspace, right = workspace_of(folder), tables(folder)
+    kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
+    assert read_kernel_table(workspace, folder.name)["run_median_ms"][0] == 0.5
+    assert tables(folder) == right
+    assert "the tables are not those of the journal" in caplog.text
+    caplog.clear()
+    assert read_model_table(workspace, folder.name)["median_ms"][0] == 0.5
+    assert not caplog.text
+
+
+def test_tables_that_were_never_checked_are_made_anew_where_that_is_possible(folder: Path,
+                                                                             caplog: pytest.LogCaptureFixture) -> None:
+    """Archives of earlier versions hold no digests; one of them holds no kernels either."""
+    workspace, right = workspace_of(folder), tables(folder)
+    old_lines(journal_path(folder)), old_lines(kernels_path(folder))
+    digests_path(folder).unlink()
+    kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
+    assert read_kernel_table(workspace, folder.name)["run_median_ms"][0] == 0.5
+    assert tables(folder) == right
+    digests_path(folder).unlink()
+    kernels_path(folder).unlink()
+    kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
+    assert read_kernel_table(workspace, folder.name)["run_median_ms"][0] == 0.7
+    assert "its tables can't be checked without kernels.jsonl; they are used as they are" in caplog.text
+
+
+def test_a_changed_table_without_a_journal_is_refused(folder: Path) -> None:
+    digests = files.read_json(digests_path(folder)) | {"files": {}}
+    digests_path(folder).write_text(json.dumps(files.with_digest(digests)))
+    journal_path(folder).unlink()
+    with pytest.raises(UserError, match=r"the tables were changed .* without measurements\.jsonl; measure anew"):
+        read_kernel_table(workspace_of(folder), folder.name)
+
+
+def test_tables_are_read_while_another_process_measures(folder: Path, caplog: pytest.LogCaptureFixture,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lack its latest block, and are left to it. Tables that it is just writing are not read."""
+    monkeypatch.setattr(dataset_tables, "PATIENCE_S", 0.0)
+    workspace, right = workspace_of(folder), tables(folder)
+    files.append_line(journal_path(folder), journal_line(block_of(FIRST, level=0.5)))
+    (folder / WRITER).touch()
+    descriptor = try_lock(folder / WRITER)
+    assert descriptor is not None
+    try:
+        assert len(read_kernel_table(workspace, folder.name)) == 1
+        assert "another process measures; its latest blocks are not in the tables yet" in caplog.text
+        kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
+        with pytest.raises(UserError, match=r"in use by"):
+            read_kernel_table(workspace, folder.name)
+    finally:
+        os.close(descriptor)
+    assert len(read_kernel_table(workspace, folder.name)) == 2
+
+
+def test_a_reader_that_made_the_tables_does_not_make_a_writer_add_rows_twice(folder: Path) -> None:
+    writer = open_writer(folder, SECOND)
+    writer.append(block_of(SECOND))
+    assert len(read_kernel_table(workspace_of(folder), folder.name)) == 2
+    writer.write_tables()
+    assert tables(folder) == rewritten(folder)
+
+
+def test_a_block_that_stands_twice_counts_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A journal was restored by appending to it; the first copy is of a version that wrote no digests."""
+    right, journal = tables(folder), journal_path(folder)
+    lines = journal.read_text()
+    old_lines(journal)
+    with journal.open("a") as appended:
+        appended.write(lines)
+    assert len(read_journal(folder)) == 1
+    assert "measurements.jsonl: 1 lines stand there twice" in caplog.text
+    open_writer(folder).write_tables()
+    assert tables(folder) == right
+
+
+def test_a_number_changed_in_the_journal_or_the_kernels_is_reported(folder: Path) -> None:
+    for path, read, old, new in ((journal_path(folder), read_journal, "0.25", "0.35"),
+                                 (kernels_path(folder), read_kernels, '"bytes_written":131072', '"bytes_written":131073')):
+        right = path.read_text()
+        assert old in right
+        path.write_text(right.replace(old, new, 1))
+        with pytest.raises(UserError, match=rf"{path.name}, line 1: damaged .*its digest does not match its contents"):
+            read(folder)
+        path.write_text(right)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400", "null", "[0.5]", "-1.0", '"fast"'])
+def test_a_time_that_is_none_is_reported_with_its_place(folder: Path, value: str) -> None:
+    old_lines(journal_path(folder))
+    path = journal_path(folder)
+    path.write_text(path.read_text().replace("0.25", value, 1))
+    with pytest.raises(UserError, match=r"measurements\.jsonl, line 1: not a block .*measurements\.0\.samples_ms\.1: "):
+        read_journal(folder)
+
+
+def test_a_measurement_without_samples_did_not_go_well(folder: Path) -> None:
+    old_lines(journal_path(folder))
+    path = journal_path(folder)
+    path.write_text(path.read_text().replace("[0.5,0.25,1.0]", "[]", 1))
+    with pytest.raises(UserError, match=r"has status ok and no samples of label run"):
+        read_journal(folder)
+
+
+def test_a_journal_that_lost_blocks_is_refused(folder: Path) -> None:
     writer = open_writer(folder, SECOND)
     writer.append(block_of(SECOND))
     writer.write_tables()
-    older = journal_path(folder).stat().st_mtime_ns - 1
-    os.utime(model_table_path(folder), ns=(older, older))
+    path = journal_path(folder)
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(UserError, match=r"blocks are missing: .*restore it, or remove .*tables\.json"):
+        open_writer(folder)
+    with pytest.raises(UserError, match=r"blocks are missing"):
+        read_kernel_table(workspace_of(folder), folder.name)
+    digests_path(folder).unlink()
     open_writer(folder).write_tables()
-    assert rewrites == [2]
+    assert tables(folder)[0].count("\n") == 1 + 1
+
+
+def test_kernels_cut_short_are_reported(folder: Path) -> None:
+    path = kernels_path(folder)
+    path.write_text(path.read_text()[:-1])
+    with pytest.raises(UserError, match=r"kernels\.jsonl: damaged \(its last line is cut short\)"):
+        read_kernels(folder)
 
 
 @pytest.mark.parametrize("damage", ["gone", "other columns"])
@@ -172,5 +323,5 @@ def test_new_kernels_join_the_described_ones(folder: Path) -> None:
 @pytest.mark.parametrize("line", ["no json", "[]", '{"kernel": 1}', '{"models": []}'])
 def test_a_line_that_describes_no_kernel_is_reported(folder: Path, line: str) -> None:
     files.append_line(kernels_path(folder), line)
-    with pytest.raises(UserError, match=r"kernels\.jsonl: damaged .*; measure anew: python benchmark/collector\.py"):
+    with pytest.raises(UserError, match=r"kernels\.jsonl, line 2: damaged .*; measure anew: python benchmark/collector\.py"):
         open_writer(folder, SECOND)

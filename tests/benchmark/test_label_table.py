@@ -13,7 +13,7 @@ from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from benchmark.label_table import add_up, in_model_times, model_labels, model_row, summaries
 from records.blocks import Block
-from records.dataset_files import read_kernel_table, read_model_table
+from records.dataset_tables import read_kernel_table, read_model_table
 from records.kernel_record import Kernel, Tensor
 from records.kernel_record_files import read_model_record, record_path
 from records.kernel_types import describe_kernel

@@ -9,13 +9,8 @@ import pytest
 from command import printed
 from made_up_dataset import MACHINE, TARGET, chain, collect, conv, gemm, relu
 
-from records.dataset_files import (
-    kernel_table_path,
-    read_header,
-    read_journal,
-    read_kernel_table,
-    read_kernels,
-)
+from records.dataset_files import kernel_table_path, read_header, read_journal, read_kernels
+from records.dataset_tables import read_kernel_table
 from records.dataset_writer import merge_dataset
 from records.kernel_record_files import index_path, read_index, read_model_record, record_path
 from utils import files

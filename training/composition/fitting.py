@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from graph_model.simulation.dag import build_dag, calculate_latency
 from graph_model.simulation.pipeline import PipelineCosts
-from records.dataset_files import read_model_table
+from records.dataset_tables import read_model_table
 from records.host_pace import usual_probe_us
 from records.kernel_record import ModelRecord
 from records.measurement import GPU_LABEL

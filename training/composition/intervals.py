@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from utils.frozen import Frozen
 from utils.lazy import scipy
@@ -161,7 +162,7 @@ class CalibratedInterval(Frozen):
     high: float
     left_out: Literal["collection", "family"]
     families: int
-    coverage: float = math.nan
+    coverage: float = Field(math.nan, allow_inf_nan=True)
 
     def scale(self, sources: Sources) -> float:
         """The plausible size of a prediction's error, as a logarithm."""

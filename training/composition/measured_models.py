@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 
 from graph_model.simulation.pipeline import OffGpu, Tracks, node_kind
-from records.dataset_files import model_table_path, read_model_table
+from records.dataset_files import model_table_path
+from records.dataset_tables import read_model_table
 from records.host_pace import idle_models
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from records.dataset_files import idle_rows, read_journal, read_kernels, read_model_table
+from records.dataset_files import idle_rows, read_journal, read_kernels
+from records.dataset_tables import read_model_table
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, Kernel, ModelRecord
 from records.kernel_record_files import read_model_record, record_path

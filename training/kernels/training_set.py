@@ -10,16 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from records.blocks import labels_unsteady
-from records.dataset_files import (
-    DatasetHeader,
-    kernel_table_path,
-    kernels_path,
-    read_header,
-    read_kernel_table,
-    read_kernels,
-    run_ms,
-)
-from records.dataset_tables import UNFINISHED
+from records.dataset_files import DatasetHeader, kernel_table_path, kernels_path, read_header, read_kernels, run_ms
+from records.dataset_tables import UNFINISHED, read_kernel_table
 from records.kernel_record import Kernel
 from records.kernel_types import form_of
 from records.measurement import COLLECT, DRIFT_ADMITTED, LABELS, drift_key

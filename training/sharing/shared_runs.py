@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
 from graph_model.simulation.sharing import CoRunner, shared_runs_ms
-from records.dataset_files import kernel_table_path, read_kernel_table
+from records.dataset_files import kernel_table_path
+from records.dataset_tables import read_kernel_table
 from records.kernel_record import record_name
 from records.probe_reading import ALWAYS
 from training.composition.fitted import latency_ms, read_composition
