@@ -75,7 +75,18 @@ def always(wait_ms: float) -> CoRunner:
 @pytest.mark.parametrize("nodes", [5, 60, 400])
 def test_without_other_work_a_run_is_as_long_as_on_an_idle_gpu(gpu_ms: float, nodes: int) -> None:
     nothing = CoRunner(0.0, 1.0, np.zeros(0))
-    assert runs(gpu_ms, nothing, nodes) == pytest.approx(idle(gpu_ms, nodes), rel=1e-4)
+    assert runs(gpu_ms, nothing, nodes) == pytest.approx(idle(gpu_ms, nodes), rel=1e-9)
+
+
+@pytest.mark.parametrize("lead_ms", [-0.5, -0.05, 0.05])
+@pytest.mark.parametrize("gpu_ms", [0.1, 3.0])
+def test_so_it_is_whatever_lead_was_fitted(gpu_ms: float, lead_ms: float) -> None:
+    """With a lead of −0.5 ms the GPU's track begins before the run does."""
+    costs, tracks = COSTS.model_copy(update={"lead_ms": lead_ms}), alike(gpu_ms, 60, 2.0)
+    alone, beside = (shared_runs_ms(tracks, costs, 2.0, co_runner, np.random.default_rng(0))
+                     for co_runner in (CoRunner(0.0, 1.0, np.zeros(0)), always(2.4)))
+    assert alone == pytest.approx(pipeline_ms(tracks, costs), rel=1e-9)
+    assert beside.min() > alone.max() + 1.0
 
 
 def test_a_run_waits_once_at_its_start_and_once_for_each_full_slice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -86,3 +87,25 @@ def test_threads_may_load_a_package_at_once(tmp_path: Path, monkeypatch: pytest.
     for thread in threads:
         thread.join()
     assert values == [7] * 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_until_a_package_is_imported(number: signal.Signals, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is interrupted while it is loaded, and would take the error for one of its own."""
+    (tmp_path / "interrupted.py").write_text(f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\n    for _ in range(1000):"
+                                             "\n        pass\nexcept BaseException:\n    raise ImportError('failed')\nwhole = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(number, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _ = LazyPackage("interrupted").whole
+        assert sys.modules["interrupted"].whole is True
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, before)
+        sys.modules.pop("interrupted", None)

@@ -6,14 +6,14 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runtimes.ort.graph.bodies import body_sizes, made_within, steering_inputs
 from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
-from utils import cli, files
+from utils import files
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.logger import get_logger
@@ -52,14 +52,6 @@ class Source:
         `steering_inputs`)."""
         return steering_inputs(self.graph_only.graph, self.dims)
 
-    @property
-    def batch(self) -> int | None:
-        """The first dimension of the first input; None where there is none."""
-        constants = {tensor.name for tensor in self.graph_only.graph.initializer}
-        first = next((value for value in self.graph_only.graph.input if value.name not in constants), None)
-        shape = first.type.tensor_type.shape.dim if first else ()
-        return (self.dims[shape[0].dim_param] if shape[0].dim_param else shape[0].dim_value) if shape else None
-
 
 def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
     """The dynamic dimensions of the graph's inputs by name, each with the places where it occurs.
@@ -80,18 +72,16 @@ def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
     return places
 
 
-def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """All combinations of sizes, of those `dims` that are dynamic in the file `model`. At least one; it may be empty.
+def dynamic_names(model: Path, names: Iterable[str]) -> set[str]:
+    """Those of `names` that are dynamic dimensions of the file `model`, or may be sizes inside its graph.
 
     Raises:
         UserError: it can't be read.
     """
-    if not dims:
-        return [{}]
+    check_plain_file(model)
     with model_errors(str(model)):
         proto = onnx.load(str(model), load_external_data=False)
-        dynamic = {*open_dims(proto), *_sizes_by_data(proto, dims)}
-    return cli.combinations({name: sizes for name, sizes in dims.items() if name in dynamic})
+    return (set(open_dims(proto)) & set(names)) | _sizes_by_data(proto, names)
 
 
 def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
