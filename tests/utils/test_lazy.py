@@ -15,6 +15,17 @@ from utils import lazy
 from utils.lazy import LazyPackage
 from utils.paths import ROOT
 
+INTERRUPTED = """
+import os
+try:
+    os.kill(os.getpid(), {number})
+    for _ in range(1000):
+        pass
+except BaseException:
+    raise ImportError("failed")
+whole = True
+"""
+
 
 def python(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -93,8 +104,7 @@ def test_threads_may_load_a_package_at_once(tmp_path: Path, monkeypatch: pytest.
 def test_a_signal_waits_until_a_package_is_imported(number: signal.Signals, tmp_path: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is interrupted while it is loaded, and would take the error for one of its own."""
-    (tmp_path / "interrupted.py").write_text(f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\n    for _ in range(1000):"
-                                             "\n        pass\nexcept BaseException:\n    raise ImportError('failed')\nwhole = True\n")
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED.format(number=int(number)))
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def interrupt(number: int, frame: object) -> None:
