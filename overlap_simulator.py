@@ -24,6 +24,7 @@ from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord
 from records.kernel_record_files import read_model_record
 from records.operators import CONTROL_FLOW
+from runtimes.analysis import check_opens
 from runtimes.ort.graph.analysis import record_of
 from runtimes.ort.profile import NodeEvent, ProfiledRun, kernel_times_ms, profile_model, read_profile
 from utils import cli
@@ -203,8 +204,9 @@ def main() -> int:
     if args.model:
         dims = cli.one_size_dims(args.dim)
         effort = Effort(warmup=WARMUP_RUNS, least_runs=args.loops, most_runs=args.loops)
-        runs, graph, _ = profile_model(workspace.find_model(args.model), resolve_device(args.device), dims, effort,
-                                    static=args.static)
+        model, device = workspace.find_model(args.model), resolve_device(args.device)
+        check_opens(model, device, dims, args.static)
+        runs, graph, _ = profile_model(model, device, dims, effort, static=args.static)
         record = record_of(graph)
     else:
         runs = read_profile(args.profile)

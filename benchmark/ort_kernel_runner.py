@@ -16,6 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping
 from typing import Any
 
+from runtimes.analysis import check_opens
 from runtimes.ort.runner import DEFAULT_LOOPS, DEFAULT_WARMUP, Timing, open_runner
 from utils import cli, files
 from utils.fingerprint import resolve_device
@@ -72,6 +73,7 @@ def main() -> int:
     if args.device == "auto" and device == "cpu":
         log.info("no NVIDIA GPU here: running on the CPU")
     model, dims = workspace.find_model(args.model), cli.one_size_dims(args.dim)
+    check_opens(model, device, dims, args.static)
     with measuring(device):
         timing = measure(model, device, dims=dims, warmup=args.warmup, loops=args.loops, budget_s=args.budget_s, io=args.io,
                          cuda_graph=args.cuda_graph, static=args.static, inputs=args.inputs)

@@ -24,7 +24,8 @@ from measuring.quiet_host import PATIENCE
 from measuring.run_times import Effort
 from measuring.worker_process import WorkerFailed
 from records.kernel_record import record_name
-from runtimes.ort.graph.source import own_sizes, read_source
+from runtimes import flavour_of
+from runtimes.analysis import own_sizes, record_of, weight_files
 from runtimes.protocol import Reply, Request, Worker
 from utils import cli, files
 from utils.errors import UserError
@@ -92,8 +93,8 @@ def runs_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bo
     for path in dict.fromkeys(paths):
         sizes = own_sizes(path, dims)
         unused -= set(sizes[0])
-        sources = [read_source(path, size) for size in sizes]
-        models += [TracedModel(path.resolve(), source.dims, source.batch, static) for source in sources]
+        records = [record_of(path, flavour_of("cuda"), size, static, weight_files(path)) for size in sizes]
+        models += [TracedModel(path.resolve(), record.dims, record.batch, static) for record in records]
     if unused:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
     return models

@@ -23,8 +23,8 @@ import numpy as np
 
 from inference.core.memory import peak_memory
 from records.kernel_record import numpy_dtype, session_dtype
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.graph.source import own_sizes
+from runtimes import flavour_of
+from runtimes.analysis import own_sizes, record_of
 from runtimes.ort.runner import bind, random_feed
 from runtimes.ort.worker import memory_in_use_mib
 from utils import cli
@@ -97,7 +97,7 @@ def held_mib(model: Path, dims: Mapping[str, int], device: str = "cpu") -> float
 
 def row(model: Path, dims: Mapping[str, int], device: str = "cpu") -> dict[str, Any]:
     """Predicted and held memory of one model, as a row of the table."""
-    record = analyze(model, device, dims, static=device == "cuda")
+    record = record_of(model, flavour_of(device), dims, static=device == "cuda")
     predicted, held = peak_memory(record), held_mib(model, record.dims_run, device)
     names = ("weights", "activations", "arena", "workspace", "loading")
     parts = {f"{name} (MiB)": getattr(predicted, f"{name}_mib") for name in names}

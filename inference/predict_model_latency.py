@@ -54,7 +54,7 @@ from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading
 from inference.live.load_sources import LiveSources
 from inference.sharing.shared_models import PERCENTILE, SloUnderLoad
 from records.host_pace import read_pace
-from runtimes.ort.graph.parsing import optimized_once
+from runtimes.analysis import optimized_once
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError

@@ -7,10 +7,14 @@ import queue
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
+import psutil
 from pydantic import BaseModel
 
 from records.measurement import Status
@@ -20,19 +24,28 @@ from utils.temporary import temporary_folder
 
 Q = TypeVar("Q", bound=BaseModel)
 R = TypeVar("R", bound=BaseModel)
+MEMORY_EVERY_S = 0.02  # how often a process with a limit of memory is looked at; in that time it can take 0.1 GiB more
 
 
 class WorkerFailed(Exception):
     """A request to a worker process failed.
 
     Attributes:
-        status: `crashed` or `timeout` where the process died or was too slow over it, `failed` where it says so itself.
+        status: `crashed` or `timeout` where the process died (or took too much memory) or was too slow over it, `failed` where
+            it says so itself.
         signal: the number of the signal that ended the process, if one did.
     """
 
     def __init__(self, status: Status, message: str, signal_number: int | None = None) -> None:
         super().__init__(message)
         self.status, self.signal = status, signal_number
+
+
+class TooMuchMemory(WorkerFailed):
+    """A worker process took more memory than it may; its status is `crashed`."""
+
+    def __init__(self, limit_mib: float) -> None:
+        super().__init__("crashed", f"it took more than {limit_mib / 1024:.1f} GiB of memory")
 
 
 class WorkerProcess(Generic[Q, R]):
@@ -43,10 +56,11 @@ class WorkerProcess(Generic[Q, R]):
         module: what it runs, as `python -m` does. It reads one request per line and writes one reply per line.
         reply: the class of a reply.
         timeout_s: for one request.
+        memory_mib: that it may hold (see `holds_mib`), in MiB; None: no limit.
     """
 
-    def __init__(self, module: str, reply: type[R], timeout_s: float) -> None:
-        self.timeout_s, self._module, self._reply = timeout_s, module, reply
+    def __init__(self, module: str, reply: type[R], timeout_s: float, memory_mib: float | None = None) -> None:
+        self.timeout_s, self.memory_mib, self._module, self._reply = timeout_s, memory_mib, module, reply
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._temporary = ExitStack()  # the folder of its temporary files: it is killed, and can't remove them
@@ -69,6 +83,20 @@ class WorkerProcess(Generic[Q, R]):
             self._temporary.close()
         self._process, self._preparing = None, False
 
+    @property
+    def started(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def holds_mib(self) -> float:
+        """The process's memory in MiB; 0 where it has ended. Mapped files, such as libraries, count only where the system can't
+        tell them apart (it can on Linux)."""
+        try:
+            memory = psutil.Process(self._process.pid).memory_info() if self._process else None
+        except psutil.Error:
+            memory = None
+        return (memory.rss - getattr(memory, "shared", 0)) / 2**20 if memory else 0.0
+
     def prepare(self, request: Q) -> None:
         """Starts the process on something whose reply is not needed; what it loads is there for later requests."""
         self._send(request)
@@ -85,7 +113,7 @@ class WorkerProcess(Generic[Q, R]):
         """The worker's reply.
 
         Raises:
-            WorkerFailed: it died or was too slow; it is gone then.
+            WorkerFailed: it died, was too slow, or took too much memory; it is gone then.
         """
         self.wait()
         self._send(request)
@@ -93,15 +121,14 @@ class WorkerProcess(Generic[Q, R]):
 
     def _start(self) -> subprocess.Popen[bytes]:
         folder = self._temporary.enter_context(temporary_folder())
-        process = subprocess.Popen(
-            [sys.executable, "-m", self._module], cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            process_group=0 if os.name == "posix" else None)  # Ctrl-C is for the process that started it
+        started: Future[subprocess.Popen[bytes]] = Future()
         self._lines = queue.SimpleQueue()
-        threading.Thread(target=_pass_on, args=(process.stdout, self._lines), daemon=True).start()
-        return process
+        threading.Thread(target=_run, args=(self._module, folder, started, self._lines), daemon=True).start()
+        return started.result()
 
     def _send(self, request: Q) -> None:
+        if self._process is not None and not self.started:
+            self.stop()  # it ended between two requests
         self._process = self._process or self._start()
         if self._process.stdin is None:
             raise RuntimeError("the worker was started without pipes")
@@ -112,21 +139,45 @@ class WorkerProcess(Generic[Q, R]):
     def _receive(self) -> R:
         if self._process is None:
             raise RuntimeError("a reply is awaited of a worker that was sent nothing")
-        try:
-            line = self._lines.get(timeout=self.timeout_s)
-        except queue.Empty:
-            self.stop()
-            raise WorkerFailed("timeout", f"no answer within {self.timeout_s:.0f} s") from None
+        line = self._next_line(self._process)
         if not line.endswith(b"\n"):  # it ended, perhaps in the middle of a line
             code = self._process.wait()
             self.stop()
             raise WorkerFailed("crashed", f"the process that ran it ended with {exit_cause(code)}", -code if code < 0 else None)
         return self._reply.model_validate_json(line)
 
+    def _next_line(self, process: subprocess.Popen[bytes]) -> bytes:
+        """The next line that the process writes.
 
-def _pass_on(stream: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
-    """Puts every line of a process into a queue, and b"" at its end. A thread, since Windows can't wait for a pipe."""
-    with stream:
-        for line in stream:
-            lines.put(line)
-        lines.put(b"")
+        Raises:
+            WorkerFailed: it took too long, or too much memory; it is gone then.
+        """
+        deadline_s = time.monotonic() + self.timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                return self._lines.get(timeout=left_s if self.memory_mib is None else min(left_s, MEMORY_EVERY_S))
+            if self.memory_mib is not None and self.holds_mib() > self.memory_mib:
+                self.stop()
+                raise TooMuchMemory(self.memory_mib)
+        self.stop()
+        raise WorkerFailed("timeout", f"no answer within {self.timeout_s:.0f} s")
+
+
+def _run(module: str, temporary: Path, started: Future[subprocess.Popen[bytes]], lines: queue.SimpleQueue[bytes]) -> None:
+    """Starts a process, and puts every line of it into a queue, and b"" at its end. In a thread, since Windows can't wait for a
+    pipe. The process is started in that thread too: Linux ends a process that dies with its parent when the thread ends that
+    started it, and a caller's thread may end long before."""
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module], cwd=ROOT, env=os.environ | {"TMPDIR": str(temporary)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            process_group=0 if os.name == "posix" else None)  # Ctrl-C is for the process that started it
+    except BaseException as error:  # noqa: BLE001 - raised where the process is awaited
+        started.set_exception(error)
+        return
+    started.set_result(process)
+    if process.stdout is not None:
+        with process.stdout:
+            for line in process.stdout:
+                lines.put(line)
+    lines.put(b"")

@@ -13,9 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from typing import Any
-
-from runtimes.ort.graph.parsing import ParsedGraph, parse_graph, shape_text
+from runtimes.analysis import graph_of
 from utils import cli
 from utils.logger import get_logger
 
@@ -27,16 +25,6 @@ python ort_analysis/ort_graph_parser.py --model resnet18.onnx --device cuda --js
 """
 
 
-def node_rows(graph: ParsedGraph) -> list[dict[str, Any]]:
-    """One row a node: number, name, operator, provider, shapes of inputs and outputs, attributes."""
-    return [
-        {"#": number, "node": node.name, "op_type": (f"{node.domain}." if node.domain else "") + node.op_type,
-         "provider": node.provider, "inputs": " ".join(shape_text(graph.tensors[i]) for i in node.inputs),
-         "outputs": " ".join(shape_text(graph.tensors[o]) for o in node.outputs),
-         "attributes": " ".join(f"{k}={v}" for k, v in node.attributes.items())}
-        for number, node in enumerate(graph.nodes)]
-
-
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
@@ -46,17 +34,14 @@ def main() -> int:
     cli.add_static(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    graph = parse_graph(workspace.find_model(args.model), args.device, cli.one_size_dims(args.dim), static=args.static)
-    if graph.derived:
+    graph = graph_of(workspace.find_model(args.model), args.device, cli.one_size_dims(args.dim), args.static)
+    if graph["derived"]:
         log.info("no GPU here: this is the graph that the CUDA provider would run, derived on the CPU provider")
-    rows = node_rows(graph)
     if args.json:
-        cli.print_json({"model": graph.source.name, "flavour": graph.flavour.name, "derived": graph.derived,
-                        "static": graph.static,
-                        "dims": graph.source.dims, "nodes": rows})
+        cli.print_json(graph)
     else:
-        sizes = "" if graph.static else ", sizes left open"
-        cli.print_table(rows, f"{graph.source.name} as {graph.flavour.name} runs it{sizes}: {len(rows)} nodes")
+        sizes = "" if graph["static"] else ", sizes left open"
+        cli.print_table(graph["nodes"], f"{graph['model']} as {graph['flavour']} runs it{sizes}: {len(graph['nodes'])} nodes")
     return 0
 
 

@@ -1,19 +1,359 @@
-"""Takes models apart under a runtime, several at a time, and writes their records."""
+"""Takes models apart under a runtime, and writes their records. It does so in a process of its own with limits.
+
+A model may come from anywhere, and a damaged or hostile one can take ONNX or a runtime down, keep it busy for ever, or fill the
+memory. The process that asks therefore never parses a model: a child does (`runtimes.analysis_worker`), and its reply is a
+record. The child is kept for the next model, and replaced when it ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import quote_from_bytes, unquote_to_bytes
 
+from pydantic import PlainSerializer, PlainValidator
+
+from measuring.worker_process import TooMuchMemory, WorkerFailed, WorkerProcess
 from records.kernel_record import ModelOrigin, ModelRecord
 from runtimes import runtime_named
+from utils import cli
 from utils.errors import UserError
+from utils.fingerprint import Flavour
+from utils.frozen import Frozen
+from utils.model_files import check_plain_file, may_name_files
 from utils.paths import Workspace
-from utils.processes import CRASHED, each_in_a_process
+from utils.processes import CRASHED
+from utils.temporary import temporary_folder
+
+if TYPE_CHECKING:
+    import onnx
 
 ModelAtSize = tuple[Path, dict[str, int]]  # a model's file, and the sizes of its dynamic dimensions
 AS_THE_FILE_SAYS = ModelOrigin()
+MODULE = "runtimes.analysis_worker"
+
+# No file may cost more than a minute and 4 GiB unless it is that large itself. A bit less, since the process is looked at from
+# time to time only.
+LIMIT_S, LIMIT_S_PER_GIB = 50.0, 50.0  # for a file of no size, and for each GiB of it and of its weights
+LIMIT_MIB, LIMIT_SIZES = 3584.0, 8.0  # for a small file, and as a multiple of a large one's size: weights are copied
+KEPT_MIB = 1024.0  # a child that still holds more than this after a model is replaced
+FACTOR = "HASE_LIMITS"  # in the environment: a factor for both limits
+NAMELESS = "the model in memory"
+
+# JSON is UTF-8, and the name of a file need not be.
+AnyPath = Annotated[Path, PlainSerializer(lambda path: quote_from_bytes(os.fsencode(path))), PlainValidator(
+    lambda text: Path(os.fsdecode(unquote_to_bytes(text))) if isinstance(text, str) else text)]
+
+
+class Task(Frozen):
+    """What the child is asked to do with a model.
+
+    Attributes:
+        do: `record` takes it apart, `write` also writes its records, `sizes` says which `names` are dynamic dimensions of it,
+            `weights` names the files of its weights, `graph` describes the graph that ONNX Runtime runs, `opens` checks that
+            ONNX Runtime loads it; `prepare` only loads what the others need.
+        folder: the current folder, from which paths and the weights of a model in memory are found.
+        model: its file.
+        in_memory: the file only holds a model in memory.
+        runtime: its name.
+        flavour: of the record.
+        device: `cpu`, `cuda` or, for a graph, `auto`.
+        workspace, origin: for `write`, where to and what `Runtime.write_records` takes.
+        dims, static: sizes of its dynamic dimensions, and whether they are fixed before it is optimised.
+        names: for `sizes`.
+        kept: the folder of optimised graphs that are used again (see `optimized_once`); None: none are kept.
+    """
+
+    do: Literal["record", "write", "sizes", "weights", "graph", "opens", "prepare"]
+    folder: AnyPath = Path()
+    model: AnyPath = Path()
+    in_memory: bool = False
+    runtime: str = ""
+    flavour: Flavour | None = None
+    workspace: AnyPath = Path()
+    device: str = ""
+    origin: ModelOrigin = AS_THE_FILE_SAYS
+    dims: dict[str, int] = {}
+    static: bool = False
+    names: tuple[str, ...] = ()
+    kept: AnyPath | None = None
+
+
+class Note(Frozen):
+    """A line of the child's log: the logger's name, the level, and the text."""
+
+    logger: str
+    level: int
+    text: str
+
+
+class Failure(Frozen):
+    """Why the child has no answer.
+
+    Attributes:
+        kind: `user` is a `UserError`, `system` an `OSError`, `bug` anything else.
+        text: the message; of a bug its traceback.
+        number, path: of an `OSError`.
+    """
+
+    kind: Literal["user", "system", "bug"]
+    text: str
+    number: int = 0
+    path: AnyPath | None = None
+
+    def exception(self) -> Exception:
+        """The exception that is raised in place of the child's."""
+        if self.kind == "user":
+            return UserError(self.text)
+        if self.kind == "system":
+            return OSError(self.number, self.text, str(self.path) if self.path else None)
+        return RuntimeError(f"the process that analyses models met a bug:\n{self.text}")
+
+
+class Reply(Frozen):
+    """What the child found: records, a graph, names or files, as asked; what it logged; and why it failed, if it did."""
+
+    records: tuple[ModelRecord, ...] = ()
+    graph: dict[str, Any] = {}
+    names: tuple[str, ...] = ()
+    files: tuple[AnyPath, ...] = ()
+    notes: tuple[Note, ...] = ()
+    failure: Failure | None = None
+
+
+class Analyst:
+    """Has models taken apart, one at a time, in a child process. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: WorkerProcess[Task, Reply] = WorkerProcess(MODULE, Reply, LIMIT_S, LIMIT_MIB)
+        self._pid = os.getpid()
+        self._has_served = False
+
+    def stop(self) -> None:
+        """Ends the child; the next task starts another. A fork of the process that started the child leaves it alone."""
+        if self._pid == os.getpid():
+            self._child.stop()
+            self._has_served = False
+
+    def prepare(self) -> None:
+        """Starts the child if it is idle, so that it loads what it needs while the caller does something else."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._child.started:
+                    self._child.prepare(Task(do="prepare"))
+            finally:
+                self._lock.release()
+
+    def ask(self, task: Task, size_gib: float, limit_s: float) -> Reply:
+        """The child's reply to a task.
+
+        Args:
+            task: what it is to do.
+            size_gib: of the model and its weights; the limits grow with it.
+            limit_s: of time, for a model of no size.
+
+        Raises:
+            UserError: the model can't be used, takes the child down, or reaches a limit.
+            OSError: as the child met it.
+        """
+        factor = _factor()
+        limit_s = factor * (limit_s + size_gib * LIMIT_S_PER_GIB)
+        self._child.memory_mib = factor * max(LIMIT_MIB, LIMIT_SIZES * 1024 * size_gib)
+        with self._lock:
+            began_s = time.monotonic()
+            self._child.timeout_s = limit_s
+            try:
+                try:
+                    reply = self._child.ask(task)
+                except WorkerFailed as error:
+                    if error.status != "crashed" or not self._has_served:
+                        raise
+                    self._child.timeout_s = limit_s - (time.monotonic() - began_s)  # an earlier model may have damaged it
+                    reply = self._child.ask(task)
+            except WorkerFailed as error:
+                self._has_served = False
+                raise UserError(f"{NAMELESS if task.in_memory else task.model}: {_reason(error)}") from None
+            except BaseException:  # it was interrupted: the reply must not be taken for that of the next task
+                self.stop()
+                raise
+            self._has_served = True
+            if self._child.holds_mib() > KEPT_MIB:
+                self.stop()
+        for note in reply.notes:
+            logging.getLogger(note.logger).log(note.level, "%s", note.text)
+        if reply.failure:
+            raise reply.failure.exception()
+        return reply
+
+
+def _factor() -> float:
+    """By how much the limits are raised.
+
+    Raises:
+        UserError: HASE_LIMITS is not a positive number.
+    """
+    text = os.environ.get(FACTOR, "1")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        raise UserError(f"{FACTOR}={text}: not a positive number; it says how many times as much time and memory as usual the "
+                        "analysis of a model may take")
+    return factor
+
+
+def _reason(error: WorkerFailed) -> str:
+    """What a failure of the child says of the model."""
+    if error.status == "timeout" or isinstance(error, TooMuchMemory):
+        return (f"its analysis was ended: {error}; if you trust this model, {FACTOR}=4 in the environment gives it four times "
+                "as much time and memory")
+    return CRASHED
+
+
+_analyst = Analyst()
+_kept: Path | None = None  # where the children keep optimised graphs
+_inherited: list[Analyst] = []  # of the process that this one was forked from; never dropped, which would end their children
+
+
+def _after_fork() -> None:
+    global _analyst
+    _inherited.append(_analyst)
+    _analyst = Analyst()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _analyst.stop())
+
+
+def prepare() -> None:
+    """Starts the child, so that it is ready when the first model comes."""
+    _analyst.prepare()
+
+
+@contextmanager
+def optimized_once() -> Iterator[None]:
+    """While the block runs, optimised graphs of models with dynamic dimensions are kept and used again."""
+    global _kept
+    if _kept is not None:
+        yield
+        return
+    with temporary_folder() as folder:
+        _kept = folder
+        try:
+            yield
+        finally:
+            _kept = None
+
+
+def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool,
+              weights: Sequence[Path] = ()) -> ModelRecord:
+    """The record of a model, made in the child.
+
+    Args:
+        model: an ONNX file or another one that the runtime reads, or a model in memory.
+        flavour: of the record.
+        dims: sizes of its dynamic dimensions.
+        static: whether they are fixed before the runtime optimises the model.
+        weights: the files of a file's weights (see `weight_files`).
+
+    Raises:
+        UserError: the model can't be read or analysed, or reaches a limit.
+    """
+    task = partial(Task, do="record", folder=Path.cwd(), runtime=flavour.runtime, flavour=flavour, dims=dict(dims),
+                   static=static, kept=_kept)
+    if isinstance(model, Path):
+        return _ask(task(model=model), weights).records[0]
+    with temporary_folder() as folder:
+        path = folder / "model.onnx"
+        try:
+            path.write_bytes(model.SerializeToString())
+        except ValueError as error:  # protobuf's, which has no class of its own for this
+            raise UserError(f"{NAMELESS}: it can't be serialised ({error}); save it with its weights in a separate file, and "
+                            "give the file") from None
+        return _ask(task(model=path, in_memory=True)).records[0]
+
+
+def weight_files(model: Path) -> list[Path]:
+    """The files that hold the weights of the ONNX file `model`, each checked. The child is asked only if it may name any.
+
+    Raises:
+        UserError: `model` or a file of its weights is missing or not a plain file, `model` is not an ONNX model, or a file of
+            weights is outside its folder.
+    """
+    if not may_name_files(model):
+        return []
+    return list(_ask(Task(do="weights", folder=Path.cwd(), model=model)).files)
+
+
+def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """All combinations of sizes, of those `dims` that are dynamic in the file `model`. At least one; it may be empty.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    if not dims:
+        return [{}]
+    check_plain_file(model)
+    names = _ask(Task(do="sizes", folder=Path.cwd(), model=model, names=tuple(dims))).names
+    return cli.combinations({name: sizes for name, sizes in dims.items() if name in names})
+
+
+def graph_of(model: Path, device: str, dims: Mapping[str, int], static: bool) -> dict[str, Any]:
+    """The graph that ONNX Runtime runs, as `runtimes.ort.graph.parsing.document` describes it.
+
+    Args:
+        model: an ONNX file.
+        device: `cpu`, `cuda` or `auto`.
+        dims: sizes of its dynamic dimensions.
+        static: whether they are fixed before ONNX Runtime optimises the model.
+
+    Raises:
+        UserError: the model can't be read or analysed, or reaches a limit.
+    """
+    return _ask(Task(do="graph", folder=Path.cwd(), model=model, device=device, dims=dict(dims), static=static),
+                weight_files(model)).graph
+
+
+def check_opens(model: Path, device: str, dims: Mapping[str, int], static: bool) -> None:
+    """Checks that ONNX Runtime loads a model, before this process loads it itself to run it.
+
+    Args:
+        model: an ONNX file.
+        device: `cpu` or `cuda`.
+        dims: sizes of its dynamic dimensions.
+        static: whether they are fixed before ONNX Runtime optimises the model.
+
+    Raises:
+        UserError: the model can't be read or loaded, or reaches a limit.
+    """
+    _ask(Task(do="opens", folder=Path.cwd(), model=model, device=device, dims=dict(dims), static=static), weight_files(model))
+
+
+def _ask(task: Task, weights: Sequence[Path] = (), analyst: Analyst | None = None) -> Reply:
+    """The child's reply to a task about a model with these files of weights."""
+    size_gib = sum(map(_stored_bytes, (task.model, *weights))) / 2**30
+    limit_s = runtime_named(task.runtime).analysis_limit_s if task.runtime else LIMIT_S
+    return (analyst or _analyst).ask(task, size_gib, limit_s)
+
+
+def _stored_bytes(path: Path) -> int:
+    """The bytes that a file takes on the disk: one with holes may say that it is far larger."""
+    stat = path.stat()
+    return min(stat.st_size, 512 * getattr(stat, "st_blocks", stat.st_size))
 
 
 def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize], device: str, jobs: int, static: bool = False,
@@ -25,7 +365,7 @@ def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize],
         runtime: its name.
         work: the models.
         device: `cpu` or `cuda`.
-        jobs: processes at a time.
+        jobs: children at a time.
         static: whether sizes are fixed before the runtime optimises a model.
         origin: of all the models, where their user gives it.
 
@@ -33,20 +373,28 @@ def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize],
         For each model its records, or its error, in the order of `work`. If one of several models crashes the runtime, only
         that one fails.
     """
-    analyze = partial(_analyze_one, workspace, runtime, device, static, origin)
-    if len(work) == 1:
-        return [analyze(work[0])]
-    return each_in_a_process(analyze, work, jobs, crashed, "analysing")
+    analysts = [Analyst() for _ in range(min(jobs, len(work)))]
+    idle: queue.SimpleQueue[Analyst] = queue.SimpleQueue()
+    for analyst in analysts:
+        idle.put(analyst)
 
+    def analyze(model: Path, dims: Mapping[str, int]) -> list[ModelRecord] | UserError:
+        analyst = idle.get()
+        try:
+            task = Task(do="write", folder=Path.cwd(), model=model, runtime=runtime, workspace=workspace.root, device=device,
+                        dims=dict(dims), static=static, origin=origin)
+            return list(_ask(task, weight_files(model), analyst).records)
+        except UserError as error:
+            return error
+        finally:
+            idle.put(analyst)
 
-def _analyze_one(workspace: Workspace, runtime: str, device: str, static: bool, origin: ModelOrigin,
-                 model: ModelAtSize) -> list[ModelRecord] | UserError:
+    threads = ThreadPoolExecutor(len(analysts) or 1)
     try:
-        return runtime_named(runtime).write_records(workspace, model[0], device, model[1], static, origin)
-    except UserError as error:
-        return error
-
-
-def crashed(model: ModelAtSize) -> UserError:
-    """The error of a model that took its process down."""
-    return UserError(f"{model[0]}: {CRASHED}")
+        pending = [threads.submit(analyze, model, dims) for model, dims in work]
+        return [done.result() for done in (cli.progress(pending, "analysing") if len(pending) > 1 else pending)]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for analyst in analysts:
+            analyst.stop()
+        threads.shutdown()

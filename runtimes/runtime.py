@@ -86,6 +86,7 @@ class Runtime:
         measures_energy, probes_sharing: whether its worker can measure the energy of runs, and read the sharing probe.
         keeps_arena: whether its sessions keep memory beyond weights and live activations, as ONNX Runtime's arena does.
         uses_cudnn: whether times on a GPU depend on the version of cuDNN.
+        analysis_limit_s: how long taking a small model apart may take (see `runtimes.analysis`).
         analyze_with, build_with: the commands that make records and built kernels.
     """
 
@@ -112,6 +113,7 @@ class Runtime:
     probes_sharing: bool = False
     keeps_arena: bool = False
     uses_cudnn: bool = False
+    analysis_limit_s: float = 50.0
 
     def on(self, device: str) -> DeviceLabels:
         """What it measures on `cpu` or `cuda`.

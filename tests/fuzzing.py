@@ -1,9 +1,9 @@
-"""Damages what Hase reads, by a seed. Hase must answer or report an error to the user, without a traceback, a crash, a hang, or
-gigabytes of memory.
+"""Damages the files of a workspace, by a seed. Hase must answer or report an error to the user, without a traceback, a crash, a
+hang, or gigabytes of memory. (For models see recipes/fuzz.)
 
 The tests run a short form. The command makes a workspace of small models first:
 
-    python -m tests.fuzzing --models 200 --files 30 --seed 1
+    python -m tests.fuzzing --files 30 --seed 1
 """
 
 from __future__ import annotations
@@ -12,163 +12,18 @@ import argparse
 import json
 import math
 import random
-import resource
-import subprocess
 import sys
-import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import onnx
-from onnx import TensorProto, helper
+from recipes.fuzz.damaged_models import flipped, torn
+from recipes.fuzz.reading import Outcome, Reader, serve
+from utils.paths import ROOT, Workspace
 
-ROOT = Path(__file__).resolve().parents[1]
-HANG_S = 60.0
-MOST_MIB = 4096.0
-ADDRESS_SPACE = 24 << 30  # bytes: ORT and numpy map far more than they touch
 ODD_NUMBERS: tuple[Any, ...] = (0, -1, 1, 2**31, 2**63 - 1, -2**63, 10**30, 1e308, -1e308, 1e-320, math.nan, math.inf, 0.5)
 ODD_VALUES: tuple[Any, ...] = (None, "", "x", "../../x", "\ud800", "a\0b", [], {}, [[]], True, "9" * 5000)
-
-
-# models ------------------------------------------------------------------------------------------------------------------
-
-def flipped(data: bytes, rng: random.Random) -> bytes:
-    """The bytes with a few bits flipped."""
-    changed = bytearray(data)
-    for _ in range(rng.choice([1, 1, 2, 8, 64])):
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)
-
-
-def torn(data: bytes, rng: random.Random) -> bytes:
-    """Cut short, a part taken out, repeated, or overwritten by zeros."""
-    begin = rng.randrange(len(data))
-    end = min(len(data), begin + rng.choice([1, 8, 200, 4000]))
-    return rng.choice([data[:begin], data[:begin] + data[end:], data[:end] + data[begin:],
-                       data[:begin] + bytes(end - begin) + data[end:]])
-
-
-Edit = Callable[[onnx.ModelProto, random.Random], None]
-
-
-def _dims(value: onnx.ValueInfoProto) -> Any:
-    return value.type.tensor_type.shape.dim
-
-
-def odd_dimension(model: onnx.ModelProto, rng: random.Random) -> None:
-    dims = [dim for value in (*model.graph.input, *model.graph.output, *model.graph.value_info) for dim in _dims(value)]
-    rng.choice(dims).dim_value = rng.choice([0, -1, 2**31, 2**40, 2**62, 7])
-
-
-def odd_weight_shape(model: onnx.ModelProto, rng: random.Random) -> None:
-    weight = rng.choice(model.graph.initializer)
-    weight.dims[rng.randrange(len(weight.dims))] = rng.choice([0, -1, 2**31, 2**62, 3])
-
-
-def another_type(model: onnx.ModelProto, rng: random.Random) -> None:
-    if rng.random() < 0.5:
-        rng.choice(model.graph.initializer).data_type = rng.choice([0, 1, 7, 8, 10, 16, 22, 99])
-    else:
-        rng.choice([*model.graph.input, *model.graph.output]).type.tensor_type.elem_type = rng.choice([0, 6, 8, 9, 11, 99])
-
-
-def cycle(model: onnx.ModelProto, rng: random.Random) -> None:
-    first, last = sorted(rng.sample(range(len(model.graph.node)), 2))
-    model.graph.node[first].input[0] = model.graph.node[last].output[0]
-
-
-def missing_input(model: onnx.ModelProto, rng: random.Random) -> None:
-    node = rng.choice(model.graph.node)
-    node.input[rng.randrange(len(node.input))] = rng.choice(["", "nowhere", "../x"])
-
-
-def missing_weight(model: onnx.ModelProto, rng: random.Random) -> None:
-    del model.graph.initializer[rng.randrange(len(model.graph.initializer))]
-
-
-def odd_attribute(model: onnx.ModelProto, rng: random.Random) -> None:
-    node = rng.choice(model.graph.node)
-    odd = rng.choice([[0, 0], [-1, -1], [2**62] * 2, [2**31 - 1] * 2, 1.5, "x", 2**62, -1])
-    name = rng.choice([attribute.name for attribute in node.attribute] + [
-        "pads", "strides", "kernel_shape", "group", "dilations", "axis"])
-    for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
-        node.attribute.remove(attribute)
-    node.attribute.append(helper.make_attribute(name, odd))
-
-
-def same_names(model: onnx.ModelProto, rng: random.Random) -> None:
-    node, namesake = rng.sample(list(model.graph.node), 2)
-    node.name = namesake.name
-    if rng.random() < 0.5:
-        node.output[0] = namesake.output[0]
-
-
-def odd_opset(model: onnx.ModelProto, rng: random.Random) -> None:
-    if rng.random() < 0.5:
-        model.opset_import[0].version = rng.choice([0, -1, 1, 5, 99, 2**31, 2**62])
-    else:
-        model.ir_version = rng.choice([0, 1, 3, 99, 2**40])
-
-
-def odd_operator(model: onnx.ModelProto, rng: random.Random) -> None:
-    node = rng.choice(model.graph.node)
-    node.op_type = rng.choice(["", "Nothing", "../x", "If", "Loop", "Sqrt", "MatMul", "Concat", "NonZero", "Conv" * 500])
-    node.domain = rng.choice(["", "com.microsoft", "ai.onnx.ml", "mine", "../.."])
-
-
-def other_place(model: onnx.ModelProto, rng: random.Random) -> None:
-    weight = rng.choice(model.graph.initializer)
-    weight.data_location = TensorProto.EXTERNAL
-    places = ["/dev/zero", "../x", "model.bin", "", ".", "*/_ORT_MEM_ADDR_/*", "x" * 5000]
-    sizes = ["0", "4", "-1", "", "x", str(2**62)]
-    for key, values in (("location", places), ("offset", sizes), ("length", sizes)):
-        value = rng.choice(values)
-        weight.external_data.append(onnx.StringStringEntryProto(key=key, value=value))
-
-
-def deep(model: onnx.ModelProto, rng: random.Random) -> None:
-    inner = helper.make_graph([helper.make_node("Identity", ["x"], ["d"])], "g", [], [])
-    for _ in range(rng.choice([3, 20])):
-        inner = helper.make_graph([helper.make_node("If", ["c"], ["d"], then_branch=inner)], "g", [], [])
-    model.graph.node.append(helper.make_node("If", ["c"], ["d"], then_branch=inner))
-
-
-def less_data(model: onnx.ModelProto, rng: random.Random) -> None:
-    weight = rng.choice(model.graph.initializer)
-    weight.raw_data = weight.raw_data[:rng.randrange(len(weight.raw_data))]
-
-
-def many_nodes(model: onnx.ModelProto, rng: random.Random) -> None:
-    name = model.graph.node[0].output[0]
-    for number in range(rng.choice([200, 1500])):
-        model.graph.node.append(helper.make_node("Relu", [name], [f"many{number}"]))
-        name = f"many{number}"
-
-
-EDITS: tuple[Edit, ...] = (odd_dimension, odd_weight_shape, another_type, cycle, missing_input, missing_weight, odd_attribute,
-                           same_names, odd_opset, odd_operator, other_place, deep, less_data, many_nodes)
-
-
-def damaged_model(data: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """The damage by name, and the damaged bytes: bytes of the file changed, or one to three fields by way of protobuf."""
-    kind = rng.random()
-    if kind < 0.25:
-        return "flipped", flipped(data, rng)
-    if kind < 0.4:
-        return "torn", torn(data, rng)
-    model = onnx.load_from_string(data)
-    done = []
-    for edit in rng.sample(EDITS, rng.choice([1, 1, 2, 3])):
-        try:
-            edit(model, rng)
-        except (ValueError, IndexError, TypeError):  # nothing left to damage in this way, or no such value in protobuf
-            continue
-        done.append(edit.__name__)
-    return "+".join(done), model.SerializeToString()
 
 
 # files of a workspace ----------------------------------------------------------------------------------------------------
@@ -267,7 +122,7 @@ def commands(path: Path, root: Path, target: str) -> list[str]:
     return [recorded, training, f"read_journal({dataset})", f"read_kernels_of({dataset})"]
 
 
-# the process that reads --------------------------------------------------------------------------------------------------
+# the campaign -------------------------------------------------------------------------------------------------------------
 
 NAMES = """
 from pathlib import Path
@@ -287,127 +142,9 @@ from runtimes import flavour_of
 """  # what `commands` calls
 
 
-def serve(root: Path) -> None:
-    """Runs lines of Python from stdin, one after another, and prints the outcome of each as JSON."""
-    from utils import cli
-    from utils.errors import UserError
-    from utils.paths import Workspace
-
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    names: dict[str, Any] = {"workspace": Workspace(root)}
-    exec(NAMES, names)
-    for line in sys.stdin:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far does not count
-        answers: list[float] = []
-        names["answers"] = answers
-        reply: dict[str, Any] = {"what": "answer"}
-        try:
-            exec(json.loads(line), names)
-        except UserError as error:
-            reply = {"what": "error", "message": str(error)}
-        except OSError as error:
-            reply = {"what": "error" if error.errno in cli.OS_ERROR_ADVICE else "traceback", "message": traceback.format_exc()}
-        except BaseException:  # noqa: BLE001 - this looks for whatever escapes
-            reply = {"what": "traceback", "message": traceback.format_exc()}
-        status = Path("/proc/self/status").read_text()
-        peak = float(status.partition("VmHWM:")[2].split()[0]) / 1024
-        print(json.dumps(reply | {"answers": answers, "peak_mib": peak}), file=sys.__stdout__, flush=True)
-
-
-@dataclass
-class Outcome:
-    """The outcome of a damage: `answer`, `error`, or a fault: `traceback`, `crash`, `hang`, `memory`, `another answer`."""
-
-    what: str
-    damage: str
-    message: str = ""
-    answers: tuple[float, ...] = ()
-    seconds: float = 0.0
-    peak_mib: float = 0.0
-
-    @property
-    def fault(self) -> bool:
-        return self.what not in ("answer", "error")
-
-
-class Reader:
-    """A process that reads; a new one is started where it ends."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.process: subprocess.Popen[str] | None = None
-
-    def read(self, line: str, damage: str, wanted: list[float] | None = None) -> Outcome:
-        import select
-
-        if self.process is None:
-            command = [sys.executable, "-m", "tests.fuzzing", "--serve", str(self.root)]
-            self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                            stderr=subprocess.DEVNULL)
-            self.process.stdin.write(json.dumps("pass") + "\n")  # type: ignore[union-attr]
-            self.process.stdin.flush()  # type: ignore[union-attr]
-            self.process.stdout.readline()  # type: ignore[union-attr]
-        began = time.monotonic()
-        process = self.process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(line) + "\n")
-        process.stdin.flush()
-        ready = select.select([process.stdout], [], [], HANG_S)[0]
-        text = process.stdout.readline() if ready else ""
-        seconds = time.monotonic() - began
-        if not text:
-            self.close()
-            return Outcome("crash" if ready else "hang", damage, f"exit code {process.returncode}", seconds=seconds)
-        reply = json.loads(text)
-        what = reply["what"]
-        if reply["peak_mib"] > MOST_MIB:
-            what = "memory"
-            self.close()
-        if what == "answer" and wanted is not None and not all(
-                math.isclose(value, right, rel_tol=1e-9) for value, right in zip(reply["answers"], wanted, strict=True)):
-            what = "another answer"
-        return Outcome(what, damage, reply.get("message", ""), tuple(reply["answers"]), seconds, reply["peak_mib"])
-
-    def answers(self, line: str) -> list[float]:
-        """The answers for an undamaged file."""
-        outcome = self.read(line, "none")
-        if outcome.what != "answer":
-            raise RuntimeError(f"{line}: {outcome.message}")
-        return list(outcome.answers)
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-
-def fuzz_models(root: Path, target: str, models: list[Path], count: int, seed: int) -> Iterator[Outcome]:
-    """Predicts damaged copies of `models`."""
-    reader = Reader(root)
-    place = root / "damaged"
-    place.mkdir(exist_ok=True)
-    for number in range(count):
-        rng = random.Random(f"{seed} {number}")
-        model = rng.choice(models)
-        damage, data = damaged_model(model.read_bytes(), rng)
-        path = place / f"m{number}.onnx"
-        path.write_bytes(data)
-        line = f"answers.append(predict({str(path)!r}, target={target!r}, workspace=workspace, force=True).latency_ms)"
-        outcome = reader.read(line, f"{number}: {model.name}: {damage}")
-        if outcome.what == "answer" and not all(0.0 <= latency_ms < math.inf for latency_ms in outcome.answers):
-            outcome.what = "another answer"
-        if not outcome.fault:
-            path.unlink()
-        yield outcome
-    reader.close()
-
-
 def fuzz_files(root: Path, target: str, paths: list[Path], count: int, seed: int) -> Iterator[Outcome]:
     """Reads each file of a workspace with `count` damages, and puts it back."""
-    reader = Reader(root)
+    reader = Reader(("-m", "tests.fuzzing", "--serve", str(root)))
     for path in paths:
         lines = commands(path, root, target)
         data = path.read_bytes()
@@ -443,39 +180,33 @@ def files_of(workspace: Path, target: str) -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--models", type=int, default=200, help="damaged models")
     parser.add_argument("--files", type=int, default=30, help="damages of each other file")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "fuzzing", help="the workspace")
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve)
+        names: dict[str, Any] = {"workspace": Workspace(args.serve)}
+        exec(NAMES, names)
+        serve(names)
         return 0
     sys.path.insert(0, str(ROOT / "tests"))
     from trained_workspace import train
 
     from records.kernel_record_files import update_index
     from runtimes import flavour_of, local_target
-    from tests.conftest import small_model
-    from utils.paths import Workspace
 
     target = local_target("cpu").name
     if not (args.out / "training" / "predictors" / target / "composition.json").exists():
         train(args.out)
     update_index(Workspace(args.out), flavour_of("cpu"))
-    models = sorted((args.out / "model_zoo" / "models").glob("anet_*.onnx"))[:3]
-    (args.out / "small.onnx").write_bytes(small_model().SerializeToString())
-    models.append(args.out / "small.onnx")
-    for title, outcomes in (("models", fuzz_models(args.out, target, models, args.models, args.seed)),
-                            ("files", fuzz_files(args.out, target, files_of(args.out, target), args.files, args.seed))):
-        counts: Counter[str] = Counter()
-        slowest = largest = 0.0
-        for outcome in outcomes:
-            counts[outcome.what] += 1
-            slowest, largest = max(slowest, outcome.seconds), max(largest, outcome.peak_mib)
-            if outcome.fault:
-                print(f"{outcome.what}: {outcome.damage}: {outcome.message.strip()[-700:]}\n", flush=True)
-        print(f"{title}: {dict(counts)}, slowest {slowest:.1f} s, most memory {largest:.0f} MiB", flush=True)
+    counts: Counter[str] = Counter()
+    slowest_s = largest_mib = 0.0
+    for outcome in fuzz_files(args.out, target, files_of(args.out, target), args.files, args.seed):
+        counts[outcome.what] += 1
+        slowest_s, largest_mib = max(slowest_s, outcome.seconds), max(largest_mib, outcome.peak_mib)
+        if outcome.fault:
+            print(f"{outcome.what}: {outcome.damage}: {outcome.message.strip()[-700:]}\n", flush=True)
+    print(f"{dict(counts)}, slowest {slowest_s:.1f} s, most memory {largest_mib:.0f} MiB", flush=True)
     return 0
 
 

@@ -12,8 +12,14 @@ package is missing, as pandas is in a light install.
 
 from __future__ import annotations
 
+import functools
+import signal
+import sys
+import threading
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,7 +74,8 @@ class LazyPackage:
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") and attribute != "__version__":  # asked by pickle, inspect and the like
             raise AttributeError(f"{self!r} has no attribute {attribute!r}")
-        package = __import__(self._name)  # as the statement does: several times faster than import_module
+        # __import__ as the statement does: several times faster than import_module, and it waits for an unfinished import
+        package = __import__(self._name) if self._name in sys.modules else _imported(self._name)
         try:
             return getattr(package, attribute)
         except AttributeError:
@@ -79,6 +86,31 @@ class LazyPackage:
 
     def __repr__(self) -> str:
         return f"<package {self._name!r}, loaded at its first use>"
+
+
+def _imported(name: str) -> ModuleType:
+    """Imports a package. Ctrl-C and SIGTERM wait until it is there: C++ code that is being loaded calls Python, and takes the
+    process down, or makes another error of it, if an exception comes out."""
+    if threading.current_thread() is not threading.main_thread():
+        return __import__(name)  # signals are raised in the main thread alone
+    came: list[Callable[[], object]] = []
+
+    def later(handler: Callable[[int, FrameType | None], object]) -> Callable[[int, FrameType | None], None]:
+        @functools.wraps(handler)
+        def wait(number: int, frame: FrameType | None) -> None:
+            came.append(lambda: handler(number, frame))
+        return wait
+
+    handlers = {number: handler for number in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(number))}
+    for number, handler in handlers.items():
+        signal.signal(number, later(handler))
+    try:
+        return __import__(name)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            came[0]()
 
 
 def __getattr__(name: str) -> LazyPackage:

@@ -20,9 +20,10 @@ from utils.lazy import onnx
 from utils.ort_sessions import model_errors
 
 _EXTERNAL_KEY = b"location"  # the key of the file in which a weight is stored
+_ZIP = b"PK"  # how a program of torch begins, which TVM reads too
 SHOWN = 200  # characters of a file name in errors
 _PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}  # bits per element
-DEEPEST = 100  # graphs within graphs; protobuf reads no deeper either
+DEEPEST = 16  # graphs within graphs; each of them doubles the time that the analysis takes
 DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: default sizes, used where the user gives none
 GROUP_KEY = "hase.group"  # metadata of every model: the name of its variants, which are held out together
 COLLECTION_KEY = "hase.collection"  # metadata of every model: where its architecture comes from, for example `timm`
@@ -52,20 +53,28 @@ def check_plain_file(path: Path, whose: str = "") -> None:
         raise UserError(f"{whose}{path}: this is {what}, a plain file is expected")
 
 
+def may_name_files(model: Path) -> bool:
+    """Whether the ONNX file `model` may name other files. It is not parsed.
+
+    Raises:
+        UserError: it is missing or not a plain file.
+    """
+    check_plain_file(model)
+    with model.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return False
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content[:2] != _ZIP and content.find(_EXTERNAL_KEY) >= 0
+
+
 def weight_files(model: Path) -> list[Path]:
-    """The files that hold the weights of the ONNX file `model`, each checked. The model is parsed only if it may name any.
+    """The files that hold the weights of the ONNX file `model`, each checked.
 
     Raises:
         UserError: `model` or a file of its weights is missing or not a plain file, `model` is not an ONNX model, or a file of
             weights is outside its folder.
     """
     check_plain_file(model)
-    with model.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return []
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(_EXTERNAL_KEY) < 0:
-                return []
     with model_errors(str(model)):
         return external_files(model, onnx.load(str(model), load_external_data=False))
 

@@ -133,6 +133,8 @@ class model_errors:  # lower case, as it is used like a function: `with model_er
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None or error is None or issubclass(kind, UserError):
             return
+        if kind is UnicodeDecodeError:  # in a message of ORT's
+            raise UserError(f"{self.name}: damaged: it holds text that is not UTF-8") from None
         module = kind.__module__ or ""
         running = kind is RuntimeError and str(error).startswith("Error in execution")  # what IOBinding's runs raise
         if running or module.startswith("onnxruntime.") or module.startswith("google.protobuf") or (

@@ -24,7 +24,7 @@ from inference.core.kernels_in_model import kernels_in_models
 from inference.core.model_run import PredictedRun, predicted_run
 from inference.core.model_warnings import estimator_warnings, model_warnings
 from inference.core.run_modes import AS_USUAL, RunMode
-from inference.core.sources import Source, record_of
+from inference.core.sources import Source, needs_analysis, record_of
 from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders, refuse_other_device
 from inference.sharing.shared_models import (
     PERCENTILE,
@@ -37,6 +37,7 @@ from inference.sharing.shared_models import (
     pair,
     shared_model_of,
 )
+from runtimes import analysis
 from training.energy.learned import EnergyModel, read_energy
 from utils.paths import Workspace
 
@@ -201,6 +202,9 @@ class Predictor:
         Raises:
             UserError: a model, the predictors, the load or the pace can't be used.
         """
+        sources = list(sources)
+        if "fitted" not in self.__dict__ and any(map(needs_analysis, sources)):
+            analysis.prepare()  # it starts while the predictors are read
         fitted = self.fitted
         used, load = composition or fitted.composition, dict(load or {})
         check_run_mode(run_mode, used, fitted.target.name)

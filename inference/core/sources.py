@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record
-from runtimes import runtime_named
+from runtimes import analysis
+from runtimes.analysis import weight_files
 from utils.errors import UserError
 from utils.files import cached, signature
 from utils.fingerprint import Flavour
 from utils.lazy import onnx
-from utils.model_files import weight_files
 
 Source: TypeAlias = "str | Path | onnx.ModelProto | ModelRecord"
 Signature = tuple[tuple[str, int, int, int, int], ...]
@@ -46,7 +46,7 @@ def record_of(source: Source, wanted: Flavour,
         record = source
         _refuse_other_dims(record, dims)
     elif isinstance(source, onnx.ModelProto):
-        record = _analysed(source, wanted, dims or {}, static)
+        record = analysis.record_of(source, wanted, dims or {}, static)
     else:
         raise UserError(f"{type(source).__name__} is not a model: give the path of an ONNX file or of a kernel record, an "
                         "onnx.ModelProto, or a ModelRecord")
@@ -72,6 +72,11 @@ def _refuse_empty(record: ModelRecord) -> None:
                         "give a size of 1 or more")
 
 
+def needs_analysis(source: Source) -> bool:
+    """Whether `source` is a model, and not a record or the file of one."""
+    return Path(source).suffix != ".json" if isinstance(source, (str, Path)) else not isinstance(source, ModelRecord)
+
+
 def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: bool) -> ModelRecord:
     key = (str(path.absolute()), wanted.device, wanted.runtime, wanted.optimization, tuple(sorted(dims.items())), static)
     if kept := _files.get(key):
@@ -84,15 +89,11 @@ def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: b
         record, watched = read_model_record(path), (path,)
         _refuse_other_dims(record, dims)
     else:
-        record = _analysed(path, wanted, dims, static)
         watched = (path, *cached(_weights, before, lambda: weight_files(path), KEPT_FILES))
+        record = analysis.record_of(path, wanted, dims, static, watched[1:])
     if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
         cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)
     return record
-
-
-def _analysed(source: Path | onnx.ModelProto, wanted: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
-    return runtime_named(wanted.runtime).analyze(source, wanted, dims, static)
 
 
 def _refuse_other_dims(record: ModelRecord, dims: Mapping[str, int] | None) -> None:

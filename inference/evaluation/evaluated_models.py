@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +18,7 @@ from records.dataset_tables import energy_warnings, model_rows, model_sessions
 from records.host_pace import paced_rows
 from records.kernel_record import ModelRecord
 from records.measurement import ENERGY, Measurement
-from runtimes.analysis import crashed
-from runtimes.ort.graph.source import own_sizes
+from runtimes.analysis import own_sizes
 from training.sharing.learned import busy_share
 from utils import cli
 from utils.errors import UserError
@@ -29,7 +26,6 @@ from utils.fingerprint import Flavour
 from utils.lazy import pandas as pd
 from utils.logger import get_logger
 from utils.paths import Workspace
-from utils.processes import each_in_a_process
 
 if TYPE_CHECKING:
     from graph_model.simulation.sharing import CoRunner
@@ -39,7 +35,6 @@ if TYPE_CHECKING:
     from inference.core.run_modes import RunMode
 
 log = get_logger("evaluator")
-APART_FROM = 2  # from this many models on, each is analysed in its own process, which takes a second
 IDLE_BELOW = 0.02  # share of the time: counters of an idle GPU are not exactly 0, and a probe's run is sometimes slow by itself
 
 
@@ -130,27 +125,12 @@ def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], flavour:
             sizes = own_sizes(path, dims)
             unused -= set(sizes[0])
             sized += [(path, size) for size in sizes]
-    apart = each_in_a_process(partial(_analysed, flavour, static), sized, 1, crashed, "analysing") if (
-        len(sized) >= APART_FROM) else None
-    for number, (path, size) in enumerate(sized if apart else cli.progress(sized, "analysing")):
+    for path, size in cli.progress(sized, "analysing"):
         with failures.costing(path.name):
-            record = apart[number] if apart else record_of(path, flavour, size, static)
-            if isinstance(record, Exception):
-                raise record
-            models.append(EvaluatedModel(record=record, path=path))
+            models.append(EvaluatedModel(record=record_of(path, flavour, size, static), path=path))
     if unused and models:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
     return models
-
-
-def _analysed(flavour: Flavour, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
-    """The record of a model at some sizes, or the exception; runs in another process."""
-    try:
-        return record_of(sized[0], flavour, sized[1], static)
-    except UserError as error:
-        return error
-    except Exception:  # noqa: BLE001 - not all exceptions can be pickled; `Failures.costing` reports it
-        return RuntimeError(traceback.format_exc())
 
 
 def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str],

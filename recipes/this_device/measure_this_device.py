@@ -30,13 +30,13 @@ from recipes.this_device.steps import TRAINING_SHARE, Budget, expected_errors, r
 from records.dataset_tables import read_model_table
 from records.kernel_record_files import index_path, read_index
 from runtimes import local_target
+from runtimes.analysis import weight_files
 from training.kernels.sidecar import sidecar_path
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
-from utils.model_files import weight_files
 from utils.paths import ROOT, SHIPPED, Workspace, model_files
 
 log = get_logger("this device")

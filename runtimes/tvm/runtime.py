@@ -40,4 +40,5 @@ RUNTIME = Runtime(
     name="tvm", title="TVM", package="apache-tvm", version=version, check=check_tvm, levels=(FUSED, UNFUSED, TUNED),
     runs_as={TUNED: FUSED}, devices={"cpu": ALONE, "cuda": ALONE}, model_suffixes=(".onnx", TORCH_SUFFIX), kernel_suffix=SUFFIX,
     analyze=analyze_in, write_records=write_records, read_kernel=read_kernel, worker="runtimes.tvm.worker",
-    analyze_with="python tvm_analysis/relax_parser.py", build_with="python tvm_analysis/relax_parser.py", takes_setting=True)
+    analyze_with="python tvm_analysis/relax_parser.py", build_with="python tvm_analysis/relax_parser.py", takes_setting=True,
+    analysis_limit_s=600.0)  # it compiles each kernel

@@ -16,7 +16,7 @@ from runtimes.ort.building.dummy_data import dummy_inputs
 from runtimes.ort.building.kernel_models import build_model
 from runtimes.ort.graph import parsing
 from runtimes.ort.graph.analysis import analyze, kernel_of
-from runtimes.ort.graph.parsing import optimized_once, parse_graph
+from runtimes.ort.graph.parsing import kept_in, parse_graph
 from runtimes.ort.profile import profile_model
 from runtimes.ort.runner import open_runner
 from utils.ort_sessions import open_session
@@ -129,7 +129,7 @@ def test_sessions_match_their_analysis(tmp_path: Path) -> None:
     assert nodes[True] != nodes[False]
 
 
-def test_several_sizes_of_one_model_are_optimised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_sizes_of_one_model_are_optimised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, runs = small_model(batch="batch"), list[object]()
     apart = [analyze(model, "cpu", {"batch": batch}) for batch in (1, 2, 8)]
     optimize = parsing.optimize
@@ -139,6 +139,6 @@ def test_several_sizes_of_one_model_are_optimised_once(monkeypatch: pytest.Monke
         optimize(*arguments)
 
     monkeypatch.setattr(parsing, "optimize", counted)
-    with optimized_once():
+    with kept_in(tmp_path / "kept"):
         together = [analyze(model, "cpu", {"batch": batch}) for batch in (1, 2, 8)]
     assert (len(runs), together) == (1, apart)

@@ -15,8 +15,7 @@ from command import run_script
 from conftest import small_model
 from onnx import helper, numpy_helper
 
-from ort_analysis.ort_graph_parser import node_rows
-from runtimes.ort.graph.parsing import parse_graph
+from runtimes.ort.graph.parsing import node_rows, parse_graph
 from runtimes.ort.graph.source import read_source
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

@@ -12,9 +12,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from inference import predict
+from runtimes.analysis import own_sizes
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.parsing import parse_graph
-from runtimes.ort.graph.source import own_sizes
 from utils.errors import UserError
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64

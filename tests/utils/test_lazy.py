@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,17 @@ import pytest
 from utils import lazy
 from utils.lazy import LazyPackage
 from utils.paths import ROOT
+
+INTERRUPTED = """
+import os
+try:
+    os.kill(os.getpid(), {number})
+    for _ in range(1000):
+        pass
+except BaseException:
+    raise ImportError("failed")
+whole = True
+"""
 
 
 def python(program: str) -> str:
@@ -86,3 +98,24 @@ def test_threads_may_load_a_package_at_once(tmp_path: Path, monkeypatch: pytest.
     for thread in threads:
         thread.join()
     assert values == [7] * 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_until_a_package_is_imported(number: signal.Signals, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is interrupted while it is loaded, and would take the error for one of its own."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED.format(number=int(number)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(number, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _ = LazyPackage("interrupted").whole
+        assert sys.modules["interrupted"].whole is True
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, before)
+        sys.modules.pop("interrupted", None)

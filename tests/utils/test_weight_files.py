@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.graph.parsing import optimized_once
+from runtimes.ort.graph.parsing import kept_in
 from utils.errors import UserError
 from utils.model_files import with_values
 
@@ -28,7 +28,7 @@ def test_weights_whose_files_have_several_names(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "stored.onnx", save_as_external_data=True, location="stored.weights", size_threshold=16)
     os.link(tmp_path / "stored.weights", tmp_path / "again.weights")
     for device in ("cpu", "cuda"):
-        with optimized_once():
+        with kept_in(tmp_path / device):
             for rows in (2, 3):
                 record = analyze(tmp_path / "stored.onnx", device, {"n": rows})
                 assert record.outputs["y"].shape == (rows, 700)

@@ -132,9 +132,13 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
                 end(number)
             raise error(number)
 
+    def handler_of(number: int) -> object:
+        handler = signal.getsignal(number)
+        return getattr(handler, "__wrapped__", handler)  # while a package is imported (utils.lazy), `stop` is called later
+
     def end_at_last() -> None:
         while True:
-            ours = [number for number in os.read(reading, 64) if number in SIGNALS and signal.getsignal(number) is stop]
+            ours = [number for number in os.read(reading, 64) if number in SIGNALS and handler_of(number) is stop]
             if ours:
                 break
         time.sleep(grace_s)

@@ -95,7 +95,7 @@ def attribute_value(attribute: onnx.AttributeProto) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, (list, tuple)):
-        return [item.decode() if isinstance(item, bytes) else item for item in value]
+        return [item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in value]
     return value
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from records.kernel_record import GuessedRuns, KernelInput, Tensor
 from runtimes import flavour_of
@@ -28,25 +29,22 @@ from utils.logger import get_logger
 from utils.ort_sessions import open_session
 from utils.temporary import temporary_folder
 
-_kept: Path | None = None  # where optimised graphs are kept, each in a folder of its own
+_kept: Path | None = None  # where optimised graphs are kept, each in a folder of its own (`kept_in`)
 log = get_logger("parser")
 SHOWN_SIZES = 3  # in a warning
 EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
 
 
 @contextmanager
-def optimized_once() -> Iterator[None]:
-    """While the block runs, optimised graphs of models with dynamic dimensions are kept and used again."""
+def kept_in(folder: Path) -> Iterator[None]:
+    """While the block runs, optimised graphs of models with dynamic dimensions are kept in a folder and used again."""
     global _kept
-    if _kept is not None:
+    folder.mkdir(exist_ok=True)
+    before, _kept = _kept, folder
+    try:
         yield
-        return
-    with temporary_folder() as folder:
-        _kept = Path(folder)
-        try:
-            yield
-        finally:
-            _kept = None
+    finally:
+        _kept = before
 
 
 def keep(model: str, save_to: Path, optimize: Callable[[], None]) -> None:
@@ -66,9 +64,12 @@ def keep(model: str, save_to: Path, optimize: Callable[[], None]) -> None:
         _link(folder / weights.name, weights)
         return
     optimize()
-    folder.mkdir()
-    shutil.copyfile(save_to, folder / save_to.name)  # a copy, since the graph is changed in place; weights never are
-    _link(weights, folder / weights.name)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")  # what a process leaves that is ended meanwhile
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    shutil.copyfile(save_to, unfinished / save_to.name)  # a copy, since the graph is changed in place; weights never are
+    _link(weights, unfinished / weights.name)
+    unfinished.rename(folder)
 
 
 def _link(source: Path, to: Path) -> None:
@@ -261,3 +262,19 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
 def shape_text(tensor: Tensor) -> str:
     """`float32[16,64,56,56]`, or a dash for an input that is missing."""
     return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]" if tensor.present else "-"
+
+
+def node_rows(graph: ParsedGraph) -> list[dict[str, Any]]:
+    """One row a node: number, name, operator, provider, shapes of inputs and outputs, attributes."""
+    return [
+        {"#": number, "node": node.name, "op_type": (f"{node.domain}." if node.domain else "") + node.op_type,
+         "provider": node.provider, "inputs": " ".join(shape_text(graph.tensors[i]) for i in node.inputs),
+         "outputs": " ".join(shape_text(graph.tensors[o]) for o in node.outputs),
+         "attributes": " ".join(f"{k}={v}" for k, v in node.attributes.items())}
+        for number, node in enumerate(graph.nodes)]
+
+
+def document(graph: ParsedGraph) -> dict[str, Any]:
+    """A graph as a table of its nodes: its model, flavour and sizes, and a row for each node."""
+    return {"model": graph.source.name, "flavour": graph.flavour.name, "derived": graph.derived, "static": graph.static,
+            "dims": graph.source.dims, "nodes": node_rows(graph)}

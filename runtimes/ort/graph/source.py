@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from runtimes.ort.graph.bodies import body_sizes, made_within, steering_inputs
 from runtimes.ort.graph.fitting_sizes import fitting_sizes
+from runtimes.ort.graph.nodes import bodies_of
 from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
-from utils import cli, files
+from utils import files
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.logger import get_logger
-from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, check_plain_file, external_files, read_whole_model
+from utils.model_files import (
+    COLLECTION_KEY,
+    DEFAULT_DIMS_KEY,
+    GROUP_KEY,
+    SHOWN,
+    check_plain_file,
+    external_files,
+    read_whole_model,
+)
 from utils.ort_sessions import kind_of_file, model_errors
 from utils.paths import as_file_name
 
 log = get_logger("parser")
+DEFAULT_DIMS = TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=1, lt=2**63)]])
+TENSOR_FIELDS = ("name", "data_type", "external_data")
+MOST_CALLED = 50_000  # nodes; ONNX Runtime takes half a minute to write so many calls out
+DEEPEST_CALLS = 100  # functions; ONNX Runtime runs out of stack at some thousands
 OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
 
 
@@ -59,14 +73,6 @@ class Source:
         return {(value.name, axis): dim.dim_param for value in self.graph_only.graph.input
                 for axis, dim in enumerate(value.type.tensor_type.shape.dim) if dim.dim_param}
 
-    @property
-    def batch(self) -> int | None:
-        """The first dimension of the first input; None where there is none."""
-        constants = {tensor.name for tensor in self.graph_only.graph.initializer}
-        first = next((value for value in self.graph_only.graph.input if value.name not in constants), None)
-        shape = first.type.tensor_type.shape.dim if first else ()
-        return (self.dims[shape[0].dim_param] if shape[0].dim_param else shape[0].dim_value) if shape else None
-
 
 def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
     """The dynamic dimensions of the graph's inputs by name, each with the places where it occurs.
@@ -87,18 +93,16 @@ def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
     return places
 
 
-def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """All combinations of sizes, of those `dims` that are dynamic in the file `model`. At least one; it may be empty.
+def dynamic_names(model: Path, names: Iterable[str]) -> set[str]:
+    """Those of `names` that are dynamic dimensions of the file `model`, or may be sizes inside its graph.
 
     Raises:
         UserError: it can't be read.
     """
-    if not dims:
-        return [{}]
+    check_plain_file(model)
     with model_errors(str(model)):
         proto = onnx.load(str(model), load_external_data=False)
-        dynamic = {*open_dims(proto), *_sizes_by_data(proto, dims)}
-    return cli.combinations({name: sizes for name, sizes in dims.items() if name in dynamic})
+    return (set(open_dims(proto)) & set(names)) | _sizes_by_data(proto, names)
 
 
 def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
@@ -128,11 +132,20 @@ def tensor_of_size(name: str) -> str:
     return tensor if axis.isdigit() else ""
 
 
-def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
-    """The default sizes that the exporter wrote into a dynamic model; empty where there are none."""
+def default_dims(proto: onnx.ModelProto, shown: str) -> dict[str, int]:
+    """The default sizes that the exporter wrote into a dynamic model; empty where there are none. `shown` is the model's name
+    in errors.
+
+    Raises:
+        UserError: what is written there are no sizes.
+    """
     for prop in proto.metadata_props:
         if prop.key == DEFAULT_DIMS_KEY:
-            return {str(name): int(size) for name, size in json.loads(prop.value).items()}
+            try:
+                return DEFAULT_DIMS.validate_json(prop.value)
+            except ValidationError as error:
+                raise UserError(f"{shown}: its metadata {DEFAULT_DIMS_KEY} is damaged ({error.errors()[0]['msg']}); export it "
+                                "anew, or remove that entry and give its sizes") from None
     return {}
 
 
@@ -140,6 +153,66 @@ def origin_in(proto: onnx.ModelProto) -> tuple[str, str]:
     """The group and the collection that an exporter wrote into a model; "" where there is none."""
     metadata = {prop.key: prop.value for prop in proto.metadata_props}
     return metadata.get(GROUP_KEY, ""), metadata.get(COLLECTION_KEY, "")
+
+
+def damage_in(message: Any) -> str:
+    """What is wrong with the names and element types in a part of a model: a name that is no text, or an unknown type; "" where
+    nothing is."""
+    if isinstance(message, onnx.TensorProto):  # without its values, which would be copied
+        fields = [(message.DESCRIPTOR.fields_by_name[name], getattr(message, name)) for name in TENSOR_FIELDS]
+    else:
+        fields = message.ListFields()
+    for field, content in fields:
+        values = (content,) if isinstance(content, (str, bytes)) or not hasattr(content, "__len__") else content
+        if field.type == field.TYPE_STRING:
+            if wrong := [name for name in values if not isinstance(name, str)]:  # protobuf returns such names as bytes
+                return f"the name {wrong[0][:SHOWN]!r} is not UTF-8"
+        elif field.name in ("data_type", "elem_type", "key_type"):
+            if content not in onnx.TensorProto.DataType.values():
+                return f"its element type {content} is unknown"
+        elif field.type == field.TYPE_MESSAGE and (damage := next(filter(None, map(damage_in, values)), "")):
+            return damage
+    return ""
+
+
+def nodes_called(proto: onnx.ModelProto, shown: str) -> int:
+    """How many nodes the main graph has if every call of a function is written out; each body of a node counts.
+
+    Raises:
+        UserError: functions call each other more than DEEPEST deep, or in a circle.
+    """
+    functions = {(function.domain, function.name): function for function in proto.functions}
+    counted: dict[tuple[str, str], int] = {}
+
+    def count(nodes: Iterable[onnx.NodeProto], depth: int) -> int:
+        if depth > DEEPEST_CALLS:
+            raise UserError(f"{shown}: its functions call each other more than {DEEPEST_CALLS} deep")
+        total = 0
+        for node in nodes:
+            key = (node.domain, node.op_type)
+            if key in functions and key not in counted:
+                counted[key] = count(functions[key].node, depth + 1)
+            total += counted.get(key, 1) + sum(count(body.node, depth) for body in bodies_of(node).values())
+        return total
+
+    return count(proto.graph.node, 0) if functions else 0
+
+
+def check_sound(proto: onnx.ModelProto, shown: str) -> None:
+    """Checks what ONNX Runtime and the rest of Hase rely on: all names are text, all element types are known, and functions do
+    not call each other without end.
+
+    Args:
+        proto: the model.
+        shown: its name in errors.
+
+    Raises:
+        UserError: the model is damaged.
+    """
+    if damage := damage_in(proto):
+        raise UserError(f"{shown}: damaged, or of a newer version of ONNX: {damage}")
+    if nodes_called(proto, shown) > MOST_CALLED:
+        raise UserError(f"{shown}: its functions call each other so often that they stand for more than {MOST_CALLED:,} nodes")
 
 
 def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
@@ -160,6 +233,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         proto, shown, stem = model, name or model.graph.name or "model", name or model.graph.name or "model"
         external_files(Path(as_file_name(shown)), proto)
         digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
+    check_sound(proto, shown)
     if not proto.graph.node:
         kind = kind_of_file(model) if isinstance(model, Path) else ""
         raise UserError(f"{shown}: no ONNX model with nodes in it ({f'this is {kind}' if kind else 'an empty graph'})")
@@ -171,7 +245,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         within = sorted(body_sizes(proto.graph))
         available += f"; of Loops and Ifs {', '.join(within)} can be given" if within else ""
         raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {available}")
-    stamped = {dim: size for dim, size in default_dims(proto).items() if dim in dynamic and dim not in given}
+    stamped = {dim: size for dim, size in default_dims(proto, shown).items() if dim in dynamic and dim not in given}
     if stamped:
         log.info("%s: %s, as its file suggests (--dim says otherwise)", stem,
                  ", ".join(f"{dim}={size}" for dim, size in stamped.items()))
