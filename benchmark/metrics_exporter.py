@@ -62,21 +62,23 @@ INTERVAL_S = 5.0
 LEAST_PROBE_EVERY_S = 1.0  # a probe keeps the device busy for up to a third of this
 PACE_S = 0.3  # length of one measurement of the host pace
 POLL_S = 3600.0  # how often the server checks for its end; rarely, since it ends with the process and a check costs CPU time
+PASSING = (UserError, OSError, MemoryError)  # of the device or of this machine, which may have again what it lacks now
 LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 
 log = get_logger("metrics_exporter")
 _reading = threading.Lock()  # probes that run at the same time would disturb each other
 
 
-def told_once(error: UserError, before: str, whose: str = "") -> str:
-    """The message of an error; logs it if it differs from the message `before`.
+def told_once(error: Exception, before: str, whose: str = "") -> str:
+    """The message of an error; logs it if it differs from the message `before`, with a traceback if the error is a bug.
 
     Args:
         whose: what failed; begins the log line.
     """
-    if str(error) != before:
-        log.warning("%s%s", whose, error)
-    return str(error)
+    message = str(error) or type(error).__name__
+    if message != before:
+        log.warning("%s%s", whose, message, exc_info=None if isinstance(error, PASSING) else error)
+    return message
 
 
 @dataclass
@@ -104,7 +106,7 @@ class Sampler:
                 following = self.source.start()
                 if window:
                     self.means, self.sampled_s, self.error = self.source.stop(window), time.time(), ""
-            except UserError as error:
+            except Exception as error:  # noqa: BLE001 - without this thread the exporter would stay at HTTP 503
                 self.error = told_once(error, self.error)
             window = following
             if over.wait(self.interval_s):
@@ -161,7 +163,7 @@ class NowAndThen(ABC, Generic[R]):
         try:
             with _reading:
                 self.latest, self.error = self.take(), ""
-        except UserError as error:
+        except Exception as error:  # noqa: BLE001 - as in Sampler.run
             self.error = told_once(error, self.error, self.whose)
 
     def fresh(self) -> R | None:

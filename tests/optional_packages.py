@@ -1,9 +1,11 @@
-"""Packages that a user may leave out: their tests are skipped, or fail where HASE_NEEDS_PACKAGES is set."""
+"""Packages that a user may leave out: tests that need one are skipped, or fail where HASE_NEEDS_PACKAGES is set. Some are hidden."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -15,3 +17,11 @@ def needs(package: str, requirements: str) -> None:
     if find_spec(package) is None:
         message = f"needs the package {package}: pip install -r {requirements}"
         pytest.fail(message) if os.environ.get(NEEDED) else pytest.skip(message)
+
+
+def without(packages: Iterable[str], folder: Path) -> dict[str, str]:
+    """The environment of processes, and of those that they start, for which some packages are missing. Files go to `folder`."""
+    folder.mkdir()
+    for package in packages:
+        (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name={package!r})\n")
+    return os.environ | {"PYTHONPATH": str(folder)}

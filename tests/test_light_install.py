@@ -17,7 +17,9 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from optional_packages import without
 
+from runtimes import local_target
 from utils import no_package
 from utils.cli import LEFT_OUT
 from utils.paths import ROOT
@@ -28,6 +30,7 @@ NEEDED = "HASE_NEEDS_PACKAGES"  # set where an index that can't be reached is a 
 NO_NETWORK = ("Retrying (Retry", "Temporary failure in name resolution", "Failed to establish a new connection")
 FOLDER = ".venv-predict"  # its name in the README
 FENCE = re.compile(r"^```shell\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SLOW = ("pandas", "sklearn", "networkx", "prometheus_client", "requests")  # installed, but a prediction must not wait for them
 POSIX_ONLY = ("fcntl", "resource", "termios", "pwd", "grp")  # Windows has none of these
 HIDE = """
 import sys
@@ -73,15 +76,30 @@ def test_a_script_that_needs_more_names_what_to_install(name: str) -> None:
     assert "requirements.txt" in done.stderr
 
 
-def test_a_prediction_imports_nothing_that_the_light_install_lacks(tmp_path: Path) -> None:
-    """The same without a separate environment: all packages are installed here, and these are hidden."""
+def relu_model(folder: Path) -> Path:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8, 8, 8])
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x],
                               [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
-    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "relu.onnx")
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), folder / "relu.onnx")
+    return folder / "relu.onnx"
+
+
+def test_a_prediction_imports_nothing_that_the_light_install_lacks(tmp_path: Path) -> None:
+    """The same without a separate environment: all packages are installed here, and these are hidden."""
     prediction = predicted([sys.executable, "inference/predict_model_latency.py", "--strict", "--target", "nvidia-h200",
-                            "--model", str(tmp_path / "relu.onnx")], tmp_path, hidden=(*POSIX_ONLY, *LEFT_OUT))
+                            "--model", str(relu_model(tmp_path))], tmp_path, hidden=(*POSIX_ONLY, *LEFT_OUT, *SLOW))
     assert float(str(prediction["latency_ms"])) > 0
+
+
+def test_kernels_of_a_cpu_are_measured_without_torch(tmp_path: Path) -> None:
+    """In the processes that measure, too."""
+    done = subprocess.run(
+        [sys.executable, "inference/predict_model_latency.py", "--model", relu_model(tmp_path), "--measure-missing", "--json",
+         "--target", local_target("cpu").name, "--workspace", tmp_path],
+        cwd=ROOT, env=without(LEFT_OUT, tmp_path / "hidden"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (prediction,) = json.loads(done.stdout)
+    assert prediction["time_share"]["measured"] == 1.0
 
 
 def light_commands() -> list[str]:
@@ -121,11 +139,11 @@ def test_the_light_install_predicts_the_same_as_the_full_one(tmp_path: Path) -> 
     assert shlex.split(predict)[0] == python
     modules = tmp_path / "modules.json"
     light = predicted([python, "-c", LIST_MODULES.format(modules=str(modules)), *arguments], tmp_path,
-                      hidden=(*POSIX_ONLY, *LEFT_OUT))
+                      hidden=(*POSIX_ONLY, *LEFT_OUT, *SLOW))
     assert light["target"] == "nvidia-h200-cuda-ort1.31-all"
     assert 0.5 < float(str(light["latency_ms"])) < 3
     imported = {name.partition(".")[0] for name in json.loads(modules.read_text(encoding="utf-8"))}
-    assert not imported & {*LEFT_OUT, "networkx", "prometheus_client", "requests"}
+    assert not imported & {*LEFT_OUT, *SLOW}
     assert "inference" in imported
     assert "onnxruntime" not in imported  # a child reads the model
     assert predicted([sys.executable, *arguments], tmp_path) == light  # whichever ONNX Runtime wheel derives the graph

@@ -7,7 +7,7 @@ An import of torch takes seconds and one of onnx a fifth of one, but `--help` an
 
 `importlib.util.LazyLoader` does not fit. It puts half a module into `sys.modules`, where other libraries that look there load
 it; two threads that use it at once fail (python/cpython#114763, in Python before 3.11.9); and it fails at the import where the
-package is missing, as pandas is in a light install.
+package is missing, as torch is in a light install.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -11,13 +12,15 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
+from utils.deadlines import DeadlineReader, TooLate
 from utils.errors import UserError
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
 LOCALHOST = "127.0.0.1"  # the default: other addresses show the metrics to the whole network
-SILENT_S = 30.0  # after which a silent client is disconnected
+REQUEST_S = 30.0  # a client whose request is not complete after this time is disconnected
+LACK_S = 0.1  # pause after a connection that this machine could not take
 STALE = 3  # intervals without anything new after which nothing is served
 
 
@@ -40,14 +43,27 @@ def stale(what: str, last_s: float, interval_s: float, error: str) -> str:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def get_request(self) -> Any:
+        """Waits a little where this machine lacks what a connection needs: the client is still there, so the server would try
+        again at once."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(LACK_S)
+            raise
+
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints a traceback for bugs only, not for a client that disconnected or never sent a request."""
-        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+        """Prints a traceback for bugs only, not for a client that disconnected or never sent a whole request."""
+        if not isinstance(sys.exc_info()[1], (OSError, TooLate)):
             super().handle_error(request, client_address)
 
 
 class _Quiet(WSGIRequestHandler):
-    timeout = SILENT_S
+    timeout = REQUEST_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(DeadlineReader(self.rfile.detach(), self.connection, self.timeout))
 
     def log_message(self, format: str, *args: Any) -> None:
         """No line for every scrape."""

@@ -15,17 +15,27 @@ from pydantic import Field, field_validator, model_validator
 
 from measuring.metrics.names import HOST_LABEL, INDEX_LABEL, UUID_LABEL
 from utils.config import Config
+from utils.deadlines import TooLate
 from utils.errors import UserError
 from utils.lazy import requests
 from utils.logger import get_logger
 
 log = get_logger("prometheus")
 FOREIGN_SERIES = "prometheus.url: the answer holds a series that no Prometheus sends; set the address of a Prometheus"
+MAX_ANSWER_MB = 8  # MiB, unpacked: a thousand times what a window of samples takes
+PIECE_BYTES = 1 << 16
+SHOWN_CHARACTERS = 1000  # of a message, since parts of it may be the server's
 SECRETS = ("password_env", "password_file", "token_env", "token_file")
 
 
 class PrometheusError(UserError):
-    """The server gave no metrics on which a prediction can rest. It is the only failure that `on_failure: idle` accepts."""
+    """The server gave no metrics on which a prediction can rest. It is the only failure that `on_failure: idle` accepts.
+
+    What a server sent may be part of the message, so that is cut where it is long, and is always one line."""
+
+    def __init__(self, message: str) -> None:
+        shown = message if len(message) <= SHOWN_CHARACTERS else message[:SHOWN_CHARACTERS] + " …"
+        super().__init__("".join(character if character.isprintable() else "?" for character in shown))
 
 
 class Device(Config):
@@ -122,8 +132,10 @@ class Server:
     """Queries one server over a persistent connection. Secrets are read anew each time, since token files are renewed."""
 
     def __init__(self, config: PrometheusConfig) -> None:
+        from inference.live.timed_http import TimedSession  # loads requests
+
         self.config = config
-        self._session = requests.Session()
+        self._session = TimedSession()
 
     def check(self) -> None:
         """Checks that it answers, whatever it knows.
@@ -141,8 +153,8 @@ class Server:
             UserError: the config's secrets or certificates can't be read.
             PrometheusError: no answer, or not a Prometheus's answer; the message says why.
         """
-        response = self._get(promql)
-        where, status = f"prometheus.url {self.config.url}", response.status_code
+        status, text = self._get(promql)
+        where = f"prometheus.url {self.config.url}"
         if status in (401, 403):
             refused = ("user and password" if self.config.user else "the token" if self._token_source else
                        "a request without user or token")
@@ -154,49 +166,56 @@ class Server:
         if status == 503:
             raise PrometheusError(f"{where}: HTTP 503: it is not ready, perhaps still starting; try again")
         try:
-            body = response.json()
-        except ValueError:  # no text of the answer is shown: it may repeat what was sent
-            plain = status == 400 and "HTTPS server" in response.text
+            body = json.loads(text)
+        except (ValueError, RecursionError):  # no text of the answer is shown: it may repeat what was sent
+            plain = status == 400 and b"HTTPS server" in text
             raise PrometheusError(f"{where}: HTTP {status}: " + (
                 "it speaks TLS; write https://" if plain else
                 "no JSON came back, so it is no Prometheus; set its address, with its path if it has one")) from None
         if isinstance(body, dict) and body.get("status") == "error" and "errorType" in body:
             raise PrometheusError(f"{where}: HTTP {status}: it can't answer: {body.get('error')} (query: {promql})")
         try:
-            result_type, series = body["data"]["resultType"], body["data"]["result"]
+            result_type, series, warnings = body["data"]["resultType"], body["data"]["result"], list(body.get("warnings") or ())
         except (KeyError, TypeError):
             raise PrometheusError(f"{where}: HTTP {status}: JSON came back that is no Prometheus answer; set its address, with "
                                   "its path if it has one") from None
         if status != 200 or result_type != kind or not isinstance(series, list):
             raise PrometheusError(f"{where}: HTTP {status} with a {result_type}: a {kind} is expected, so it is no Prometheus")
-        if not all(isinstance(entry, dict) and isinstance(entry.get("metric"), dict) for entry in series):
+        if not all(isinstance(entry, dict) and _are_labels(entry.get("metric")) for entry in series):
             raise PrometheusError(FOREIGN_SERIES)
-        for warning in body.get("warnings") or ():
-            log.warning("%s warns: %s", where, warning)
+        if warnings:
+            log.warning("%s", PrometheusError(f"{where} warns: {'; '.join(map(str, warnings))}"))
         return series
 
-    def _get(self, promql: str) -> requests.Response:
-        """The answer, whatever its status."""
+    def _get(self, promql: str) -> tuple[int, bytes]:
+        """The answer's status, whatever it is, and its text."""
         config = self.config
         where = f"prometheus.url {config.url}"
         ca = str(_readable(config.ca_file, "ca_file")) if config.ca_file else True
         try:
-            return self._session.get(
-                f"{config.url}/api/v1/query", params={"query": promql}, timeout=config.timeout_s, auth=_Header(self._header()),
-                verify=ca, cert=self._client_cert(), allow_redirects=False)
+            with self._session.get(
+                    f"{config.url}/api/v1/query", params={"query": promql}, timeout=config.timeout_s,
+                    auth=_Header(self._header()), verify=ca, cert=self._client_cert(), stream=True) as response:
+                text = bytearray()
+                for piece in response.iter_content(PIECE_BYTES):
+                    text += piece
+                    if len(text) > MAX_ANSWER_MB << 20:
+                        raise PrometheusError(f"{where}: HTTP {response.status_code}: its answer is over {MAX_ANSWER_MB} MiB, "
+                                              "so it is no Prometheus; set its address")
+                return response.status_code, bytes(text)
         except requests.exceptions.SSLError as error:
-            raise PrometheusError(f"{where}: TLS fails: {_cause(error)}; check that it speaks https, ca_file (who signed its "
-                                  "certificate, for this name), and client_cert_file and client_key_file if it wants "
-                                  "one") from None
-        except requests.exceptions.Timeout:
-            raise PrometheusError(f"{where}: no answer within timeout_s {config.timeout_s:g}; is it overloaded, or the port "
-                                  "another's?") from None
-        except (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
-            raise PrometheusError(f"{where}: can't be reached: {_cause(error)}; is it running, and the address "
-                                  "right?") from None
+            raise PrometheusError(f"{where}: TLS fails: {_in_words(_cause(error))}; check that it speaks https, ca_file (who "
+                                  "signed its certificate, for this name), and client_cert_file and client_key_file if it "
+                                  "wants one") from None
+        except (requests.exceptions.Timeout, TooLate):
+            raise PrometheusError(f"{where}: no complete answer within timeout_s {config.timeout_s:g}; is it overloaded, or "
+                                  "the port another's?") from None
         except requests.exceptions.RequestException as error:
-            raise PrometheusError(f"{where}: what came back can't be read ({type(error).__name__}), so it is no "
-                                  "Prometheus") from None
+            if isinstance(cause := _cause(error), OSError):
+                raise PrometheusError(f"{where}: can't be reached: {_in_words(cause)}; is it running, and the address "
+                                      "right?") from None
+            raise PrometheusError(f"{where}: what came back can't be read ({type(cause).__name__}), so it is no Prometheus; "
+                                  "set its address") from None
         except OSError as error:  # requests raises it bare for certificates
             raise UserError(f"prometheus: ca_file, client_cert_file or client_key_file: {error}") from None
 
@@ -233,6 +252,10 @@ class Server:
 def server_for(config: PrometheusConfig) -> Server:
     """The server of a config, with its connection; kept in a process."""
     return Server(config)
+
+
+def _are_labels(labels: Any) -> bool:
+    return isinstance(labels, dict) and all(isinstance(value, str) for value in labels.values())
 
 
 class _Header:
@@ -275,16 +298,20 @@ def _readable(path: Path, key: str) -> Path:
     return path
 
 
-def _cause(error: BaseException) -> str:
-    """The root cause of an exception of requests, in the system's words."""
+def _cause(error: BaseException) -> BaseException:
+    """The root cause of an exception of requests."""
     while True:
         inner = getattr(error, "reason", None) or (error.args[-1] if error.args else None)
         if not isinstance(inner, BaseException):
             break
         error = inner
-    if isinstance(error.__cause__, OSError):  # where no connection was made, urllib3 has the rest only as text
-        error = error.__cause__
-    return str(getattr(error, "verify_message", None) or getattr(error, "strerror", None) or error).strip()
+    # where no connection was made, urllib3 has the rest only as text
+    return error.__cause__ if isinstance(error.__cause__, OSError) else error
+
+
+def _in_words(cause: BaseException) -> str:
+    """A root cause in the system's words."""
+    return str(getattr(cause, "verify_message", None) or getattr(cause, "strerror", None) or cause).strip()
 
 
 def quoted(text: str) -> str:

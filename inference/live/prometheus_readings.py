@@ -85,12 +85,23 @@ def series_of(entry: Mapping[str, Any], names: Collection[str]) -> Series:
     try:
         labels = dict(entry["metric"])
         samples = entry["values"] if "values" in entry else [entry["value"]]
-        series = Series(labels.pop("__name__"), labels, [(float(when), float(value)) for when, value in samples])
+        series = Series(labels.pop("__name__"), labels, [(_finite(when), float(value)) for when, value in samples])
     except (KeyError, TypeError, ValueError):
         raise PrometheusError(FOREIGN_SERIES) from None
     if not series.samples or series.name not in names:
         raise PrometheusError(FOREIGN_SERIES)
     return series
+
+
+def _finite(when: Any) -> float:
+    """A time of the API's JSON.
+
+    Raises:
+        TypeError, ValueError: it is no number, or not a finite one.
+    """
+    if not math.isfinite(time_s := float(when)):
+        raise ValueError(f"{when} is no time")
+    return time_s
 
 
 def device_name(labels: Mapping[str, str]) -> str:
@@ -160,7 +171,7 @@ def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Seri
     queries = [f"up{{job={quoted(job)},instance={quoted(instance)}}}" for job, instance in exporters]
     answer = server.query(" or ".join([*queries, "vector(time())"]), "vector")
     try:
-        now_s = max(float(entry["value"][0]) for entry in answer)  # the time at which the server computed it
+        now_s = max(_finite(entry["value"][0]) for entry in answer)  # the time at which the server computed it
         up = {(entry["metric"].get("job", ""), entry["metric"].get("instance", "")): float(entry["value"][1]) == 1.0
               for entry in answer if entry["metric"]}  # vector(time()) has no labels
     except (KeyError, TypeError, ValueError, IndexError):

@@ -88,7 +88,7 @@ class Watch:
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         try:
             prediction = self.predict()
-        except UserError as error:
+        except (UserError, OSError) as error:  # OSError: too many open files, which may pass
             self.failed, self.error = self.failed + 1, str(error)
             return WatchLine(time=now, failed=self.failed, trouble=self.error)
         self.latest, self.predicted_s, self.error = prediction, time.time(), ""

@@ -112,7 +112,8 @@ def measure(workspace: Workspace, device: str, own_kernels: int, budget: Budget)
         run_json(workspace, "kernel_model/kernel_sampler.py", "--count", str(near + count - further), "--free",
                  str(free + further), "--jobs", str(jobs), "--most-gflop", str(LARGEST_GFLOP[device]), "--seed",
                  str(near + free))
-    minutes = budget.measuring_s() / 60
+    if not (minutes := budget.measuring_s() / 60):  # drawing samples took the rest
+        return None
     log.info("%.1f minutes used; measuring for %.1f, then about %.1f for training", budget.used_s() / 60, minutes,
              TRAINING_SHARE * budget.total_s / 60)
     totals: dict[str, Any] = run_json(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,17 +14,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import requests
 from command import run_script
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter
+from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter, wait_for
 
 from benchmark import metrics_exporter
 from benchmark.metrics_exporter import LAST_SAMPLE, ProbeSampler, Sampler, device_labels
 from measuring.metrics.probe_metrics import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Sample, probed_of
-from measuring.metrics.sources import ReplaySource
+from measuring.metrics.sources import CpuSource, ReplaySource
 from runtimes.ort.sharing_probe import SharingProbe
 from utils.errors import UserError
 from utils.paths import ROOT
@@ -167,6 +169,49 @@ def _opened(source: ReplaySource) -> Any:
     return window
 
 
+@pytest.fixture
+def log_lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the exporter logs."""
+    told = Told()
+    monkeypatch.setattr(metrics_exporter.log, "handlers", [told])
+    return told.lines
+
+
+def test_sampling_goes_on_after_a_lack_of_file_descriptors(log_lines: list[str]) -> None:
+    sampler, over = Sampler(CpuSource(), interval_s=0.25), threading.Event()
+    thread = threading.Thread(target=sampler.run, args=(over,), daemon=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    thread.start()
+    wait_for(lambda: bool(sampler.means))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        wait_for(lambda: "Too many open files" in sampler.error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    wait_for(lambda: not sampler.error and time.time() - sampler.sampled_s < 0.25)
+    over.set()
+    thread.join(PATIENCE_S)
+    assert [line for line in log_lines if "Too many open files" in line] == log_lines[:1]
+    assert len(log_lines) == 1
+
+
+@pytest.mark.parametrize(("fault", "shown"), [(MemoryError(), "MemoryError"), (ZeroDivisionError("division"), "division")])
+def test_sampling_goes_on_after_any_fault(fault: Exception, shown: str, log_lines: list[str],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe's, too; only a fault of the program itself is shown with its traceback."""
+    probes = ProbeSampler("cpu", every_s=5.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("runtimes.ort.sharing_probe.SharingProbe.read", Mock(side_effect=fault))
+        probes.read()
+        assert (probes.latest, probes.error) == (None, shown)
+    probes.read()
+    assert probes.latest
+    assert not probes.error
+    assert len(log_lines) == 1
+    assert log_lines[0].startswith(f"the sharing probe: {shown}")
+    assert ("Traceback" in log_lines[0]) == isinstance(fault, ZeroDivisionError)
+
+
 def test_labels_of_a_cpu() -> None:
     labels = device_labels("cpu", None)
     assert list(labels) == ["gpu", "UUID", "device", "modelName", "Hostname"]
@@ -257,10 +302,10 @@ class Told(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        self.lines.append(self.format(record))
 
 
-def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSampler, str],
+def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSampler, str], log_lines: list[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretended: at first a device without memory for the probe's sessions, then one that fails while it runs."""
     probes, url = probed_exporter
@@ -270,8 +315,6 @@ def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSa
             raise UserError(why)
         return fail
 
-    log_lines = Told()
-    monkeypatch.setattr(metrics_exporter.log, "handlers", [log_lines])
     with monkeypatch.context() as patched:
         patched.setattr("runtimes.ort.sharing_probe.SharingProbe.__init__", fails("no memory left"))
         for _ in range(3):
@@ -287,7 +330,7 @@ def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSa
             probes.read()
     assert (probes.latest, probes.error) == (latest, "the device fails")
     assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE, LATENCY, PHASE, TAKEN}  # while it is fresh
-    assert log_lines.lines == ["the sharing probe: no memory left", "the sharing probe: the device fails"]
+    assert log_lines == ["the sharing probe: no memory left", "the sharing probe: the device fails"]
 
 
 def test_readings_are_taken_until_the_sampler_is_stopped() -> None:

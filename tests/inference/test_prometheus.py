@@ -320,7 +320,7 @@ def test_servers_that_do_not_answer(port: int, exporters: dict[str, Exporter], t
     with socket.socket() as stalled:
         stalled.bind(("127.0.0.1", 0))
         stalled.listen()
-        assert "no answer within timeout_s 0.2" in refusal(config(stalled.getsockname()[1], timeout_s=0.2))
+        assert "no complete answer within timeout_s 0.2" in refusal(config(stalled.getsockname()[1], timeout_s=0.2))
 
 
 # who asks ------------------------------------------------------------------------------------------------------------------

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 from command import printed
 from conftest import small_model
+from optional_packages import without
 
-from recipes.this_device.measure_this_device import prediction_command, put_models, shipped_for
+from recipes.this_device import measure_this_device
+from recipes.this_device.measure_this_device import measure, prediction_command, put_models, shipped_for
 from recipes.this_device.steps import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget, run_json
 from records.dataset_files import journal_path, read_journal
 from runtimes import local_target
 from utils import files
+from utils.cli import LEFT_OUT
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
@@ -45,9 +48,11 @@ def command(workspace: Workspace, *options: str | Path) -> list[str]:
 def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     workspace, (first, second) = Workspace(tmp_path / "out"), models(tmp_path)
     workspace.root.mkdir()
+    environment = without(LEFT_OUT, tmp_path / "hidden")  # on a CPU, the light install is enough
     options = command(workspace, "--minutes", "0.4", "--model", first, "--model", second, "--dim", "batch=2")
     journal = journal_path(workspace.dataset(TARGET))
-    with subprocess.Popen(options, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(options, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=environment) as process:
         while process.poll() is None and not files.read_lines(journal):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
@@ -59,7 +64,7 @@ def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert before
     assert spent_s > 1.0
 
-    done = subprocess.run(options, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(options, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     assert result["target"] == TARGET
@@ -89,6 +94,29 @@ def test_the_minutes_are_those_of_all_calls(tmp_path: Path) -> None:
     later = Budget(tmp_path / "spent.json", 20.0)
     assert later.used_s() == pytest.approx(580, abs=1)
     assert later.measuring_s() == pytest.approx(1200 * (1 - TRAINING_SHARE) - 580, abs=1)
+
+
+def test_no_measuring_starts_when_drawing_samples_took_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, started = Budget(tmp_path / "spent.json", 10.0), list[str]()
+    budget.save(measured=True)
+
+    def run(workspace: Workspace, script: str, *options: str) -> None:
+        started.append(script)
+        budget.spent = budget.spent.model_copy(update={"seconds": 600.0})
+
+    monkeypatch.setattr(measure_this_device, "run_json", run)
+    assert measure(Workspace(tmp_path), "cpu", 3, budget) is None
+    assert started == ["kernel_model/kernel_sampler.py"]
+
+
+def test_git_ignores_what_is_written() -> None:
+    workspace = Workspace()
+    folders = [getattr(workspace, name) for name, value in vars(Workspace).items() if isinstance(value, property)]
+    folders += [workspace.dataset("target"), workspace.model_dag("flavour"), workspace.predictors("target"),
+                workspace.kernel_errors("target")]
+    paths = [str(path if path.suffix else path / "a file") for path in folders]
+    listed = subprocess.run(["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    assert listed == paths
 
 
 def test_samples_fit_the_time(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from wsgiref.simple_server import WSGIServer
 
 import psutil
 import pytest
@@ -14,6 +17,7 @@ import requests
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from utils import scrape_server as module
 from utils.scrape_server import scrape_server
 
 SERIES = 20_000  # more than a socket's buffer holds
@@ -51,3 +55,48 @@ def test_only_this_machine_is_answered_unless_an_address_is_given() -> None:
         assert [connection.laddr.ip for connection in psutil.Process().net_connections() if connection.status == "LISTEN"
                 and connection.laddr.port == server.server_port] == [listening]
         server.server_close()
+
+
+@contextmanager
+def served() -> Iterator[WSGIServer]:
+    server = scrape_server(Many(), lambda: "", "", 0)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_client_that_drips_its_request_is_disconnected(monkeypatch: pytest.MonkeyPatch,
+                                                        capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(module._Quiet, "timeout", 0.3)
+    with served() as server, socket.create_connection(("127.0.0.1", server.server_port)) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\n")
+        began_s, client_ended = time.monotonic(), False
+        while not client_ended and time.monotonic() - began_s < 10.0:
+            time.sleep(0.02)
+            try:
+                client.sendall(b"A")
+            except ConnectionError:
+                client_ended = True
+        assert client_ended
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_it_answers_again_after_a_lack_of_file_descriptors(capfd: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with served() as server, socket.socket() as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            client.connect(("127.0.0.1", server.server_port))
+            used_s = time.process_time()
+            time.sleep(0.5)
+            used_s = time.process_time() - used_s
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        client.settimeout(10.0)
+        assert client.recv(15) == b"HTTP/1.0 200 OK"
+    assert used_s < 0.25  # it does not try again and again without a pause
+    assert "Traceback" not in capfd.readouterr().err

@@ -26,7 +26,7 @@ from utils.temporary import remove_temporaries
 EXIT_ROUGH = 3  # an answer is a rough estimate (with --fail-on-rough)
 EXIT_SLO_MISSED = 4  # a latency objective is not met
 GARBAGE_EVERY = 100_000  # new objects between two garbage collections; Python's 700 cost a short script a fifth of its time
-LEFT_OUT = ("torch", "torchvision", "onnxscript", "pandas", "sklearn", "matplotlib")  # not in a light install
+LEFT_OUT = ("torch", "torchvision", "onnxscript", "matplotlib")  # not in a light install
 _is_command = False
 
 OS_ERROR_ADVICE = {
