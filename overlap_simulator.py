@@ -2,8 +2,9 @@
 
 Reads a profile that ONNX Runtime wrote (--profile), or runs a model under its profiler (--model). Prints how much the events
 of nodes overlap and how long the device pauses between them. Then it compares the critical path, the longest chain of
-dependent kernels, with the sum of all kernels. The graph of a profile is that of the kernel record with the same node
-names (--record, or the first one in ort_analysis/ort_kernel_record that fits). Writes nothing.
+dependent kernels, with the sum of all kernels. The graph of a profile is in a file that dag_critical_path.py wrote (--dag), or
+it is that of the kernel record with the same node names (--record, or the first one in ort_analysis/ort_kernel_record that
+fits). Writes nothing.
 
 On CUDA the event of a node is the host's time to dispatch it; the GPU works through one stream, in that order.
 """
@@ -18,9 +19,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.dag import build_dag, calculate_latency, longest_path, record_paths
+from graph_model.simulation.dag import (
+    MAKE_DAG,
+    DagFile,
+    calculate_latency,
+    dag_file,
+    dag_of,
+    longest_path,
+    read_dag,
+    record_paths,
+)
 from measuring.run_times import Effort
-from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord
 from records.kernel_record_files import read_model_record
 from records.operators import CONTROL_FLOW
@@ -32,6 +41,7 @@ from utils.errors import UserError
 from utils.fingerprint import resolve_device
 from utils.frozen import Frozen
 from utils.logger import get_logger
+from utils.paths import Workspace
 
 Floats = npt.NDArray[np.float64]
 log = get_logger("overlap")
@@ -40,6 +50,7 @@ WARMUP_RUNS = 3
 EXAMPLES = """
 python overlap_simulator.py --model resnet18.onnx --dim batch=1
 python overlap_simulator.py --profile profile.json  # needs a profile that ONNX Runtime wrote of a model with a record
+python overlap_simulator.py --profile profile.json --dag graph_model/model_DAG/*/resnet18.json  # needs such a profile
 """
 
 
@@ -132,13 +143,13 @@ def overlap_of(runs: Sequence[ProfiledRun]) -> Overlap:
         overlapping=tuple(overlapping))
 
 
-def critical_path(record: ModelRecord, latency_ms: Mapping[str, float]) -> CriticalPath:
-    """The critical path of a record's graph, given the time of each node.
+def critical_path(graph: DagFile, latency_ms: Mapping[str, float]) -> CriticalPath:
+    """The critical path of a model's graph, given the time of each node.
 
     Raises:
         UserError: a node without a time.
     """
-    dag = build_dag(record)
+    dag = dag_of(graph)
     total = calculate_latency(dag, latency_ms, "sum")
     length, path = longest_path(dag, latency_ms)
     return CriticalPath(
@@ -152,10 +163,34 @@ def node_times_ms(runs: Sequence[ProfiledRun]) -> dict[str, float]:
     return {node: median(samples) for node, samples in kernel_times_ms(list(runs)).items()}
 
 
-def whole_times_ms(record: ModelRecord, times_ms: Mapping[str, float]) -> dict[str, float]:
+def whole_times_ms(graph: DagFile, times_ms: Mapping[str, float]) -> dict[str, float]:
     """Each node's time in all its runs, ms. A node with a body counts as 0, since its body's nodes count."""
-    return {node.name: 0.0 if is_control_flow(record.kernel_of(node)) else node.runs * times_ms[node.name]
-            for node in record.nodes if node.name in times_ms}
+    return {node.name: 0.0 if node.type in CONTROL_FLOW else node.runs * times_ms[node.name]
+            for node in graph.nodes if node.name in times_ms}
+
+
+def graph_of_profile(named: set[str], dag: Path | None, record: Path | None, workspace: Workspace) -> DagFile | None:
+    """The graph of the model that a profile is of; None, with a warning, where no file is given and no record fits.
+
+    Args:
+        named: the nodes in the profile.
+        dag, record: the file with the graph, or the kernel record, if the user gave one.
+        workspace: whose records are looked through otherwise.
+
+    Raises:
+        UserError: the file can't be read, or its nodes are others.
+    """
+    if dag or record:
+        graph = read_dag(dag) if dag else dag_file(read_model_record(record or Path()))
+        if {node.name for node in graph.nodes} != named:
+            raise UserError(f"{dag or record}: its nodes are not those of the profile; give the file of the model and flavour "
+                            "that was profiled, or let --model profile it")
+        return graph
+    fitting = matching_record(record_paths(workspace), named)
+    if fitting is None:
+        log.warning("no kernel record names this profile's nodes, so its graph and critical path are unknown; make the "
+                    "record (%s) and profile the graph that ORT saves, or use --model", REMAKE)
+    return dag_file(fitting) if fitting else None
 
 
 def matching_record(paths: Iterable[Path], nodes: set[str]) -> ModelRecord | None:
@@ -190,36 +225,31 @@ def main() -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--profile", type=Path, metavar="FILE", help="a JSON profile that ORT wrote")
     source.add_argument("--model", type=Path, help="an ONNX file to run; a bare name is also looked for in model_zoo")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="the kernel record of the profile's model")
+    graphs = parser.add_mutually_exclusive_group()
+    graphs.add_argument("--record", type=Path, metavar="FILE", help="the kernel record of the profile's model")
+    graphs.add_argument("--dag", type=Path, metavar="FILE", help=f"the graph of the profile's model ({MAKE_DAG})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where --model runs (default: auto)")
     parser.add_argument("--loops", type=cli.count, default=10, help="profiled runs of --model (default: 10)")
     parser.add_argument("--rows", type=cli.whole, default=10, help="kernels to list (default: 10)")
     cli.add_dim(parser)
     cli.add_static(parser)
     args = parser.parse_args()
-    if args.model and args.record:
-        parser.error("--record goes with --profile; the graph of a --model is known")
+    if args.model and (args.record or args.dag):
+        parser.error("--record and --dag go with --profile; the graph of a --model is known")
     workspace = cli.start(args)
-    record: ModelRecord | None
+    graph: DagFile | None
     if args.model:
         dims = cli.one_size_dims(args.dim)
         effort = Effort(warmup=WARMUP_RUNS, least_runs=args.loops, most_runs=args.loops)
         model, device = workspace.find_model(args.model), resolve_device(args.device)
         check_opens(model, device, dims, args.static)
-        runs, graph, _ = profile_model(model, device, dims, effort, static=args.static)
-        record = record_of(graph)
+        runs, optimized, _ = profile_model(model, device, dims, effort, static=args.static)
+        graph = dag_file(record_of(optimized))
     else:
         runs = read_profile(args.profile)
-        named = set(node_times_ms(runs))
-        record = matching_record([args.record] if args.record else record_paths(workspace), named)
-        if record is None and args.record:
-            raise UserError(f"{args.record}: its nodes are not those of {args.profile}; give the record of the model and "
-                            "flavour that was profiled, or let --model profile it")
-        if record is None:
-            log.warning("no kernel record names this profile's nodes, so its graph and critical path are unknown; make the "
-                        "record (%s) and profile the graph that ORT saves, or use --model", REMAKE)
+        graph = graph_of_profile(set(node_times_ms(runs)), args.dag, args.record, workspace)
     overlap = overlap_of(runs)
-    path = critical_path(record, whole_times_ms(record, node_times_ms(runs))) if record else None
+    path = critical_path(graph, whole_times_ms(graph, node_times_ms(runs))) if graph else None
     if args.json:
         result: dict[str, Any] = {"overlap": overlap.model_dump(mode="json"),
                                   "critical_path": path.model_dump(mode="json") if path else None}

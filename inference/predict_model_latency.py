@@ -1,9 +1,9 @@
 """How long ONNX Runtime takes to run a model on a target, without running it there.
 
-Reads the model (any ONNX file; a bare name is also looked for in model_zoo), what training learned for the target, and
-inference/config.yaml. Prints the latency, where it comes from and which kernels dominate. With several sizes of a dynamic
-dimension it prints one row per size, which helps to choose a batch. Writes nothing, except with --trace the predicted
-timeline, and with --beside a real run in the same file.
+Reads the model (any ONNX file; a bare name is also looked for in model_zoo), or its graph as dag_critical_path.py wrote it
+(--dag), what training learned for the target, and inference/config.yaml. Prints the latency, where it comes from and which
+kernels dominate. With several sizes of a dynamic dimension it prints one row per size, which helps to choose a batch. Writes
+nothing, except with --trace the predicted timeline, and with --beside a real run in the same file.
 
 While other work shares the GPU, the latency is a distribution: the row holds its mean and percentiles. --slo-ms says whether an
 objective is met, by how much, and up to which load it still would be. --watch repeats the prediction as the load changes, until
@@ -75,6 +75,7 @@ EXAMPLES = """
 python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
 python inference/predict_model_latency.py --model resnet18.onnx --strict --top 10 --json
+python inference/predict_model_latency.py --dag graph_model/model_DAG/*/resnet18_fp32_b16_224x224.json
 python inference/predict_model_latency.py --model resnet18.onnx --measure-missing
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --dim batch=1,2,4,8 --energy
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --host-pace 1.15 --slo-ms 50
@@ -92,7 +93,10 @@ python inference/predict_model_latency.py --model resnet18.onnx --target h200 --
 def options() -> argparse.ArgumentParser:
     """The command's options."""
     parser = cli.parser(__doc__, EXAMPLES)
-    cli.add_model(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    cli.add_model(source, required=False)
+    source.add_argument("--dag", type=Path, metavar="FILE", help="a model's graph of kernels, as dag_critical_path.py wrote "
+                        "it; its kernel record must still be there")
     cli.add_dim(parser)
     cli.add_static(parser)
     cli.add_target(parser)
@@ -244,6 +248,10 @@ def main() -> int:
     sizes = cli.combinations(cli.parse_dims(args.dim))
     check_together(parser, args, sizes)
     workspace = cli.start(args)
+    if args.dag:
+        from graph_model.simulation.dag import record_of_dag
+
+        args.model = record_of_dag(args.dag, workspace)
     workspace.find_model(args.model)  # a missing model ends the command before anything is measured
     if args.machine:
         read_pace(args.machine)

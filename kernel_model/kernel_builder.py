@@ -2,7 +2,8 @@
 
 Reads a model's record, the index, or one kernel's JSON (by default the index of every flavour in
 ort_analysis/ort_kernel_record). Writes kernel_model/kernel_onnx/<flavour>/<kernel id>.onnx, each with its description in
-its metadata. Weights above 64 KiB lie in one shared file of random numbers in the same folder, so a kernel takes a few KiB.
+its metadata. A file needs no other one. Weights above 64 KiB repeat a few thousand random numbers, so it takes at most some KiB
+for each input.
 """
 
 from __future__ import annotations

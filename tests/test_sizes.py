@@ -28,6 +28,7 @@ IN_FUNCTIONS: dict[tuple[str, str], str] = {  # (file, module imported in a func
     ("inference/core/predictor.py", "inference.live.watch"): NOT_FOR_A_PREDICTION,
     ("inference/live/load.py", "inference.live.prometheus_readings"): NOT_FOR_A_PREDICTION,
     ("inference/live/prometheus.py", "inference.live.timed_http"): NOT_FOR_A_PREDICTION,
+    ("inference/predict_model_latency.py", "graph_model.simulation.dag"): NOT_FOR_A_PREDICTION,
     ("inference/predict_model_latency.py", "inference.live.watch"): NOT_FOR_A_PREDICTION,
     ("inference/sharing/co_runner.py", "runtimes.ort.sharing_probe"): NOT_FOR_A_PREDICTION,
     ("recipes/kinds/recipe_list.py", "recipes.kinds"): "its networks are subclasses of torch's, so torch is loaded with them",

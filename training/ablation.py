@@ -20,25 +20,15 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from records.dataset_files import read_kernels
 from records.dataset_tables import read_kernel_table
 from records.measurement import GPU_LABEL
-from training.admission.interface import Estimator, Measured
+from training.admission.interface import Estimator
 from training.composition.held_out import kernel_errors, predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, TimesOfModels, left_out_groups, measured_models
 from training.kernels.cuda_classes import cuda_class, fit_two_stages
-from training.kernels.estimators import (
-    FLAT,
-    Matrix,
-    OnRoofline,
-    Problem,
-    fit_kernel_model,
-    learning_problem,
-    train_forest,
-)
-from training.kernels.schema import FeatureSchema
+from training.kernels.estimators import FLAT, FOREST, fit_kernel_model, learning_problem
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
@@ -49,7 +39,6 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 log = get_logger("ablation")
-Floats = npt.NDArray[np.float64]
 OTHER_SEED = 1  # added to the config's seed: how much two trainings differ by chance
 EXAMPLES = """
 python training/ablation.py
@@ -102,29 +91,13 @@ VARIANTS = {
 }
 
 
-class Forest(OnRoofline):
-    """A random forest that predicts log(time / roofline); not saved."""
-
-    name = "forest"
-
-    def __init__(self, features: FeatureSchema, problem: Problem, forest: Any) -> None:
-        self.features, self.forest = features, forest
-        self.roofline, self.type_codes = problem.roofline, problem.type_codes
-
-    def fit(self, measured: Measured) -> None:
-        raise NotImplementedError("it is given a fitted forest")
-
-    def log_ratios(self, types: Sequence[str], matrix: Matrix) -> Floats:
-        return np.asarray(self.forest.predict(matrix))
-
-
 @dataclass(frozen=True)
 class Dataset:
     """A target's dataset, as the variants use it.
 
     Attributes:
         label: the label whose times are learned.
-        dedicated_types: kernel types that ship with a predictor of their own.
+        chosen: what predicts the types that the shared predictor does not, as it ships.
         of_models: ids of the kernels that belong to a model; the others were sampled.
         cuda_class: class of CUDA kernel by kernel id; empty where the dataset has no names of CUDA kernels.
         measured: idle times (ms) by kernel id and label.
@@ -133,7 +106,7 @@ class Dataset:
     rows: TrainingSet
     models: Sequence[MeasuredModel]
     label: str
-    dedicated_types: tuple[str, ...]
+    chosen: Mapping[str, str]
     of_models: frozenset[str]
     cuda_class: Mapping[str, str]
     measured: Mapping[str, Mapping[str, float]]
@@ -154,7 +127,7 @@ def load(workspace: Workspace, target: str) -> Dataset:
     classes = {str(row[0]): cuda_class(str(row[1]).split("|")) for row in names.itertuples(index=False)}
     return Dataset(
         rows=rows.rows(np.isfinite(rows.times_ms[label])), models=measured_models(workspace, target, sidecar), label=label,
-        dedicated_types=tuple(sidecar.labels[label].own_types),
+        chosen=sidecar.labels[label].chosen,
         of_models=of_models, cuda_class=classes, measured=measured_times(workspace, target))
 
 
@@ -180,10 +153,10 @@ def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingCo
         return fit_two_stages(rows, data.label, data.cuda_class, config)
     typical_ms = float(np.median(rows.times_ms[data.label]))  # of a kernel type that is in none of the rows
     problem = learning_problem(rows, data.label, None if variant.roofline else FLAT.model_copy(update={"scale": typical_ms}))
+    chosen = data.chosen if variant.dedicated else {}
     if variant.learner == "forest":
-        return Forest(rows.schema, problem, train_forest(
-            problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights))
-    return fit_kernel_model(rows, data.label, data.dedicated_types if variant.dedicated else (), config, problem)
+        chosen = dict.fromkeys(problem.type_codes, FOREST)
+    return fit_kernel_model(rows, data.label, chosen, config, problem)
 
 
 def sum_mape(models: Sequence[MeasuredModel], predicted: TimesOfModels, measured: Mapping[str, Mapping[str, float]],
@@ -209,7 +182,7 @@ def evaluate(data: Dataset, variants: Mapping[str, Variant], config: TrainingCon
             log.warning("variant %s omitted: the dataset has no names of CUDA kernels", name)
             continue
         rows = chosen_rows(data, variant)
-        predicted = predict_out_of_fold(rows, data.models, groups, left_out, data.label, (), config,
+        predicted = predict_out_of_fold(rows, data.models, groups, left_out, data.label, {}, config,
                                         partial(learn, data=data, variant=variant, config=config))
         errors = kernel_errors(predicted, data.measured, data.label)
         table.append({"variant": name, "what": variant.what, "learned_from": len(set(rows.ids.tolist())),

@@ -153,7 +153,7 @@ def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[
         log.warning("the predictors of %s correct those of %s; here they are compared as if they were trained without them",
                     target, start)
     task = task_for(workspace, rows, label, partial(wanted_by, candidates, args.types), args.hold_out, config)
-    predictors = partial(KernelModel, dedicated_types=sidecar.labels[label].own_types)
+    predictors = partial(KernelModel, chosen=sidecar.labels[label].chosen)
     admitted = [entry for entry in read_entries(folder) if entry.name != args.name]
     times_ms = held_out(task, candidates, in_use_ms(task, predictors, admitted, args.estimators))
     reasons = why_not(task, times_ms[args.name], times_ms[BEFORE]) if args.name else {}

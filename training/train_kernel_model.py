@@ -8,7 +8,9 @@ With --start-from, what another target's predictors say is corrected, where that
 (training/kernels/transfer.py).
 
 XGBoost learns log(time / roofline), once for all kernel types together and once per type with enough kernels. Cross-validation
-chooses between the two for each type. The errors of a random forest and of the bare roofline are printed for comparison.
+chooses between the two for each type. With `estimators: [xgboost, random_forest]` in the settings a random forest predicts the
+types where it is clearly better, and with `[random_forest]` it predicts all. The errors of a random forest and of the bare
+roofline are always printed for comparison.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ HEAD_COLUMNS = ("batch", "channels", "height", "width", "out_channels", "kernel_
 EXAMPLES = """
 python training/train_kernel_model.py
 python training/train_kernel_model.py --force --json
+python training/train_kernel_model.py --set estimators=[xgboost,random_forest]
 python training/train_kernel_model.py --start-from nvidia-h200-cuda-ort1.31-all  # needs a GPU's dataset
 """
 
@@ -121,6 +124,14 @@ def error_table(label: str, errors: Sequence[TypeErrors]) -> list[dict[str, Any]
              "forest_MAPE_%": 100 * e.forest_mape, "roofline_MAPE_%": 100 * e.roofline_mape} for e in errors]
 
 
+def summary(label: str, errors: Sequence[TypeErrors]) -> str:
+    """One sentence: the error of all idle kernels, and of the type with the largest one."""
+    everything, *by_type = [e for e in errors if e.rows_of == errors[0].rows_of]
+    worst = max(by_type, key=lambda e: e.mape)
+    return (f"{label}: MAPE of all {everything.kernels:,} kernels, each held out: {100 * everything.mape:.1f} %; "
+            f"worst by type: {worst.type} {100 * worst.mape:.1f} % ({worst.kernels:,} kernel{'s' * (worst.kernels != 1)})")
+
+
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     add_options(parser, "name of a dataset in benchmark/dataset (default: all)")
@@ -149,6 +160,8 @@ def main() -> int:
             log.info("kept %s: nothing changed since", sidecar_path(workspace.predictors(target)))
         for label, about in sidecar.labels.items():
             show(error_table(label, about.errors), f"{target}, label {label}: kernels left out of training")
+            if about.errors and not args.json:
+                print(summary(label, about.errors))
         return {"target": target, "folder": str(workspace.predictors(target)), "errors": {
             label: [errors.model_dump() for errors in about.errors] for label, about in sidecar.labels.items()}}
 

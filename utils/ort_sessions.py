@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from utils.errors import UserError
 from utils.lazy import onnx, onnxruntime
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
 CUDA_GRAPH = {"enable_cuda_graph": "1"}  # options of the CUDA provider: capture a model once, then replay it
@@ -32,7 +35,7 @@ def open_session(
     model: Path | bytes, device: str, *, optimize: str = "all", disabled: Sequence[str] = (),
     dims: Mapping[str, int] | None = None, save_to: Path | None = None, profile_prefix: Path | None = None,
     provider_options: Mapping[str, str] | None = None, name: str = "", entries: Mapping[str, str] | None = None,
-    threads: int = 0,
+    threads: int = 0, weights: Mapping[str, np.ndarray] | None = None,
 ) -> onnxruntime.InferenceSession:
     """An inference session with ORT's defaults, changed only by the arguments.
 
@@ -48,6 +51,7 @@ def open_session(
         name: what errors call the model; by default its path.
         entries: further session config entries.
         threads: that share an operator's work on the CPU; 0 for ORT's own choice.
+        weights: values by name, of constants that the model describes as lying in another file.
 
     Raises:
         UserError: the model can't be loaded, or the CUDA provider does not start.
@@ -64,6 +68,9 @@ def open_session(
         options.add_free_dimension_override_by_name(dim, size)
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
+    if weights:
+        values = list(map(runtime.OrtValue.ortvalue_from_numpy, weights.values()))
+        options.add_external_initializers(list(weights), values)
     if save_to is not None:
         options.optimized_model_filepath = str(save_to)
     if profile_prefix is not None:
@@ -140,8 +147,8 @@ class model_errors:  # lower case, as it is used like a function: `with model_er
         if running or module.startswith("onnxruntime.") or module.startswith("google.protobuf") or (
                 module.startswith("onnx") and kind.__name__ in ("ValidationError", "InferenceError", "Fail")):
             message = advise(str(error))
-            kind = kind_of_file(Path(self.name)) if message.startswith(NO_MODEL) else ""
-            raise UserError(f"{self.name}: {f'{NO_MODEL}: this is {kind}' if kind else message}") from None
+            what = kind_of_file(Path(self.name)) if message.startswith(NO_MODEL) else ""
+            raise UserError(f"{self.name}: {f'{NO_MODEL}: this is {what}' if what else message}") from None
 
 
 def advise(message: str) -> str:

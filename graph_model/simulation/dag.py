@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from records.kernel_record import ModelRecord
+from pydantic import Field, model_validator
+
+from records.kernel_record import REMAKE, ModelRecord, Runs
+from records.kernel_record_files import read_model_record
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.lazy import networkx as nx
 from utils.paths import FileName, Workspace
 
-DAG_VERSION = 1
+DAG_VERSION = 2  # 2: how often nodes run
+MAKE_DAG = "python graph_model/dag_critical_path.py"
 
 
 class DagNode(Frozen):
-    """A node of the DAG: its name in ORT's profile, the kernel that it runs, and that kernel's type."""
+    """A node of the DAG: its name in ORT's profile, the kernel that it runs, that kernel's type, and how often it runs in one
+    run of the model."""
 
     name: str
     kernel_id: str
     type: str
+    runs: Runs = Field(1.0, exclude_if=lambda runs: runs == 1.0)
 
 
 class DagEdge(Frozen):
@@ -42,6 +48,15 @@ class DagFile(Frozen):
     flavour: FileName
     nodes: tuple[DagNode, ...]
     edges: tuple[DagEdge, ...]
+
+    @model_validator(mode="after")
+    def _edges_join_nodes(self) -> Self:
+        names = {node.name for node in self.nodes}
+        if len(names) < len(self.nodes):
+            raise ValueError("two nodes have the same name")
+        if stray := {name for edge in self.edges for name in (edge.producer, edge.consumer)} - names:
+            raise ValueError(f"an edge names {min(stray)!r}, which is no node")
+        return self
 
 
 def dag_file(record: ModelRecord) -> DagFile:
@@ -70,7 +85,8 @@ def dag_file(record: ModelRecord) -> DagFile:
                           for inner in every_within(producer)]
         outputs = record.kernel_of(node).outputs
         made_by |= {tensor: (node.name, made.bytes) for tensor, made in zip(node.outputs, outputs, strict=False) if tensor}
-    nodes = (DagNode(name=node.name, kernel_id=node.kernel_id, type=record.kernel_of(node).type) for node in record.nodes)
+    nodes = (DagNode(name=node.name, kernel_id=node.kernel_id, type=record.kernel_of(node).type, runs=node.runs)
+             for node in record.nodes)
     return DagFile(model=record.model, flavour=record.flavour.name, nodes=tuple(nodes), edges=tuple(edges))
 
 
@@ -90,13 +106,28 @@ def build_dag(record: ModelRecord) -> nx.DiGraph:
     return dag_of(dag_file(record))
 
 
-def read_dag(path: Path) -> nx.DiGraph:
-    """The graph in a DAG file.
+def read_dag(path: Path) -> DagFile:
+    """What `dag_critical_path.py` wrote.
 
     Raises:
         UserError: no such file, damaged, or of another version.
     """
-    return dag_of(files.read_record(path, DagFile, DAG_VERSION, "python graph_model/dag_critical_path.py"))
+    return files.read_record(path, DagFile, DAG_VERSION, MAKE_DAG)
+
+
+def record_of_dag(path: Path, workspace: Workspace) -> Path:
+    """The kernel record that a DAG file was made of, which describes its kernels.
+
+    Raises:
+        UserError: the file can't be read, the workspace has no such record, or the record has changed since.
+    """
+    dag = read_dag(path)
+    record = workspace.kernel_records / dag.flavour / f"{dag.model}.json"
+    if not record.is_file():
+        raise UserError(f"{path}: {record}, which describes its kernels, is missing; make both anew: {REMAKE}, then {MAKE_DAG}")
+    if dag_file(read_model_record(record)) != dag:
+        raise UserError(f"{path}: {record} has changed since the DAG was made of it; make it anew: {MAKE_DAG}")
+    return record
 
 
 def longest_path(dag: nx.DiGraph, latency_ms: Mapping[Any, float]) -> tuple[float, list[Any]]:

@@ -19,7 +19,8 @@ from benchmark.collecting.units import Workers, start_workers
 from benchmark.collecting.work import ModelItem
 from inference.core.sources import Source, record_of
 from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, is_here, local_targets, predictor_folders
-from records.dataset_files import DatasetKernel, header_path, read_kernel_table
+from records.dataset_files import DatasetKernel, header_path
+from records.dataset_tables import read_kernel_table
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
 from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS

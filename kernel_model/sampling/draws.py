@@ -11,7 +11,7 @@ from records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, ty
 from records.kernel_types import describe_kernel
 from records.operators import operator_row
 from runtimes.ort.building.dummy_data import index_limit
-from runtimes.ort.building.kernel_models import build_model, shareable
+from runtimes.ort.building.kernel_models import build_model, is_large_weight
 from runtimes.ort.cuda.placement import cuda_kernel
 from utils.errors import UserError
 from utils.ort_sessions import open_session
@@ -348,7 +348,7 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
     """
     if operator_row(kernel.op_type).keeps_shape:  # nor could the CPU provider open a session for all of these
         return (Tensor(dtype=kernel.outputs[0].dtype, shape=inputs[0].shape),)
-    free = tuple(tensor.model_copy(update={"constant": False}) if shareable(tensor) else tensor for tensor in inputs)
+    free = tuple(tensor.model_copy(update={"constant": False}) if is_large_weight(tensor) else tensor for tensor in inputs)
     model = build_model(kernel.model_copy(update={"inputs": free, "attributes": attributes}))  # no large weight is made
     for output in model.graph.output:
         output.ClearField("type")

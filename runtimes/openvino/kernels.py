@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from records.kernel_costs import bytes_read, bytes_written, flops
 from records.kernel_record import Kernel, KernelInput, Tensor, type_code
@@ -15,8 +12,8 @@ from records.kernel_types import describe_kernel, kernel_id, normalize
 from records.operators import VIEWS, operator_row
 from runtimes.openvino.layers import Layer
 from runtimes.openvino.prepared import Prepared, node_name
-from runtimes.ort.building.dummy_data import input_name, output_name, weight_value
-from runtimes.ort.building.kernel_models import IR_VERSION, KERNEL_KEY, kernel_build, onnx_prop, shareable, shared_weight
+from runtimes.ort.building.dummy_data import input_name, output_name
+from runtimes.ort.building.kernel_models import IR_VERSION, KERNEL_KEY, add_weights, kernel_build, onnx_prop
 from runtimes.ort.graph.nodes import attribute_value
 from utils import files
 from utils.errors import UserError
@@ -178,7 +175,7 @@ def inserted_kernel(layer: Layer, source: Layer) -> Kernel | None:
 
 
 def build_kernel(kernel: Kernel, folder: Path) -> Path:
-    """Writes a kernel to `<folder>/<kernel id>.onnx`, its large weights to a file that all share; returns the path.
+    """Writes a kernel to `<folder>/<kernel id>.onnx`, returns the path.
 
     Raises:
         UserError: it holds a subgraph, of which records keep only a hash; or a tensor's type has no numpy counterpart.
@@ -186,19 +183,16 @@ def build_kernel(kernel: Kernel, folder: Path) -> Path:
     if kernel.domain != DOMAIN:
         return kernel_build(kernel, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shared = functools.partial(shared_weight, folder)
 
     def described(name: str, tensor: Tensor) -> Any:
         return onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
 
-    weights = [shared(input_name(place), tensor) if shareable(tensor) else onnx.numpy_helper.from_array(
-        np.asarray(weight_value(kernel, place), order="C"), input_name(place))
-               for place, tensor in enumerate(kernel.inputs) if tensor.present and tensor.constant]
     graph = onnx.helper.make_graph(
         [made_node(kernel, place) for place in range(len(kernel.attributes[NODES]))], "kernel",
         [described(input_name(place), tensor) for place, tensor in enumerate(kernel.inputs)
          if tensor.present and not tensor.constant],
-        [described(output_name(place), tensor) for place, tensor in enumerate(kernel.outputs) if tensor.present], weights)
+        [described(output_name(place), tensor) for place, tensor in enumerate(kernel.outputs) if tensor.present])
+    add_weights(graph, kernel)
     domains = {node["domain"] for node in kernel.attributes[NODES]} - {"", "ai.onnx"}
     opsets = [onnx.helper.make_opsetid("", kernel.opset), *(onnx.helper.make_opsetid(domain, 1) for domain in sorted(domains))]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="hase")

@@ -24,8 +24,8 @@ from runtimes.openvino.layers import times_us
 from runtimes.openvino.package import compile_model, refused
 from runtimes.openvino.prepared import read
 from runtimes.ort.building.dummy_data import dummy_inputs
+from runtimes.ort.building.kernel_models import read_built
 from utils.lazy import openvino
-from utils.model_files import read_whole_model
 
 CUT_US = 0.5  # what cutting to whole microseconds loses, on the average
 # Time between two readings. A reading takes a millisecond in Python, which leaves the next run with cold caches: read after
@@ -120,7 +120,7 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
     Raises:
         UserError: OpenVINO can't read, compile or run it.
     """
-    Session(compile_model(read(read_whole_model(path), path.stem), path.stem), dummy_inputs(kernel), path.stem).run_ms()
+    Session(compile_model(read(read_built(path)[0], path.stem), path.stem), dummy_inputs(kernel), path.stem).run_ms()
 
 
 def time_sessions(model: Any, inputs: Mapping[str, np.ndarray], name: str, effort: Effort, threads: int,

@@ -23,11 +23,10 @@ from runtimes.openvino.prepared import read
 from runtimes.openvino.recording import Parsed, parse
 from runtimes.openvino.runs import CUT_US, Session, Timed, time_sessions
 from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
-from runtimes.ort.building.kernel_models import built_kernel
+from runtimes.ort.building.kernel_models import read_built
 from runtimes.protocol import Reply, Request, Setting, serve
 from utils.errors import UserError
 from utils.lazy import networkx, onnx
-from utils.model_files import read_whole_model
 
 IN_MODEL = "kernel_time"
 CANARY_SIDE = 384  # of the matrices: about two milliseconds
@@ -87,7 +86,8 @@ def of_kernel(name: str, label: str, place: Place, samples_ms: Sequence[float], 
 def time_alone(request: Request) -> Reply:
     """Label `run`: a kernel in a session of its own, by the clock."""
     path, threads = Path(request.paths[0]), threads_of(request)
-    kernel, model = built_kernel(path), read(read_whole_model(path), path.stem)
+    built, kernel = read_built(path)
+    model = read(built, path.stem)
     session = Session(compile_model(model, path.stem, threads), dummy_inputs(kernel), path.stem)
     timed = session.time(request.effort, layers=False)
     return Reply(measurements=(of_kernel(kernel.id, "run", "alone", timed.runs_ms),))
@@ -101,8 +101,9 @@ def built_carrier(paths: Sequence[Path]) -> tuple[onnx.ModelProto, dict[str, np.
     """
     whole, values = onnx.ModelProto(), dict[str, np.ndarray]()
     for number, path in enumerate(paths):
-        part = onnx.compose.add_prefix(read_whole_model(path), prefix=f"k{number}/", inplace=True)
-        values |= {f"k{number}/{name}": value for name, value in dummy_inputs(built_kernel(path)).items()}
+        built, kernel = read_built(path)
+        part = onnx.compose.add_prefix(built, prefix=f"k{number}/", inplace=True)
+        values |= {f"k{number}/{name}": value for name, value in dummy_inputs(kernel).items()}
         for node in part.graph.node:
             whole.graph.node.append(node)
         for field in ("input", "output", "initializer"):

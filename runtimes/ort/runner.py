@@ -17,7 +17,7 @@ from measuring.run_times import Effort
 from records.kernel_record import Tensor, numpy_dtype, session_dtype, zeros
 from records.measurement import now
 from runtimes.ort.building.dummy_data import dummy_inputs, input_ranges, random_floats
-from runtimes.ort.building.kernel_models import kernel_in
+from runtimes.ort.building.kernel_models import kernel_in, open_kernel
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.bodies import open_branches
 from runtimes.ort.graph.source import read_source
@@ -263,8 +263,11 @@ def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | 
     options = {**(provider_options or {}), **(CUDA_GRAPH if cuda_graph else {})}
     source = read_source(model, dims)
     kernel = kernel_in(source.graph_only, str(model))
-    session = open_session(source.loadable, device, optimize="none" if kernel else "all", dims=source.dims if static else {},
-                           profile_prefix=profile_prefix, provider_options=options, name=str(model))
+    if kernel:
+        session = open_kernel(model, device, kernel, profile_prefix=profile_prefix, provider_options=options)
+    else:
+        session = open_session(source.loadable, device, dims=source.dims if static else {}, profile_prefix=profile_prefix,
+                               provider_options=options, name=str(model))
     if not kernel and open_branches(source.graph_only.graph, source.dims):  # run what a prediction counts
         source = replace(source, dims=analyze(model, device, dims, static=static).dims_run)
     if kernel and inputs:

@@ -185,7 +185,8 @@ def test_tables_that_were_never_checked_are_made_anew_where_that_is_possible(fol
                                                                              caplog: pytest.LogCaptureFixture) -> None:
     """Archives of earlier versions hold no digests; one of them holds no kernels either."""
     workspace, right = workspace_of(folder), tables(folder)
-    old_lines(journal_path(folder)), old_lines(kernels_path(folder))
+    for path in (journal_path(folder), kernels_path(folder)):
+        old_lines(path)
     digests_path(folder).unlink()
     kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
     assert read_kernel_table(workspace, folder.name)["run_median_ms"][0] == 0.5

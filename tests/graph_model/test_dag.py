@@ -11,7 +11,7 @@ import pytest
 from command import printed, run_script
 from conftest import small_model
 
-from graph_model.simulation.dag import build_dag, calculate_latency, dag_file, longest_path, read_dag
+from graph_model.simulation.dag import build_dag, calculate_latency, dag_file, dag_of, longest_path, read_dag, record_of_dag
 from records.kernel_record_files import record_path
 from runtimes.ort.graph.analysis import analyze
 from utils import files
@@ -85,10 +85,32 @@ def test_files_hold_the_whole_dag(tmp_path: Path) -> None:
     record = analyze(small_model(), "cpu", name="small")
     path = tmp_path / "small.json"
     files.write_json(path, dag_file(record))
-    assert nx.utils.graphs_equal(read_dag(path), build_dag(record))
+    assert read_dag(path) == dag_file(record)
+    assert nx.utils.graphs_equal(dag_of(read_dag(path)), build_dag(record))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
     with pytest.raises(UserError, match=r"version 0.*dag_critical_path"):
         read_dag(path)
+
+
+def test_edges_join_nodes(tmp_path: Path) -> None:
+    whole = dag_file(analyze(small_model(), "cpu", name="small"))
+    without_its_last = whole.model_copy(update={"nodes": whole.nodes[:-1]})
+    files.write_json(tmp_path / "dag.json", without_its_last)
+    with pytest.raises(UserError, match=rf"damaged.*{whole.nodes[-1].name}.*is no node.*dag_critical_path"):
+        read_dag(tmp_path / "dag.json")
+
+
+def test_the_record_of_a_dag(workspace: Workspace) -> None:
+    record = analyze(small_model(), "cpu", name="small")
+    path, of_record = workspace.root / "dag.json", record_path(workspace, record.flavour, record.model)
+    files.write_json(path, dag_file(record))
+    with pytest.raises(UserError, match=r"small\.json, which describes its kernels, is missing.*fusion_detector"):
+        record_of_dag(path, workspace)
+    files.write_json(of_record, record)
+    assert record_of_dag(path, workspace) == of_record
+    files.write_json(of_record, record.model_copy(update={"nodes": record.nodes[:-1]}))
+    with pytest.raises(UserError, match="has changed since the DAG was made of it"):
+        record_of_dag(path, workspace)
 
 
 def test_the_command_writes_one_dag_per_record(workspace: Workspace) -> None:
@@ -99,7 +121,7 @@ def test_the_command_writes_one_dag_per_record(workspace: Workspace) -> None:
     rows = json.loads(printed("graph_model/dag_critical_path.py", "--workspace", workspace.root, "--json"))
     assert len(rows) == 2
     for row in rows:
-        assert row["nodes"] == read_dag(Path(row["file"])).number_of_nodes()
+        assert row["nodes"] == len(read_dag(Path(row["file"])).nodes)
         assert Path(row["file"]).parent == workspace.model_dag(row["flavour"])
 
 

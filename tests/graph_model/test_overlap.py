@@ -11,8 +11,9 @@ from command import printed, run_script
 from conftest import small_model
 from onnx import TensorProto, helper
 
+from graph_model.simulation.dag import DagFile, DagNode, dag_file
 from measuring.run_times import Effort
-from overlap_simulator import critical_path, matching_record, node_times_ms, overlap_of
+from overlap_simulator import critical_path, matching_record, node_times_ms, overlap_of, whole_times_ms
 from records.kernel_record_files import record_path
 from runtimes.ort.graph.analysis import analyze, record_of
 from runtimes.ort.profile import NodeEvent, ProfiledRun, profile_model
@@ -79,7 +80,7 @@ def branches() -> onnx.ModelProto:
 def test_critical_path_of_branches() -> None:
     record = analyze(branches(), "cuda", name="branches")
     times = {node.name: {"conv1": 1.0, "conv3": 3.0, "conv5": 5.0}.get(node.name, 0.5) for node in record.nodes}
-    path = critical_path(record, times)
+    path = critical_path(dag_file(record), times)
     assert path.sum_ms == 9.5
     assert path.path_ms == 5.5
     assert path.possible_speedup == pytest.approx(9.5 / 5.5)
@@ -127,6 +128,20 @@ def test_the_command_reads_a_profile_and_finds_its_record(workspace: Workspace) 
     assert matching_record([path], {node.name for node in record.nodes}) == record
     report = json.loads(printed(*command))
     assert report["critical_path"]["sum_ms"] == pytest.approx(len(record.nodes) * 0.0195)
+    path.unlink()
+    dag = workspace.root / "dag.json"
+    files.write_json(dag, dag_file(record))
+    assert json.loads(printed(*command, "--dag", dag)) == report
+    files.write_json(dag, dag_file(analyze(branches(), "cpu", name="branches")))
+    done = run_script(*command, "--dag", dag)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"{dag}: its nodes are not those of the profile" in done.stderr
+
+
+def test_loops_count_all_their_runs() -> None:
+    nodes = (DagNode(name="loop", kernel_id="loop", type="Loop"), DagNode(name="in", kernel_id="relu", type="Relu", runs=5.0))
+    graph = DagFile(model="m", flavour="f", nodes=nodes, edges=())
+    assert whole_times_ms(graph, {"loop": 20.0, "in": 2.0}) == {"loop": 0.0, "in": 10.0}
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("{}", "not an ONNX Runtime profile"),

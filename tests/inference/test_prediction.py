@@ -23,6 +23,7 @@ from inference.live.load import InferenceConfig, LoadReading, current_load
 from inference.prediction_speed import copies
 from measuring.gpu_trace import GpuRun, GpuWork, Launch, measured_trace
 from records.kernel_record import ModelRecord
+from records.kernel_record_files import record_path
 from runtimes import flavour_of, local_target
 from runtimes.ort.graph import analysis
 from runtimes.ort.graph.analysis import analyze
@@ -70,6 +71,23 @@ def test_a_measured_model_is_alpha_times_its_kernels_plus_beta(workspace: Worksp
     assert shares == sorted(shares, reverse=True)
     assert (prediction.batch, prediction.items_per_second) == (1, pytest.approx(1000 / prediction.latency_ms))
     assert prediction.target == TARGET
+
+
+def test_the_graph_that_phase_6_wrote(workspace: Workspace, record: ModelRecord, tmp_path: Path) -> None:
+    here = Workspace(tmp_path)
+    shutil.copytree(workspace.predictors(""), here.predictors(""))
+    stored = record_path(here, record.flavour, record.model)
+    files.write_json(stored, record)
+    assert run_script("graph_model/dag_critical_path.py", "--workspace", here.root).returncode == 0
+    dag = here.model_dag(record.flavour.name) / f"{record.model}.json"
+    done = shell(here, "--dag", dag, "--target", TARGET, "--json")
+    assert done.returncode == 0, done.stderr
+    (answer,) = json.loads(done.stdout)
+    assert answer["latency_ms"] == pytest.approx(predict(record, target=TARGET, workspace=workspace).latency_ms)
+    stored.unlink()
+    done = shell(here, "--dag", dag, "--target", TARGET)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"{stored}, which describes its kernels, is missing" in done.stderr
 
 
 def test_strict_looks_nothing_up(workspace: Workspace, record: ModelRecord) -> None:

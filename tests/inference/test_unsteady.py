@@ -19,8 +19,8 @@ from inference import measure_missing, predict
 from inference.core.report import kernel_rows as printed_kernels
 from inference.core.report import summary
 from records.blocks import Block, labels_unsteady, read_blocks, steadiest, unit_rows, unsteady_labels
-from records.dataset_files import DatasetKernel, journal_path, kernel_table_path, read_header, read_journal, read_kernel_table
-from records.dataset_tables import kernel_rows, model_rows, model_sessions
+from records.dataset_files import DatasetKernel, journal_path, kernel_table_path, read_header, read_journal
+from records.dataset_tables import kernel_rows, model_rows, model_sessions, read_kernel_table
 from records.dataset_writer import write_tables
 from records.host_pace import idle_models
 from records.measurement import Label, Measurement, Place, drift_key
@@ -178,7 +178,7 @@ def test_all_estimators_learn_less_from_unsteady_rows(made_up: Workspace) -> Non
         marked_error, unmarked_error = (errors_of(make(), learned, truth_ms) for learned in (rows, unmarked))
         assert marked_error < 0.7 * unmarked_error, make.__name__
     is_conv = rows.types == "Conv"
-    for types in (["Conv"], []):  # a booster of its own, and the shared one
+    for types in ({"Conv": "Conv"}, {}):  # a booster of its own, and the shared one
         off = [np.median(np.abs(np.log(predict_rows(fit_kernel_model(learned, "run", types, TrainingConfig()), rows)
                                        / truth_ms))[is_conv]) for learned in (rows, unmarked)]
         assert off[0] < 0.7 * off[1]

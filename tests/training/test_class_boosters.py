@@ -89,7 +89,7 @@ def test_classes_go_by_the_operator_of_a_type() -> None:
 def test_an_unknown_operator_takes_as_long_as_its_class(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:
     """The roofline of all kernels can't tell a reduction from an activation; the classes can."""
     measured_rows = rows.rows(np.array([operator_of(str(name)) not in ("Exp", "ReduceMax") for name in rows.types]))
-    model = fit_kernel_model(measured_rows, "run", (), CONFIG)
+    model = fit_kernel_model(measured_rows, "run", {}, CONFIG)
     for op_type in ("Exp", "ReduceMax"):
         kernels = [kernel for kernel in made[1].values() if kernel.op_type == op_type and true_ms(kernel) > 0.01]
         truth = np.array([true_ms(kernel) for kernel in kernels])
@@ -100,7 +100,7 @@ def test_an_unknown_operator_takes_as_long_as_its_class(rows: TrainingSet, made:
 
 
 def test_an_operator_without_a_class_takes_as_long_as_all(rows: TrainingSet) -> None:
-    model = fit_kernel_model(rows, "run", (), CONFIG)
+    model = fit_kernel_model(rows, "run", {}, CONFIG)
     assert {name for name in model.boosters if is_class(name)} == {ANY, "class elementwise", "class reduction"}
     unknown, known_class = model.predict_ms(KernelRows(
         types=np.array(["Abracadabra", "LSTM"]), features=np.zeros((2, len(rows.schema.names))), flops=np.zeros(2),
@@ -118,7 +118,7 @@ def about(rows: TrainingSet) -> dict[str, Any]:
 
 def test_boosters_of_classes_are_saved_and_read(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]],
                                                 tmp_path: Path) -> None:
-    model = fit_kernel_model(rows, "run", (), CONFIG)
+    model = fit_kernel_model(rows, "run", {}, CONFIG)
     save_predictors(tmp_path, {"run": model}, {"run": ()}, {}, about(rows))
     predictors = read_predictors(tmp_path)
     new = unary("Abs", "float32", 2, np.random.default_rng(5))
@@ -183,7 +183,7 @@ def test_a_class_whose_sizes_mislead_takes_its_median(rows: TrainingSet) -> None
 
     assert steady_classes([left_out("Relu", 2.0, 1.0), left_out("Exp", 1.5, 1.1)]) == {"class elementwise"}
     assert steady_classes([left_out("Relu", 1.2, 1.0), left_out("Exp", 1.1, 1.3)]) == frozenset()
-    model = fit_kernel_model(rows, "run", (), CONFIG, steady=frozenset({"class elementwise"}))
+    model = fit_kernel_model(rows, "run", {}, CONFIG, steady=frozenset({"class elementwise"}))
     of_exp = rows.types == "Exp"
     times = model.predict_ms(dataclasses.replace(rows.rows(of_exp).kernels, types=np.array(["Abs"] * int(of_exp.sum()))))
     ratios = times / model.roofline.bound_ms(rows.flops[of_exp], rows.bytes_moved[of_exp])

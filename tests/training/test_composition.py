@@ -203,7 +203,7 @@ def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, m
 
     monkeypatch.setattr("training.composition.held_out.fit_kernel_model", spy)
     left_out, groups = left_out_groups(models)
-    times = predict_out_of_fold(rows, models, groups, left_out, "run", [], QUICK)
+    times = predict_out_of_fold(rows, models, groups, left_out, "run", {}, QUICK)
     assert set(times) == {model.record.model for model in models}
     assert len(trained_ids) == 3
     for family in ("anet", "bnet", "cnet"):
@@ -215,7 +215,7 @@ def test_left_out_predictions_are_close(trained: Workspace) -> None:
     rows, sidecar = read_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
     models = measured_models(trained, TARGET.name, sidecar)
     left_out, groups = left_out_groups(models)
-    times = predict_out_of_fold(rows, models, groups, left_out, "run", [], QUICK)
+    times = predict_out_of_fold(rows, models, groups, left_out, "run", {}, QUICK)
     for model in models:
         predicted = sum(times[model.record.model][node.kernel_id] for node in model.record.nodes)
         assert predicted == pytest.approx(sum(true_ms(model.record.kernel_of(node)) for node in model.record.nodes), rel=0.25)

@@ -66,7 +66,7 @@ def test_a_large_product_is_predicted_from_products_of_another_type(rows: Traini
     truth = np.array([true_ms(kernel) for kernel in large])
 
     def error(label: str) -> float:
-        model = fit_kernel_model(rows, label, ["Gemm", "MatMul"], CONFIG)
+        model = fit_kernel_model(rows, label, {"Gemm": "Gemm", "MatMul": "MatMul"}, CONFIG)
         assert model.predictor_of["MatMul"] == "MatMul"
         times_ms = predict_kernels(model, large, rows.schema.matrix(large), list(rows.idle_load.values()))
         return float(np.abs(times_ms / truth - 1).max())
@@ -77,11 +77,11 @@ def test_a_large_product_is_predicted_from_products_of_another_type(rows: Traini
 
 def test_a_type_with_many_rows_gets_more_trees(rows: TrainingSet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.kernels.estimators.MANY_ROWS", 200)
-    counts = {(label, name): fit_kernel_model(rows, label, [name], CONFIG).boosters[name].num_boosted_rounds()
+    counts = {(label, name): fit_kernel_model(rows, label, {name: name}, CONFIG).boosters[name].num_boosted_rounds()
               for label, name in ((GPU_LABEL, "Gemm"), ("run", "Gemm"))}
     assert counts == {(GPU_LABEL, "Gemm"): 60, ("run", "Gemm"): 30}
 
 
 def test_types_without_relatives_learn_alone(rows: TrainingSet) -> None:
-    boosters = [fit_kernel_model(rows, label, ["Gemm"], CONFIG).boosters["Gemm"] for label in (GPU_LABEL, "run")]
+    boosters = [fit_kernel_model(rows, label, {"Gemm": "Gemm"}, CONFIG).boosters["Gemm"] for label in (GPU_LABEL, "run")]
     assert boosters[0].save_raw() == boosters[1].save_raw()

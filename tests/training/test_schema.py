@@ -85,7 +85,7 @@ def test_estimators_learn_from_two_features(made: Workspace, rows: TrainingSet) 
     kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(made.dataset(TARGET.name))}
     assert rows.features.tolist() == [two_numbers(kernels[name]) for name in rows.ids]
     assert table_counts(rows.schema, rows.features).tolist() == [0.0] * len(rows)  # TWO has no such feature
-    model = fit_kernel_model(rows, "run", (), QUICK)
+    model = fit_kernel_model(rows, "run", {}, QUICK)
     assert model.features is TWO
     assert model.boosters[SHARED].num_features() == 2 + 1 + 1  # and the type, and the metric
     activations = [relu(channels=40, side=20), relu(channels=16, side=50)]  # their time depends on their bytes
@@ -96,7 +96,7 @@ def test_estimators_learn_from_two_features(made: Workspace, rows: TrainingSet) 
 
 
 def test_predictors_of_another_schema_are_refused(rows: TrainingSet, tmp_path: Path) -> None:
-    model = fit_kernel_model(rows, "run", (), QUICK)
+    model = fit_kernel_model(rows, "run", {}, QUICK)
     save_predictors(tmp_path, {"run": model}, {"run": ()}, {}, {
         "target": TARGET, "created": "", "dataset_sha256": "", "metrics": rows.metrics, "idle_load": rows.idle_load,
         "load_range": {}, "loaded_rows": 0, "dtypes": (), "held_out": (), "config": {}, "machines": (), "feature_range": ()})

@@ -41,7 +41,7 @@ def other_rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
 
 @pytest.fixture(scope="module")
 def start(other_rows: TrainingSet) -> OtherPredictors:
-    return OtherPredictors("elsewhere", fit_kernel_model(other_rows, "run", (), QUICK))
+    return OtherPredictors("elsewhere", fit_kernel_model(other_rows, "run", {}, QUICK))
 
 
 def few(rows: TrainingSet, count: int = 40, times: float = SLOWER) -> TrainingSet:
@@ -67,15 +67,15 @@ def test_a_correction_learns_the_ratio_to_the_other_device(other_rows: TrainingS
 def test_few_kernels_are_enough_for_a_similar_device(other_rows: TrainingSet, start: OtherPredictors) -> None:
     rows = few(other_rows)
     expected = SLOWER * times_of(start.model)
-    corrected = times_of(fit_transferred(rows, "run", (), QUICK, start))
-    alone = times_of(fit_kernel_model(rows, "run", (), QUICK))
+    corrected = times_of(fit_transferred(rows, "run", {}, QUICK, start))
+    alone = times_of(fit_kernel_model(rows, "run", {}, QUICK))
     assert corrected == pytest.approx(expected, rel=0.12)
     assert np.abs(corrected / expected - 1).mean() < np.abs(alone / expected - 1).mean() / 2
 
 
 def test_a_type_measured_only_on_the_other_device_is_slower_alike(other_rows: TrainingSet, start: OtherPredictors) -> None:
     rows = few(other_rows.rows(other_rows.types != "Relu"))
-    model = fit_transferred(rows, "run", (), QUICK, start)
+    model = fit_transferred(rows, "run", {}, QUICK, start)
     assert "Relu" not in model.predictor_of
     assert times_of(model)[2] == pytest.approx(SLOWER * times_of(start.model)[2], rel=0.05)
     assert model.roofline.floor_ms == pytest.approx(SLOWER * start.model.roofline.floor_ms, rel=0.05)
@@ -97,16 +97,16 @@ def test_cross_validation_decides(other_rows: TrainingSet, start: OtherPredictor
     measured, predicted = np.array(list(trained.times_ms.values())).T
     assert np.median(predicted / measured) == pytest.approx(1.0, abs=0.05)
     shuffled = replace(other_rows, times_ms={"run": np.random.default_rng(1).permutation(other_rows.times_ms["run"])})
-    nonsense = OtherPredictors("nonsense", fit_kernel_model(shuffled, "run", (), QUICK))
+    nonsense = OtherPredictors("nonsense", fit_kernel_model(shuffled, "run", {}, QUICK))
     assert isinstance(train_label(rows, "run", QUICK, nonsense).model, KernelModel)
 
 
 def test_held_out_models_start_from_the_other_device_too(other_rows: TrainingSet, start: OtherPredictors) -> None:
     rows = few(other_rows)
-    learn = learner(fit_transferred(rows, "run", (), QUICK, start), "run", (), QUICK)
+    learn = learner(fit_transferred(rows, "run", {}, QUICK, start), "run", {}, QUICK)
     assert learn is not None
     assert learn(rows).start is start
-    assert learner(start.model, "run", (), QUICK) is None
+    assert learner(start.model, "run", {}, QUICK) is None
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from records.kernel_record import Kernel
 from training.admission.admitted import Admitted, KnownEstimator, checked_times, find_estimator
 from training.admission.interface import Estimator, Floats, Measured
 from training.kernels.estimators import assign_folds
-from training.kernels.label_training import DEDICATED_MARGIN
+from training.kernels.label_training import MARGIN
 from training.kernels.replay import family_folds
 from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import TrainingConfig
@@ -183,9 +183,9 @@ def why_not(task: Task, estimator_ms: Floats, before_ms: Floats) -> dict[str, st
         kernels = len(set(task.rows.ids[task.tested & (task.rows.types == name)].tolist()))
         if kernels < LEAST_HELD_OUT:
             reasons[name] = f"fewer than {LEAST_HELD_OUT} kernels could be held out, too few to compare"
-        elif errors.mape >= DEDICATED_MARGIN * before.mape:
+        elif errors.mape >= MARGIN * before.mape:
             reasons[name] = (f"its error on held-out kernels is {errors.mape:.1%}, and that of what it would replace "
-                             f"{before.mape:.1%}; admitted are errors below {DEDICATED_MARGIN:g} times that")
+                             f"{before.mape:.1%}; admitted are errors below {MARGIN:g} times that")
         else:
             reasons[name] = ""
     return reasons

@@ -99,7 +99,7 @@ def by_model(fold: Fold, times_ms: Mapping[str, float]) -> dict[str, dict[str, f
 
 
 def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: HeldOutKind,
-                        label: str, dedicated_types: Sequence[str], config: TrainingConfig,
+                        label: str, chosen: Mapping[str, str], config: TrainingConfig,
                         learn: Callable[[TrainingSet], Estimator] | None = None) -> dict[str, dict[str, float]]:
     """For each model, the idle times (ms) of its kernels by id, predicted by a training without them (see `folds_of`).
 
@@ -109,7 +109,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
         groups: of each model, held out together.
         left_out: what a group is.
         label: the label whose times are learned.
-        dedicated_types: kernel types with dedicated predictors.
+        chosen: as in `fit_kernel_model`.
         config: of the training.
         learn: a training in place of Hase's own; takes the rows to learn from.
     """
@@ -123,7 +123,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
                         "errors below are too optimistic", label, ", ".join(sorted(fold.groups)))
             seen = np.ones(len(rows), dtype=bool)
         fitted: Estimator = (
-            learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, dedicated_types, config))
+            learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, chosen, config))
         listed = list(fold.kernels.values())
         times = predict_kernels(fitted, listed, rows.schema.matrix(listed), idle_load)
         return by_model(fold, {kernel.id: 0.0 if leaves_gpu_idle(kernel, label) else float(time)
@@ -147,9 +147,9 @@ def predict_as_learned(predictors: Predictors, labels: Sequence[str], rows: Trai
     """
     times = {}
     for label in cli.progress(labels, doing):
-        dedicated_types = predictors.sidecar.labels[label].own_types
-        learn = learner(predictors.kernel_model(label), label, dedicated_types, config)
-        times[label] = predict_out_of_fold(rows, models, groups, left_out, label, dedicated_types, config, learn)
+        chosen = predictors.sidecar.labels[label].chosen
+        learn = learner(predictors.kernel_model(label), label, chosen, config)
+        times[label] = predict_out_of_fold(rows, models, groups, left_out, label, chosen, config, learn)
     return times
 
 

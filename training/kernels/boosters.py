@@ -1,4 +1,4 @@
-"""XGBoost's boosters as plain arrays, which are small and hold nothing that could run.
+"""XGBoost's boosters, and random forests, as plain arrays, which are small and hold nothing that could run.
 
 A prediction reads of each node only whether it is a leaf, the feature and the cut that split it, and the value of a leaf:
 
@@ -75,17 +75,25 @@ def as_arrays(booster: xgboost.Booster) -> tuple[dict[str, float], dict[str, Arr
             or learner["objective"]["name"] not in SUMMED):
         raise UserError("this booster can't be saved: it must be a sum of trees that were grown level by level (XGBoost's "
                         f"grow_policy depthwise), without categories, with one of the objectives {', '.join(SUMMED)}")
-    cut_features, table, places = _cut_table(features[~is_leaf], cuts[~is_leaf].astype(np.float32))
-    steps = np.rint(cuts[is_leaf] / LEAF_STEP).astype(np.int64)
-    arrays = {
-        "tree_nodes": _planes(_small(tree_nodes)), "is_leaf": np.packbits(is_leaf),
-        "features": _planes(_small(features[~is_leaf])), "cut_places": _planes(_small(places)),
-        "cut_features": _planes(_small(cut_features)), "cuts": _planes(table),
-        "leaves": _planes(_small(2 * np.abs(steps) - (steps < 0)))}
-    if missing_left.any():
-        arrays["missing_left"] = np.packbits(missing_left[~is_leaf] != 0)
-    parameters = learner["learner_model_param"]
-    return {"base_score": float(parameters["base_score"].strip("[]")), "features": int(parameters["num_feature"])}, arrays
+    inner, parameters = ~is_leaf, learner["learner_model_param"]
+    numbers = {"base_score": float(parameters["base_score"].strip("[]")), "features": int(parameters["num_feature"])}
+    return numbers, _arrays(tree_nodes, is_leaf, features[inner], cuts[inner], missing_left[inner] != 0, cuts[is_leaf])
+
+
+def from_forest(forest: Any) -> xgboost.Booster:
+    """scikit-learn's random forest as a booster, which predicts the same up to `LEAF_STEP`: the mean of the trees is the sum of
+    leaves that are divided by the number of trees."""
+    trees = [tree.tree_ for tree in forest.estimators_]
+    starts = np.cumsum([0, *(tree.node_count for tree in trees)])
+    by_level = np.concatenate([start + _by_level(tree.children_left, tree.children_right)
+                               for start, tree in zip(starts.tolist(), trees, strict=False)])
+    left, features, thresholds, missing_left, values = (np.concatenate(columns)[by_level] for columns in zip(*(
+        (tree.children_left, tree.feature, tree.threshold, tree.missing_go_to_left, tree.value[:, 0, 0])
+        for tree in trees), strict=True))
+    inner, cuts = left >= 0, thresholds.astype(np.float32)
+    cuts = np.where(cuts > thresholds, cuts, np.nextafter(cuts, np.float32(np.inf)))  # at most the threshold: below the cut
+    return from_arrays({"base_score": 0.0, "features": forest.n_features_in_}, _arrays(
+        np.diff(starts), ~inner, features[inner], cuts[inner], missing_left[inner] != 0, values[~inner] / len(trees)))
 
 
 def from_arrays(numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> xgboost.Booster:
@@ -169,6 +177,27 @@ class SavedBoosters(Mapping[str, "xgboost.Booster"]):
         return set(self._opened)
 
 
+def _arrays(tree_nodes: Array, is_leaf: Bits, features: Array, cuts: Array, missing_left: Bits,
+            leaves: Array) -> dict[str, Array]:
+    """The arrays above, of all trees: which nodes are leaves; of the inner nodes the features, the cuts and whether a missing
+    value goes left; and the values of the leaves."""
+    cut_features, table, places = _cut_table(features, cuts.astype(np.float32))
+    steps = np.rint(leaves / LEAF_STEP).astype(np.int64)
+    arrays = {
+        "tree_nodes": _planes(_small(tree_nodes)), "is_leaf": np.packbits(is_leaf), "features": _planes(_small(features)),
+        "cut_places": _planes(_small(places)), "cut_features": _planes(_small(cut_features)), "cuts": _planes(table),
+        "leaves": _planes(_small(2 * np.abs(steps) - (steps < 0)))}
+    return arrays | ({"missing_left": np.packbits(missing_left)} if missing_left.any() else {})
+
+
+def _by_level(left: Array, right: Array) -> Array:
+    """The nodes of a tree, level by level, from the children of each node."""
+    levels = [np.zeros(1, dtype=np.int64)]
+    while len(inner := levels[-1][left[levels[-1]] >= 0]):
+        levels.append(np.column_stack([left[inner], right[inner]]).ravel())
+    return np.concatenate(levels)
+
+
 def _left_children(tree_nodes: Array, is_leaf: Bits) -> Array:
     """The left child of each node within its tree; -1 for a leaf."""
     inner: Array = np.cumsum(~is_leaf) - ~is_leaf  # inner nodes before each node, of all trees
@@ -180,8 +209,9 @@ def _cut_table(features: Array, cuts: Array) -> tuple[Array, Array, Array]:
     """The distinct cuts by feature and value (features, cuts), and the place of each of `cuts` among those of its feature."""
     order = np.lexsort((cuts, features))
     is_new = np.ones(len(order), dtype=bool)
-    is_new[1:] = (np.diff(features[order]) != 0) | (np.diff(cuts[order]) != 0)
-    table_features, table = features[order][is_new], cuts[order][is_new]
+    by_feature, sorted_cuts = features[order], cuts[order]
+    is_new[1:] = (by_feature[1:] != by_feature[:-1]) | (sorted_cuts[1:] != sorted_cuts[:-1])
+    table_features, table = by_feature[is_new], sorted_cuts[is_new]
     rows = np.empty(len(order), dtype=np.int64)
     rows[order] = np.cumsum(is_new) - 1
     return table_features, table, rows - np.searchsorted(table_features, features)

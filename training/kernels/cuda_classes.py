@@ -98,5 +98,5 @@ def fit_two_stages(rows: TrainingSet, label: str, class_of: Mapping[str, str], c
         inner = train_classifier(problem.matrix[~out], classes[~out], count, config.seed)
         guessed[out] = inner.probabilities(problem.matrix[out])
     extended = replace(rows, features=np.hstack([rows.features, guessed]))
-    times = fit_kernel_model(extended, label, (), config)
+    times = fit_kernel_model(extended, label, {}, config)
     return TwoStages(train_classifier(problem.matrix, classes, count, config.seed), times)

@@ -1,4 +1,4 @@
-"""Estimators of a kernel's time: a roofline, XGBoost on log(time / roofline), and a random forest for comparison."""
+"""Estimators of a kernel's time: a roofline, and XGBoost or a random forest on log(time / roofline)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from records.measurement import GPU_LABEL
 from training.admission.interface import Estimator, Measured
+from training.kernels.boosters import from_forest
 from training.kernels.class_boosters import (
     ClassBoosters,
     WithClasses,
@@ -42,6 +43,7 @@ TABLES = "tables"  # the feature that the roofline needs: how many tables a kern
 # error of convolutions on an H200 from 8.2 to 7.8 % (weighted by time: 8.9 to 8.6); types with fewer rows gain nothing.
 MANY_ROWS = 10_000
 SHARED = "shared"  # the booster of all types without one of their own
+FOREST = "random_forest"  # the forest of all types, which is kept as a booster
 
 
 class Roofline(Config):
@@ -123,7 +125,8 @@ class OnRoofline(Estimator):
 
 @dataclass
 class KernelModel(OnRoofline):
-    """The predictors that training learns for a label: a booster for each type with enough kernels, a shared one for the rest.
+    """The predictors that training learns for a label: a booster for each type with enough kernels, a shared one for the rest,
+    or a random forest, where the settings allow one.
 
     A type that was not learned from gets the booster of its class of operators, or the scaled roofline where classes were not
     learned. Under load, its time is multiplied by the slowdown that the shared booster gives for such a kernel.
@@ -136,7 +139,7 @@ class KernelModel(OnRoofline):
         boosters: by name, with those of classes of operators (see class_boosters.py), if learned, for types that were never
             measured; they predict log(time / roofline).
         idle_load: the load of an idle device.
-        dedicated_types: the kernel types that `fit` learns a dedicated booster for; None: all with as many kernels as the
+        chosen: as in `fit_kernel_model`, what `fit` learns; None: a dedicated booster for all types with as many kernels as the
             settings ask for (`own_min_kernels`).
     """
 
@@ -147,19 +150,19 @@ class KernelModel(OnRoofline):
     predictor_of: Mapping[str, str] = field(default_factory=dict)
     boosters: Mapping[str, xgboost.Booster] = field(default_factory=dict)
     idle_load: Sequence[float] = ()
-    dedicated_types: Sequence[str] | None = None
+    chosen: Mapping[str, str] | None = None
 
     def fit(self, measured: Measured) -> None:
         rows, config = measured.all_rows, measured.config
         rows = rows.rows(np.isfinite(rows.times_ms[measured.label]))
         wanted = sorted(set(measured.types.tolist()))
-        dedicated_types = self.dedicated_types
-        if dedicated_types is None:
-            dedicated_types = [name for name in wanted
-                               if len(set(rows.ids[rows.types == name].tolist())) >= config.own_min_kernels]
-        learned = fit_kernel_model(rows, measured.label, dedicated_types, config, types=wanted)
+        chosen = self.chosen
+        if chosen is None:
+            chosen = {name: name for name in wanted
+                      if len(set(rows.ids[rows.types == name].tolist())) >= config.own_min_kernels}
+        learned = fit_kernel_model(rows, measured.label, chosen, config, types=wanted)
         for attribute in fields(learned):
-            if attribute.name != "dedicated_types":
+            if attribute.name != "chosen":
                 setattr(self, attribute.name, getattr(learned, attribute.name))
 
     def predict_ms(self, kernels: KernelRows) -> Floats:
@@ -252,11 +255,12 @@ def train_booster(matrix: Matrix, log_ratios: Floats, settings: XgboostSettings,
 
 
 def train_forest(matrix: Matrix, log_ratios: Floats, settings: ForestSettings, seed: int,
-                 weights: Floats | None = None) -> Any:
-    """A random forest of unlimited depth, trained on the same numbers."""
+                 weights: Floats | None = None) -> xgboost.Booster:
+    """scikit-learn's random forest of unlimited depth, trained on the same numbers, as a booster."""
     forest = sklearn.ensemble.RandomForestRegressor(
-        n_estimators=settings.trees, max_features=settings.column_share, random_state=seed, n_jobs=1)
-    return forest.fit(matrix, log_ratios, sample_weight=weights)
+        n_estimators=settings.trees, max_features=settings.column_share, min_samples_leaf=settings.least_in_leaf,
+        random_state=seed, n_jobs=1)
+    return from_forest(forest.fit(matrix, log_ratios, sample_weight=weights))
 
 
 @dataclass(frozen=True)
@@ -306,31 +310,34 @@ def learning_problem(rows: TrainingSet, label: str, roofline: Roofline | None = 
     return problem_of(rows.kernels, times_ms, roofline, tables, weights)
 
 
-def fit_kernel_model(rows: TrainingSet, label: str, dedicated_types: Sequence[str], config: TrainingConfig,
+def fit_kernel_model(rows: TrainingSet, label: str, chosen: Mapping[str, str], config: TrainingConfig,
                      problem: Problem | None = None, steady: frozenset[str] = frozenset(),
                      types: Sequence[str] | None = None) -> KernelModel:
-    """Boosters for `label`: a shared one of all rows, and one for each of `dedicated_types` that has rows. That of the GPU's
-    time of one type learns a little from related types, too (see `related_types`).
+    """Boosters for `label`: a shared one of all rows, and those of `chosen` types that have rows. A dedicated one of the GPU's
+    time learns a little from related types, too (see `related_types`).
 
     Args:
         rows: to learn from; all have the label.
         label: the label whose times are learned.
-        dedicated_types: kernel types with boosters of their own.
+        chosen: for kernel types that the shared booster does not predict, the one that does: the type's name for a dedicated
+            one, or FOREST.
         config: of the training.
         problem: of these rows, if it is known.
         steady: classes of operators that boosters of classes give the median ratio (see `ClassBoosters`).
         types: the only types that will be predicted, so that no booster is trained that none of them needs; default: all.
     """
     problem, settings = problem or learning_problem(rows, label), config.booster(label)
-    dedicated_types = [name for name in dedicated_types if (rows.types == name).any() and (types is None or name in types)]
-    predictor_of = {name: name if name in dedicated_types else SHARED for name in types or problem.type_codes}
+    learned = {name for name in chosen if (rows.types == name).any() and (types is None or name in types)}
+    predictor_of = {name: chosen[name] if name in learned else SHARED for name in types or problem.type_codes}
 
     def train(name: str) -> xgboost.Booster:
         if name == SHARED:
             return train_booster(problem.matrix, problem.log_ratios, settings, config.seed, problem.weights)
+        if name == FOREST:
+            return train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights)
         return train_dedicated(name, rows, problem, settings, config.seed, label == GPU_LABEL)
 
-    needed = dict.fromkeys([SHARED, *dedicated_types] if types is None else predictor_of.values())
+    needed = dict.fromkeys([*([SHARED] if types is None else []), *predictor_of.values()])
     boosters = WithClasses({name: train(name) for name in needed}, learn_classes(rows, problem, config, steady=steady))
     return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, boosters,
                        tuple(rows.idle_load.values()))

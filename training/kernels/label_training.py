@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from training.kernels import estimators
-from training.kernels.estimators import SHARED, KernelModel, fit_kernel_model
+from training.kernels.estimators import FOREST, SHARED, KernelModel, fit_kernel_model
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.settings import LAUNCHES, TrainingConfig
 from training.kernels.sidecar import TypeErrors
@@ -24,7 +24,7 @@ from utils.timing import error_statistics
 
 log = get_logger("training")
 Floats = npt.NDArray[np.float64]
-DEDICATED_MARGIN = 0.97  # a type gets its own predictor only if its error is this much smaller, since each costs a call
+MARGIN = 0.97  # a type gets another predictor than the shared one only if its error is this much smaller: each costs a call
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,23 @@ class LeftOut:
         """The times that predicted ratios to the times of another device give; what is for comparison is taken from `plain`."""
         return LeftOut(self.shared_ms * other_ms, self.dedicated_ms * other_ms, plain.forest_ms, plain.roofline_ms)
 
-    def shipped(self, rows: TrainingSet, dedicated_types: Sequence[str]) -> Floats:
-        """The times by the predictors that are saved if `dedicated_types` get dedicated predictors."""
-        dedicated = np.isin(rows.types, dedicated_types) & np.isfinite(self.dedicated_ms)
-        return np.where(dedicated, self.dedicated_ms, self.shared_ms)
+    def shipped(self, rows: TrainingSet, chosen: Mapping[str, str]) -> Floats:
+        """The times by the predictors that are saved if `chosen` ones (see `fit_kernel_model`) are."""
+        by_forest = np.isin(rows.types, [name for name, predictor in chosen.items() if predictor == FOREST])
+        dedicated = np.isin(rows.types, list(chosen)) & np.isfinite(self.dedicated_ms)
+        return np.where(by_forest, self.forest_ms, np.where(dedicated, self.dedicated_ms, self.shared_ms))
 
 
-def cross_validate(rows: TrainingSet, label: str, dedicated_types: list[str], config: TrainingConfig) -> LeftOut:
-    """Predictions of every row by estimators that were trained without the rows of its kernel."""
+def cross_validate(rows: TrainingSet, label: str, candidates: Sequence[str], config: TrainingConfig) -> LeftOut:
+    """Predictions of every row by estimators that were trained without the rows of its kernel; dedicated ones for the types in
+    `candidates`."""
     folds = estimators.assign_folds(rows.ids, rows.types, config.folds, config.seed)
 
     def one_fold(fold: int) -> tuple[npt.NDArray[np.bool_], Floats]:
         test = folds == fold
         train, left = rows.rows(~test), rows.rows(test)
         problem = estimators.learning_problem(train, label)
-        model = estimators.fit_kernel_model(train, label, dedicated_types, config, problem)
+        model = estimators.fit_kernel_model(train, label, {name: name for name in candidates}, config, problem)
         alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, estimators.SHARED))
         bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, estimators.table_counts(left.schema, left.features))
         read = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
@@ -78,7 +80,7 @@ def cross_validate(rows: TrainingSet, label: str, dedicated_types: list[str], co
         is_dedicated = np.array([model.predictor_of.get(name, estimators.SHARED) != estimators.SHARED for name in left.types])
         return test, np.column_stack([
             estimators.predict_rows(alone, left), np.where(is_dedicated, estimators.predict_rows(model, left), np.nan),
-            bound * np.exp(forest.predict(read)), bound * problem.roofline.scale])
+            bound * np.exp(forest.inplace_predict(read)), bound * problem.roofline.scale])
 
     predicted = np.full((len(rows), 4), np.nan)
     for test, times in estimators.parallel_map(one_fold, sorted(set(folds.tolist())), config.workers):
@@ -86,24 +88,39 @@ def cross_validate(rows: TrainingSet, label: str, dedicated_types: list[str], co
     return LeftOut(*predicted.T)
 
 
-def choose_dedicated_types(rows: TrainingSet, label: str, left_out: LeftOut, candidates: list[str]) -> list[str]:
-    """The kernel types whose dedicated predictor has a clearly smaller error than the shared one on idle rows."""
-    measured, chosen = rows.times_ms[label], []
+def choose_predictors(rows: TrainingSet, label: str, left_out: LeftOut, candidates: Sequence[str],
+                      config: TrainingConfig) -> dict[str, str]:
+    """The predictors that are chosen for kernel types (see `fit_kernel_model`), by their errors on held-out idle rows.
+
+    One replaces that before it, in the order shared, dedicated and random forest, where its error is clearly smaller. Without
+    xgboost in the settings the forest predicts all types, and a type needs `own_min_kernels` for any other choice.
+
+    Args:
+        candidates: the types that have enough kernels.
+    """
+    if "xgboost" not in config.estimators:
+        return dict.fromkeys(sorted(set(rows.types.tolist())), FOREST)
+    measured, chosen, which = rows.times_ms[label], {}, config.booster(label).own_predictors
+
+    def error(times_ms: Floats, name: str) -> float:
+        mask = (rows.types == name) & rows.idle & np.isfinite(times_ms)
+        return float(np.abs(times_ms[mask] / measured[mask] - 1).mean()) if mask.any() else np.inf
+
     for name in candidates:
-        mask = (rows.types == name) & rows.idle & np.isfinite(left_out.dedicated_ms)
-        dedicated_error, shared_error = (np.abs(times[mask] / measured[mask] - 1).mean() if mask.any() else np.inf
-                                   for times in (left_out.dedicated_ms, left_out.shared_ms))
-        if dedicated_error < DEDICATED_MARGIN * shared_error:
-            chosen.append(name)
+        best, dedicated = error(left_out.shared_ms, name), error(left_out.dedicated_ms, name)
+        if which == "all" or (which == "better" and dedicated < MARGIN * best):
+            chosen[name], best = name, dedicated
+        if FOREST in config.estimators and error(left_out.forest_ms, name) < MARGIN * best:
+            chosen[name] = FOREST
     return chosen
 
 
-def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, dedicated_types: list[str],
+def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, chosen_predictors: Mapping[str, str],
                 short_ms: float) -> tuple[TypeErrors, ...]:
     """Errors on held-out kernels, of all types together and of each: on idle rows, on idle rows of at least `short_ms` (where
     the label is a time), on all rows, and on rows under load."""
     measured = rows.times_ms[label]
-    shipped = left_out.shipped(rows, dedicated_types)
+    shipped = left_out.shipped(rows, chosen_predictors)
     sets: dict[str, Any] = {"idle": rows.idle}
     if label != LAUNCHES:
         idle_time = dict(zip(rows.ids[rows.idle], measured[rows.idle], strict=True))
@@ -123,8 +140,7 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, dedicated_type
             table.append(TypeErrors(
                 type=name, rows_of=rows_of, kernels=len(set(rows.ids[mask])), mape=errors.mape, median=errors.median,
                 within_10=errors.within_10, forest_mape=forest.mape, roofline_mape=roofline.mape,
-                predictor=("mixed" if dedicated_types else SHARED) if name == "all"
-                else name if name in dedicated_types else SHARED))
+                predictor=chosen_predictors.get(name, SHARED) if name != "all" else "mixed" if chosen_predictors else SHARED))
     return tuple(table)
 
 
@@ -137,10 +153,11 @@ def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tu
 
 @dataclass(frozen=True)
 class Chosen:
-    """What cross-validation says of one way to learn: its predictions, the types with dedicated predictors, its errors."""
+    """What cross-validation says of one way to learn: its predictions, the predictors that it chose (see `fit_kernel_model`),
+    their errors."""
 
     left_out: LeftOut
-    dedicated_types: list[str]
+    predictors: dict[str, str]
     errors: tuple[TypeErrors, ...]
 
 
@@ -160,28 +177,29 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
     counts: dict[str, int] = {}
     for _, name in kernels:
         counts[name] = counts.get(name, 0) + 1
-    which = config.booster(label).own_predictors
-    candidates = [name for name, count in counts.items() if which != "none" and count >= config.own_min_kernels]
+    enough = [name for name, count in counts.items() if count >= config.own_min_kernels]
+    dedicated = [] if config.booster(label).own_predictors == "none" or "xgboost" not in config.estimators else enough
 
     def chosen(left_out: LeftOut) -> Chosen:
-        dedicated_types = choose_dedicated_types(rows, label, left_out, candidates) if which == "better" else candidates
-        return Chosen(left_out, dedicated_types, type_errors(rows, label, left_out, dedicated_types, config.short_ms))
+        predictors = choose_predictors(rows, label, left_out, enough, config)
+        return Chosen(left_out, predictors, type_errors(rows, label, left_out, predictors, config.short_ms))
 
-    best, start = chosen(cross_validate(rows, label, candidates, config)), None
+    best, start = chosen(cross_validate(rows, label, dedicated, config)), None
     if start_from is not None:
         ratios, other_ms = as_ratios(rows, label, start_from.model)
-        corrected = chosen(cross_validate(ratios, label, candidates, config).from_ratios(other_ms, best.left_out))
+        corrected = chosen(cross_validate(ratios, label, dedicated, config).from_ratios(other_ms, best.left_out))
         log.info("%s: starting from %s, kernels that were held out are predicted with an error of %.1f %% (without: %.1f %%)",
                  label, start_from.target, 100 * corrected.errors[0].mape, 100 * best.errors[0].mape)
         if corrected.errors[0].mape < best.errors[0].mape:
             best, start = corrected, start_from
-    dedicated_types, errors = best.dedicated_types, best.errors
-    log.info("%s: %d rows of %d kernels; predictors of their own: %s", label, len(rows), len(kernels),
-             ", ".join(dedicated_types) or "none")
-    if errors[0].forest_mape < errors[0].mape:
-        log.info("%s: the random forest has a smaller error on held-out kernels (%.1f %%, boosters %.1f %%), but is not saved, "
-                 "since it is a hundred times as large", label, 100 * errors[0].forest_mape, 100 * errors[0].mape)
+    errors, by_forest = best.errors, [name for name, predictor in best.predictors.items() if predictor == FOREST]
+    log.info("%s: %d rows of %d kernels; predictors of their own: %s; by the random forest: %s", label, len(rows), len(kernels),
+             ", ".join(name for name in best.predictors if name not in by_forest) or "none", ", ".join(by_forest) or "none")
+    if errors[0].forest_mape < errors[0].mape and FOREST not in config.estimators:
+        log.info("%s: the random forest has a smaller error on held-out kernels (%.1f %%, boosters %.1f %%); to save it where "
+                 "it is better: --set estimators=[xgboost,random_forest]", label, 100 * errors[0].forest_mape,
+                 100 * errors[0].mape)
     left_out = leave_operators_out(rows, label, config)
-    model = fit_transferred(rows, label, dedicated_types, config, start) if start else fit_kernel_model(
-        rows, label, dedicated_types, config, steady=steady_classes(left_out))
-    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, dedicated_types)), tuple(left_out))
+    model = fit_transferred(rows, label, best.predictors, config, start) if start else fit_kernel_model(
+        rows, label, best.predictors, config, steady=steady_classes(left_out))
+    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, best.predictors)), tuple(left_out))

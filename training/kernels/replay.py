@@ -110,7 +110,7 @@ def half_from_single(replay: Replay, kernels: Mapping[str, Kernel], count: int, 
     for fold in whole.folds:
         if fold.tested[is_half].any():
             single = replay.rows.rows(fold.pool & ~is_half)
-            single_model = fit_kernel_model(single, replay.label, dedicated_types(single, replay.label, config), config)
+            single_model = fit_kernel_model(single, replay.label, chosen_predictors(single, replay.label, config), config)
             folds.append(Fold(fold.pool[is_half], fold.tested[is_half], OtherPredictors(SINGLE, single_model)))
     return Replay(half, replay.label, replay.points.only(is_half), replay.of_models[is_half], tuple(folds))
 
@@ -123,17 +123,17 @@ def in_single_precision(kernel: Kernel) -> Kernel:
     return kernel.model_copy(update={"inputs": single(kernel.inputs), "outputs": single(kernel.outputs)})
 
 
-def dedicated_types(rows: TrainingSet, label: str, config: TrainingConfig) -> list[str]:
-    """The kernel types that get predictors of their own, where the settings say that all with enough kernels do; else none."""
+def chosen_predictors(rows: TrainingSet, label: str, config: TrainingConfig) -> dict[str, str]:
+    """As in `fit_kernel_model`: a dedicated one for all types with enough kernels, where the settings say so; else none."""
     names, counts = np.unique(rows.types, return_counts=True)
-    return [str(name) for name, count in zip(names, counts, strict=True)
-            if count >= config.own_min_kernels and config.booster(label).own_predictors == "all"]
+    return {str(name): str(name) for name, count in zip(names, counts, strict=True)
+            if count >= config.own_min_kernels and config.booster(label).own_predictors == "all"}
 
 
 def fit(rows: TrainingSet, label: str, config: TrainingConfig, start: OtherPredictors | None = None) -> Estimator:
     """Predictors of a label from some rows; with `start`, from those of another device."""
-    types = dedicated_types(rows, label, config)
-    return fit_transferred(rows, label, types, config, start) if start else fit_kernel_model(rows, label, types, config)
+    chosen = chosen_predictors(rows, label, config)
+    return fit_transferred(rows, label, chosen, config, start) if start else fit_kernel_model(rows, label, chosen, config)
 
 
 def grow(replay: Replay, fold: Fold, sizes: Sequence[int], order: Order, config: TrainingConfig,

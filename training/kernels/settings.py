@@ -28,10 +28,11 @@ class XgboostSettings(Config):
 
 
 class ForestSettings(Config):
-    """Settings of the random forest, which is trained for comparison."""
+    """Settings of the random forest."""
 
     trees: int = Field(100, ge=1)
     column_share: float = Field(0.33, gt=0.0, le=1.0)
+    least_in_leaf: int = Field(1, ge=1)
 
 
 class TrainingConfig(Config):
@@ -43,6 +44,7 @@ class TrainingConfig(Config):
     short_ms: float = Field(0.02, ge=0.0)
     threads: int = Field(0, ge=0)
     start_from: str | None = None
+    estimators: tuple[Literal["xgboost", "random_forest"], ...] = Field(("xgboost",), min_length=1)
     xgboost: XgboostSettings = XgboostSettings()
     xgboost_gpu: XgboostSettings = XgboostSettings(depth=9, objective="squarederror", own_predictors="all")
     xgboost_class: XgboostSettings = XgboostSettings(trees=150, learning_rate=0.1, own_predictors="none")

@@ -59,7 +59,7 @@ def left_out_rows(settings: dict[str, TrainingSet], target: str, config: Trainin
     those that are new."""
     learned, left_out = joined([rows for name, rows in settings.items() if name != target]), settings[target]
     label = left_out.header.labels[0]
-    predicted_ms = predict_rows(fit_kernel_model(learned, label, (), config), left_out)
+    predicted_ms = predict_rows(fit_kernel_model(learned, label, {}, config), left_out)
     known, table = np.isin(left_out.ids, learned.ids), []
     for name, chosen in (("known", known), ("new", ~known)):
         if chosen.any():

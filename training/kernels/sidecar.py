@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from records.measurement import drift_key
-from training.kernels.estimators import KernelModel
+from training.kernels.estimators import FOREST, KernelModel
 from training.kernels.saved_form import (
     ESTIMATOR_PREFIX,
     Saved,
@@ -45,7 +45,7 @@ class TypeErrors(Frozen):
 
     Attributes:
         rows_of: `idle`, `all levels`, `under load`, or (of times) `idle, <n> µs and more`.
-        predictor: what predicts the type: `shared`, its own (the type's name), or `mixed` for all types.
+        predictor: what predicts the type: `shared`, its own (the type's name), `random_forest`, or `mixed` for all types.
         within_10: share of rows predicted within ±10 %.
         forest_mape, roofline_mape: of the random forest and the roofline, for comparison.
     """
@@ -65,14 +65,20 @@ class LabelPredictors(Saved):
     """The predictors of one label: `KernelModel`, or `Transferred` where they correct those of another target.
 
     Attributes:
-        own_types: the kernel types with a dedicated booster, the `dedicated_types` of a fit.
+        own_types, forest_types: the kernel types that a dedicated booster or the random forest predicts.
         errors: on kernels that were held out; empty where nothing was trained, and there is only a guessed roofline.
         start: the other target, whose predictors are a part of these; "" for none.
     """
 
     own_types: tuple[str, ...] = ()
+    forest_types: tuple[str, ...] = ()
     errors: tuple[TypeErrors, ...] = ()
     start: str = ""
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """As in `fit_kernel_model`."""
+        return {name: name for name in self.own_types} | dict.fromkeys(self.forest_types, FOREST)
 
 
 class Sidecar(Frozen):
@@ -217,7 +223,9 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel | Transferred
     for label, model in models.items():
         saved, start = save_estimator(folder, label, model), model.start.target if isinstance(model, Transferred) else ""
         dedicated_types = tuple(name for name, booster in model.predictor_of.items() if booster == name)
-        labels[label] = LabelPredictors(**dict(saved), own_types=dedicated_types, errors=tuple(errors[label]), start=start)
+        forest_types = tuple(name for name, booster in model.predictor_of.items() if booster == FOREST)
+        labels[label] = LabelPredictors(**dict(saved), own_types=dedicated_types, forest_types=forest_types,
+                                        errors=tuple(errors[label]), start=start)
     name, sha256 = write_measured(folder, measured)
     sidecar = Sidecar(packages=installed_packages(), measured=name, measured_sha256=sha256, labels=labels, **about)
     write_sidecar(folder, sidecar)

@@ -8,7 +8,7 @@ kernels that were held out (training/kernels/label_training.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -118,16 +118,16 @@ def as_ratios(rows: TrainingSet, label: str, other_model: KernelModel) -> tuple[
                    bytes_moved=extended.bytes_moved, times_ms={label: rows.times_ms[label] / other_ms}), other_ms
 
 
-def fit_transferred(rows: TrainingSet, label: str, dedicated_types: Sequence[str], config: TrainingConfig,
+def fit_transferred(rows: TrainingSet, label: str, chosen: Mapping[str, str], config: TrainingConfig,
                     start: OtherPredictors) -> Transferred:
     """As `fit_kernel_model`, starting from the predictors of another target."""
-    return Transferred(start, fit_kernel_model(as_ratios(rows, label, start.model)[0], label, dedicated_types, config))
+    return Transferred(start, fit_kernel_model(as_ratios(rows, label, start.model)[0], label, chosen, config))
 
 
-def learner(model: Estimator, label: str, dedicated_types: Sequence[str],
+def learner(model: Estimator, label: str, chosen: Mapping[str, str],
             config: TrainingConfig) -> Callable[[TrainingSet], Transferred] | None:
     """A function that learns from fewer rows as `model` did, if that starts from another target; else None."""
     if not isinstance(model, Transferred):
         return None
     start = model.start
-    return lambda rows: fit_transferred(rows, label, dedicated_types, config, start)
+    return lambda rows: fit_transferred(rows, label, chosen, config, start)

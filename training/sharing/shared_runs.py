@@ -291,7 +291,7 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
         seen &= np.array([family not in names for names in rows.groups])
         if not (seen & ~rows.idle).any():
             return [np.nan] * len(groups[key])
-        model = fit_kernel_model(rows.rows(seen), BASELINE_LABEL, (), config)
+        model = fit_kernel_model(rows.rows(seen), BASELINE_LABEL, {}, config)
         return [_sum_ms(model, rows, records[runs[place].model], runs[place].metrics) for place in groups[key]]
 
     keys = sorted(groups)

@@ -102,9 +102,9 @@ def address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def add_model(made: argparse.ArgumentParser) -> None:
+def add_model(made: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, required: bool = True) -> None:
     """`--model`: the model to predict."""
-    made.add_argument("--model", type=Path, required=True,
+    made.add_argument("--model", type=Path, required=required,
                       help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
 
 

@@ -4,13 +4,17 @@ A kernel run alone in a loop finds its weights in the cache and pays for a whole
 were just written by the operator before it, its weights were last used a whole run ago, and ORT's profile gives its own
 time. Each kernel stands between an `Abs` for every floating input and a `Shape` that uses up its outputs without
 reading them.
+
+The file of a kernel is all that it needs. A large weight is made by nodes from a few thousand random numbers, so that the
+file stays small. ONNX Runtime folds these nodes into a constant if it optimises (up to 1 GiB). Where Hase opens the file, it
+puts the constant in their place itself (`take_weights`), since a kernel runs without optimisation.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -28,11 +32,17 @@ from runtimes.ort.building.dummy_data import (
 from utils import files
 from utils.errors import UserError
 from utils.lazy import onnx
+from utils.model_files import read_whole_model
 from utils.ort_sessions import model_errors, open_session
 
+if TYPE_CHECKING:
+    import onnxruntime
+
 KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
-INLINE_BYTES = 1 << 16  # larger weights go to the shared file …
-SHARED_TYPES = {"float32", "float16"}  # … if they are of these types
+INLINE_BYTES = 1 << 16  # larger weights are made by nodes …
+REPEATED_TYPES = {"float32", "float16"}  # … if they are of these types
+REPEATED_ELEMENTS = 64, 1 << 12  # least and most random numbers that such a weight repeats
+MAKES_WEIGHT = "weight_"  # how the names of these nodes, and of the constants that they read, begin
 IR_VERSION = 10
 WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
 WRITER_OP = "Abs"
@@ -60,19 +70,99 @@ def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str
     return node
 
 
-def shareable(tensor: KernelInput) -> bool:
-    """Whether a constant's value does not matter and it is large enough to lie outside the model's file."""
-    return tensor.constant and tensor.bytes > INLINE_BYTES and tensor.dtype in SHARED_TYPES
+def is_large_weight(tensor: KernelInput) -> bool:
+    """Whether a constant is large, and its value does not matter."""
+    return tensor.constant and tensor.bytes > INLINE_BYTES and tensor.dtype in REPEATED_TYPES
 
 
-def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
-                shared: Callable[[str, KernelInput], onnx.TensorProto] | None = None) -> onnx.ModelProto:
+def repeated_numbers(tensor: KernelInput) -> np.ndarray:
+    """The random numbers that a large weight repeats a whole number of times; none where it has to lie inside."""
+    least, most = REPEATED_ELEMENTS
+    count = next((count for count in range(most, least - 1, -1) if tensor.elements % count == 0), 0)
+    return random_floats((count,), tensor.dtype)
+
+
+def add_weights(graph: onnx.GraphProto, kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
+                repeated: bool = True) -> None:
+    """Adds the constants of a kernel to a graph.
+
+    Args:
+        graph: gets constants, and before its nodes those that make large weights.
+        kernel: whose.
+        weights: values by position of the input; random ones where not given.
+        repeated: whether nodes make large weights that are not given; else these lie inside.
+    """
+    making: list[onnx.NodeProto] = []
+    for place, tensor in enumerate(kernel.inputs):
+        name, start = input_name(place), f"{MAKES_WEIGHT}{place}_"
+        if not tensor.present or not tensor.constant:
+            continue
+        by_nodes = repeated and is_large_weight(tensor) and place not in (weights or {})
+        numbers = repeated_numbers(tensor) if by_nodes else np.zeros(0)
+        if not len(numbers):
+            graph.initializer.append(onnx.numpy_helper.from_array(
+                np.asarray(weight_value(kernel, place, weights), order="C"), name))
+            continue
+        constants = {"random": numbers, "times": np.array([tensor.elements // len(numbers)]), "shape": np.array(tensor.shape)}
+        graph.initializer.extend(onnx.numpy_helper.from_array(value, start + key) for key, value in constants.items())
+        for op_type, inputs, output in (("Tile", ("random", "times"), start + "flat"), ("Reshape", ("flat", "shape"), name)):
+            making.append(onnx.helper.make_node(op_type, [start + key for key in inputs], [output], name=start + op_type))
+    nodes = [*making, *graph.node]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def take_weights(model: onnx.ModelProto, kernel: Kernel) -> dict[str, np.ndarray]:
+    """Removes the nodes that make large weights from a built kernel, and what they read. Returns the weights by name, which the
+    graph then lacks."""
+    graph, made = model.graph, {output for node in model.graph.node if node.name.startswith(MAKES_WEIGHT)
+                                for output in node.output}
+    for members in (graph.node, graph.initializer):
+        kept = [member for member in members if not member.name.startswith(MAKES_WEIGHT)]
+        del members[:]
+        members.extend(kept)
+    return {input_name(place): np.resize(repeated_numbers(tensor), tensor.shape)
+            for place, tensor in enumerate(kernel.inputs) if input_name(place) in made}
+
+
+def read_built(path: Path) -> tuple[onnx.ModelProto, Kernel]:
+    """A built kernel with all its weights inside, and its description.
+
+    Raises:
+        UserError: as `built_kernel` and `read_whole_model`.
+    """
+    model, kernel = read_whole_model(path), built_kernel(path)
+    for name, value in take_weights(model, kernel).items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    return model, kernel
+
+
+def open_kernel(path: Path, device: str, kernel: Kernel, **options: Any) -> onnxruntime.InferenceSession:
+    """A session of a built kernel, which runs it as it stands; `options` are further ones of `open_session`.
+
+    Raises:
+        UserError: it does not load.
+    """
+    with model_errors(str(path)):
+        model = onnx.load(str(path), load_external_data=False)
+    weights = take_weights(model, kernel)
+    for name, value in weights.items():  # described here, and given to the session, or large ones would not fit in a message
+        described = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(value.dtype), dims=value.shape,
+                                     data_location=onnx.TensorProto.EXTERNAL)
+        for key, text in (("location", name), ("length", str(value.nbytes))):
+            described.external_data.append(onnx.StringStringEntryProto(key=key, value=text))
+        model.graph.initializer.append(described)
+    return open_session(model.SerializeToString() if weights else path, device, optimize="none", name=str(path),
+                        weights=weights, **options)
+
+
+def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None, repeated: bool = False) -> onnx.ModelProto:
     """The kernel as a model: one node, typed inputs `x<i>`, constants inside, outputs `y<i>`.
 
     Args:
         kernel: what to build.
         weights: values of constant inputs by position; random ones where not given.
-        shared: makes a large weight that lies elsewhere, from its name and description; else weights lie inside.
+        repeated: whether nodes make large weights that are not given; else these lie inside.
     """
     names = [input_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.inputs)]
     outs = [output_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.outputs)]
@@ -81,11 +171,8 @@ def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
         [onnx.helper.make_tensor_value_info(names[i], type_code(t.dtype), t.shape)
          for i, t in enumerate(kernel.inputs) if t.present and not t.constant],
         [onnx.helper.make_tensor_value_info(outs[i], type_code(t.dtype), t.shape)
-         for i, t in enumerate(kernel.outputs) if t.present],
-        [shared(names[i], t) if shared and shareable(t)
-         else onnx.numpy_helper.from_array(np.asarray(weight_value(kernel, i, weights), order="C"), names[i])
-         for i, t in enumerate(kernel.inputs) if t.present and t.constant],
-    )
+         for i, t in enumerate(kernel.outputs) if t.present])
+    add_weights(graph, kernel, weights, repeated)
     opsets = {kernel.domain: kernel.opset} | ({} if kernel.domain == "" else {"": 20})
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()],
                               ir_version=IR_VERSION, producer_name="hase")
@@ -96,18 +183,6 @@ def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
 def onnx_prop(key: str, value: str) -> onnx.StringStringEntryProto:
     """A metadata entry of a model."""
     return onnx.StringStringEntryProto(key=key, value=value)
-
-
-def shared_weight(folder: Path, name: str, tensor: KernelInput) -> onnx.TensorProto:
-    """A weight that lies in the file of random numbers of its type in `folder`, which grows as needed."""
-    shared = folder / f"random_{tensor.dtype}.bin"
-    if not shared.exists() or shared.stat().st_size < tensor.bytes:
-        files.write_bytes(shared, random_floats((tensor.elements,), tensor.dtype).tobytes())
-    made = onnx.TensorProto(name=name, data_type=type_code(tensor.dtype), dims=tensor.shape,
-                            data_location=onnx.TensorProto.EXTERNAL)
-    for key, value in (("location", shared.name), ("offset", "0"), ("length", str(tensor.bytes))):
-        made.external_data.append(onnx.StringStringEntryProto(key=key, value=value))
-    return made
 
 
 def kernel_build(kernel: Kernel, folder: Path, weights: Mapping[int, np.ndarray] | None = None) -> Path:
@@ -122,7 +197,7 @@ def kernel_build(kernel: Kernel, folder: Path, weights: Mapping[int, np.ndarray]
         UserError: the kernel can't be built alone, or a tensor's type has no numpy counterpart.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model = build_model(kernel, weights, functools.partial(shared_weight, folder) if weights is None else None)
+    model = build_model(kernel, weights, repeated=True)
     path = folder / f"{kernel.id}.onnx"
     files.write_bytes(path, model.SerializeToString())
     return path
@@ -164,7 +239,7 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
     Raises:
         UserError: it does not load or run, or gives NaN.
     """
-    session = open_session(path, device, optimize="none")
+    session = open_kernel(path, device, kernel)
     with model_errors(str(path)):
         outputs = session.run(None, dummy_inputs(kernel))
     if any(np.issubdtype(out.dtype, np.floating) and np.isnan(out).any() for out in map(np.asarray, outputs)):
