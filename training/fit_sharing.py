@@ -35,10 +35,9 @@ import numpy.typing as npt
 
 from records.backgrounds import Background
 from records.dataset_files import collected_targets, read_header, read_journal
-from records.probe_reading import QUANTILES
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from training.sharing.learned import DEFAULT_SWITCH_MS, Sharing, SharingErrors, co_runner_guessed, sharing_path
+from training.sharing.learned import Sharing, co_runner_guessed, sharing_path
 from training.sharing.shared_runs import (
     STATISTICS,
     Pairs,
@@ -46,6 +45,7 @@ from training.sharing.shared_runs import (
     Simulated,
     SimulatedModels,
     alone_ms,
+    errors_of,
     looped_models,
     measured_elsewhere,
     measured_under_load,
@@ -53,6 +53,7 @@ from training.sharing.shared_runs import (
     simulated_models,
     statistics_of,
     summed_ms,
+    typical,
 )
 from utils import cli, files
 from utils.config import read_config
@@ -64,8 +65,6 @@ from utils.paths import Workspace
 log = get_logger("sharing")
 Floats = npt.NDArray[np.float64]
 SLICES_MS = (1.6, 1.8, 1.9, 2.0, 2.1, 2.2, 2.4)  # to choose from: on an H200 2.2
-CYCLE_MS = 20.0  # where no background that pauses was measured
-LONGEST = 0.9  # quantile of a reading's waits; what the reading has it largest stands for the longest wait
 LEAST_LEFT = 0.05  # of the time, for the quotient: a GPU that is always busy leaves none
 PROBED, FROM_METRICS, PAIRED = "a probe", "metrics alone", "the looped model's prediction"
 FROM_SHARE = "the background's busy share"
@@ -74,33 +73,6 @@ EXAMPLES = """
 python training/fit_sharing.py
 python training/fit_sharing.py --workspace out/h200 --beside out/h200_beside --json
 """
-
-
-def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, float]) -> Sharing:
-    """What is learned from some runs: the waits next to an average background, the longest wait, and the cycle of backgrounds
-    that pause.
-
-    Backgrounds are averaged quantile by quantile. A co-runner is of one kind; a mixture of all kinds would give every one of
-    them some long waits (the average of quantiles has a sixth less error in the 95th percentiles).
-
-    Raises:
-        UserError: no probe had to wait.
-    """
-    at = np.linspace(0.0, 1.0, QUANTILES)
-    readings = {id(run.co_runner): run for run in runs if len(run.co_runner.waits_ms)}.values()
-    others = [run.co_runner for run in readings]
-    if not others:
-        raise UserError("no reading of the sharing probe waited for a background, so there is nothing to learn; measure at "
-                        "levels above 0 (levels in the collector's config)")
-    by_kind: dict[str, list[Floats]] = defaultdict(list)
-    for run in readings:
-        by_kind[run.background].append(np.quantile(run.co_runner.waits_ms, at))
-    waits = np.mean([np.mean(of_kind, axis=0) for of_kind in by_kind.values()], axis=0)
-    cycles = [co_runner.cycle_ms for co_runner in others if co_runner.quiet_ms]
-    return Sharing(slice_ms=slice_ms, alone_ms=dict(alone), waits_ms=tuple(waits.round(4).tolist()),
-                   cycle_ms=float(np.median(cycles)) if cycles else CYCLE_MS,
-                   longest_wait_ms=round(max(float(np.quantile(co_runner.waits_ms, LONGEST)) for co_runner in others), 4),
-                   switch_ms=DEFAULT_SWITCH_MS)
 
 
 class Evaluation:
@@ -172,13 +144,6 @@ class Evaluation:
                         "slice may lie beyond; extend SLICES_MS in training/fit_sharing.py", slice_ms, SLICES_MS[0],
                         SLICES_MS[-1])
         return typical(self.runs, slice_ms, self._alone)
-
-
-def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
-    """Mean errors of the three statistics over the runs that have a prediction."""
-    is_predicted = np.isfinite(predicted[:, 0])
-    errors = np.abs(predicted[is_predicted] / measured[is_predicted] - 1.0).mean(axis=0)
-    return SharingErrors(cases=int(is_predicted.sum()), **dict(zip(STATISTICS, errors.tolist(), strict=True)))
 
 
 def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import scipy.special
     import scipy.stats
     import sklearn.ensemble
+    import sklearn.isotonic
     import sklearn.linear_model
     import sklearn.neural_network
     import torch

@@ -30,9 +30,8 @@ from inference.core.predictor import Predictor
 from records.blocks import Block
 from records.dataset_files import read_journal
 from records.kernel_record_files import record_path
-from training.fit_sharing import errors_of, typical
 from training.sharing.learned import ALWAYS, Sharing
-from training.sharing.shared_runs import SharedRuns, Simulated, alone_ms, shared_runs, statistics_of
+from training.sharing.shared_runs import SharedRuns, Simulated, alone_ms, errors_of, shared_runs, statistics_of, typical
 from utils import cli
 from utils.errors import UserError
 from utils.lazy import sklearn
@@ -140,13 +139,12 @@ class Study:
 
     def shares(self) -> Floats:
         """The busy share that the probe would find, learned from the busy share in the metrics."""
-        from sklearn.isotonic import IsotonicRegression
-
         busy, probed = (np.array(values) for values in zip(*((run.busy, run.co_runner.busy_share) for run in self.runs),
                                                            strict=True))
         learned = np.empty(len(busy))
         for kind in set(self._kinds):
-            line = IsotonicRegression(out_of_bounds="clip").fit(busy[self._kinds != kind], probed[self._kinds != kind])
+            line = sklearn.isotonic.IsotonicRegression(out_of_bounds="clip")
+            line.fit(busy[self._kinds != kind], probed[self._kinds != kind])
             learned[self._kinds == kind] = line.predict(busy[self._kinds == kind])
         return learned
 

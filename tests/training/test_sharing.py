@@ -20,7 +20,7 @@ from records.blocks import Block
 from records.dataset_files import DatasetHeader, header_path
 from records.probe_reading import ProbedRuns, ProbeReading, summarised
 from runtimes import local_target
-from training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of, errors_of, typical
+from training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of
 from training.sharing.learned import (
     DEFAULT_SWITCH_MS,
     Sharing,
@@ -40,8 +40,10 @@ from training.sharing.shared_runs import (
     Simulated,
     SimulatedModels,
     alone_ms,
+    errors_of,
     looped_models,
     measured_elsewhere,
+    typical,
 )
 from utils import files
 from utils.errors import UserError

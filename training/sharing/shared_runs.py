@@ -22,7 +22,7 @@ from graph_model.simulation.sharing import CoRunner, shared_runs_ms
 from records.dataset_files import kernel_table_path
 from records.dataset_tables import read_kernel_table
 from records.kernel_record import record_name
-from records.probe_reading import ALWAYS
+from records.probe_reading import ALWAYS, QUANTILES
 from training.composition.fitted import latency_ms, read_composition
 from training.composition.formulas import fit_line, left_out_costs
 from training.composition.held_out import predict_as_learned
@@ -30,7 +30,15 @@ from training.composition.measured_models import MeasuredTracks, known_times, le
 from training.kernels.estimators import KernelModel, fit_kernel_model, parallel_map, predict_kernels
 from training.kernels.predictors import ON_GPU, read_predictors
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
-from training.sharing.learned import Sharing, TracksAndCosts, busy_share, co_runner_probed, in_a_loop
+from training.sharing.learned import (
+    DEFAULT_SWITCH_MS,
+    Sharing,
+    SharingErrors,
+    TracksAndCosts,
+    busy_share,
+    co_runner_probed,
+    in_a_loop,
+)
 from utils import cli
 from utils.errors import UserError
 
@@ -48,6 +56,8 @@ SEED = 7
 STATISTICS = ("mean", "p50", "p95")
 SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200
 BASELINE_LABEL = "run"
+CYCLE_MS = 20.0  # where no background that pauses was measured
+LONGEST = 0.9  # quantile of a reading's waits; what the reading has it largest stands for the longest wait
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,40 @@ def measured_elsewhere(runs: Sequence[SharedRuns]) -> Floats:
 def statistics_of(latencies_ms: Floats) -> Floats:
     """Mean, median and 95th percentile."""
     return np.array([latencies_ms.mean(), *np.percentile(latencies_ms, (50, 95))])
+
+
+def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
+    """Mean errors of the three statistics over the runs that have a prediction."""
+    is_predicted = np.isfinite(predicted[:, 0])
+    errors = np.abs(predicted[is_predicted] / measured[is_predicted] - 1.0).mean(axis=0)
+    return SharingErrors(cases=int(is_predicted.sum()), **dict(zip(STATISTICS, errors.tolist(), strict=True)))
+
+
+def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, float]) -> Sharing:
+    """What is learned from some runs: the waits next to an average background, the longest wait, and the cycle of backgrounds
+    that pause.
+
+    Backgrounds are averaged quantile by quantile. A co-runner is of one kind; a mixture of all kinds would give every one of
+    them some long waits (the average of quantiles has a sixth less error in the 95th percentiles).
+
+    Raises:
+        UserError: no probe had to wait.
+    """
+    at = np.linspace(0.0, 1.0, QUANTILES)
+    readings = {id(run.co_runner): run for run in runs if len(run.co_runner.waits_ms)}.values()
+    others = [run.co_runner for run in readings]
+    if not others:
+        raise UserError("no reading of the sharing probe waited for a background, so there is nothing to learn; measure at "
+                        "levels above 0 (levels in the collector's config)")
+    by_kind: dict[str, list[Floats]] = defaultdict(list)
+    for run in readings:
+        by_kind[run.background].append(np.quantile(run.co_runner.waits_ms, at))
+    waits = np.mean([np.mean(of_kind, axis=0) for of_kind in by_kind.values()], axis=0)
+    cycles = [co_runner.cycle_ms for co_runner in others if co_runner.quiet_ms]
+    return Sharing(slice_ms=slice_ms, alone_ms=dict(alone), waits_ms=tuple(waits.round(4).tolist()),
+                   cycle_ms=float(np.median(cycles)) if cycles else CYCLE_MS,
+                   longest_wait_ms=round(max(float(np.quantile(co_runner.waits_ms, LONGEST)) for co_runner in others), 4),
+                   switch_ms=DEFAULT_SWITCH_MS)
 
 
 @dataclass(frozen=True)
