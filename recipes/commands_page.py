@@ -36,7 +36,8 @@ INTRODUCTION = """# Commands
 
 Every command, by its purpose. `--help` shows the same text and all options. `--workspace DIR` puts what a command reads and
 writes into another folder than the repository. Only one command at a time writes to a folder or measures on a device: the next
-ends with an error that names the process, or waits for it with `--wait`. This page is written by `python recipes/commands_page.py`.
+ends with an error that names the process, or with `--wait` waits for it. This page is written by
+`python recipes/commands_page.py`.
 """
 EXAMPLES = """
 python recipes/commands_page.py

@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 
 from utils import logger
 from utils.errors import UserError
+from utils.locks import wait_for_locks
 from utils.paths import ROOT, Workspace
 
 LAST_PORT = 65535
@@ -302,7 +303,5 @@ def start(args: argparse.Namespace, begins: bool = False) -> Workspace:
     workspace = Workspace(folder.resolve())
     logger.configure(workspace.log_file, verbose=args.verbose, quiet=args.quiet)
     if args.wait:
-        from utils.locks import wait_for_locks  # only then: its imports take time
-
         wait_for_locks()
     return workspace
