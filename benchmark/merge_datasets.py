@@ -1,8 +1,8 @@
 """Adds the datasets of other workspaces to this one, so that what several machines measured is one dataset.
 
 Reads benchmark/dataset/<target>/ and the kernel records of its flavour from each workspace that --from names, and writes what
-is new in them to --workspace, which may be empty; so a merge can be repeated. Datasets of different targets, or with other
-labels or metrics, are refused, as are two models of one name that differ.
+is new in them to --workspace, which may be empty; so a merge can be repeated. Datasets of different targets, with other labels,
+or without a metric that --workspace has are refused, as are two models of one name that differ.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ PURPOSES = {  # and the folders and scripts at the top that serve it
 INTRODUCTION = """# Commands
 
 Every command, by its purpose. `--help` shows the same text and all options. `--workspace DIR` puts what a command reads and
-writes into another folder than the repository. This page is written by `python recipes/commands_page.py`.
+writes into another folder than the repository. Only one command at a time writes to a folder or measures on a device: the next
+ends with an error that names the process, or with `--wait` waits for it. This page is written by
+`python recipes/commands_page.py`.
 """
 EXAMPLES = """
 python recipes/commands_page.py

@@ -58,8 +58,8 @@ class DatasetWriter(Journal):
             described: the kernels that will be measured; these descriptions replace existing ones.
 
         Raises:
-            UserError: the existing dataset is damaged, of another target, or was collected with other metrics, labels or
-                held-out groups, or with another background of the same name.
+            UserError: the existing dataset is damaged, of another target, or was collected with other labels or held-out
+                groups, with metrics that are not measured any more, or with another background of the same name.
         """
         self.folder, self.header = folder, joined_header(folder, header)
         super().__init__(read_journal(folder))
@@ -103,19 +103,24 @@ class DatasetWriter(Journal):
 
 
 def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
-    """The header with the machines, the backgrounds, and the models' groups and collections that are there already.
+    """The header with the machines, the backgrounds, and the models' groups and collections that are there already. Metrics are
+    those that are there, and after them those that come newly; their columns are empty in the rows before.
 
     Raises:
-        UserError: the existing one is of another target, or has other metrics, labels, held-out groups or backgrounds.
+        UserError: the existing one is of another target, has other labels, held-out groups or backgrounds, or has metrics that
+            the new one lacks.
     """
     if not header_path(folder).exists():
         return header
     existing = read_header(folder)
-    for what, old, new in (("target", existing.target, header.target), ("metrics", existing.metrics, header.metrics),
-                           ("held_out", existing.held_out, header.held_out), ("labels", existing.labels, header.labels)):
+    for what, old, new in (("target", existing.target, header.target), ("held_out", existing.held_out, header.held_out),
+                           ("labels", existing.labels, header.labels)):
         if old != new:
             raise UserError(f"{folder}: this dataset was collected with {what} {old}, not {new}; "
                             "move it away, or use another --workspace")
+    if absent := [name for name in existing.metrics if name not in header.metrics]:
+        raise UserError(f"{folder}: this dataset was collected with metrics {', '.join(existing.metrics)}; add "
+                        f"{', '.join(absent)} to those of the config (it may have further ones), or use another --workspace")
     for name in existing.backgrounds.keys() & header.backgrounds.keys():
         if existing.backgrounds[name] != header.backgrounds[name]:
             raise UserError(f"{folder}: background {name} has changed since this dataset was collected "
@@ -125,6 +130,7 @@ def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
             raise UserError(f"{folder}: background {name} was {was} when this dataset was collected; keep held_out_backgrounds "
                             "as it was, or use another --workspace")
     return header.model_copy(update={
+        "metrics": tuple(dict.fromkeys((*existing.metrics, *header.metrics))),
         "machines": existing.machines | header.machines, "groups": existing.groups | header.groups,
         "collections": existing.collections | header.collections,
         "energy": existing.energy or header.energy, "backgrounds": existing.backgrounds | header.backgrounds,
@@ -214,8 +220,9 @@ def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapp
         collection: of the models of `source` that have none.
 
     Raises:
-        UserError: the datasets are of different targets, or were collected with different metrics, labels, held-out groups or
-            backgrounds; they disagree about a model, its graph or a machine; one is damaged; or another process writes there.
+        UserError: the datasets are of different targets, or were collected with different labels, held-out groups or
+            backgrounds, or `source` lacks a metric; they disagree about a model, its graph or a machine; one is damaged; or
+            another process writes there.
     """
     old, folder = source.dataset(target), into.dataset(target)
     header = read_header(old)

@@ -2,6 +2,9 @@
 
 A lock is `flock` on an open file, so the system releases it when the process ends, however it ends. Child processes do not
 inherit it. The file stays and says which process holds the lock or held it last. Without `flock` (Windows) nothing is locked.
+
+A lock that another process holds is an error, or is waited for (`wait_for_locks`). Commands lock the dataset before the device,
+so that no two of them wait for each other.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -21,6 +25,7 @@ from pathlib import Path
 
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts
+from utils.logger import get_logger
 
 try:
     import fcntl
@@ -28,13 +33,25 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 FOLDER_VARIABLE = "HASE_LOCK_FOLDER"  # environment: folder of the devices' locks, if not /tmp
+WAIT_VARIABLE = "HASE_WAIT"  # environment: wait for locks
 WRITER = ".writer.lock"  # in a folder that only one process at a time may write
 EVERYBODY = 0o666  # root and every user share a device's lock
 SAFE = (os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC) if fcntl else 0  # all users write to /tmp: no links, no pipes
 COMMAND_CHARACTERS = 200  # of a holder's command line in errors
+LOOK_EVERY_S = 0.2  # while a lock is waited for
+log = get_logger("locks")
 _held: Counter[Path] = Counter()  # how many blocks of this process hold each lock
 _open: dict[Path, int] = {}
 _guard = threading.Lock()
+
+
+class InUse(UserError):
+    """Another process holds a lock."""
+
+
+def wait_for_locks() -> None:
+    """From now on this process, and those that it starts, wait for locks that others hold; otherwise each is an error."""
+    os.environ[WAIT_VARIABLE] = "1"
 
 
 def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
@@ -67,13 +84,22 @@ def locked(path: Path, what: str) -> Iterator[None]:
         what: what the lock is for; errors name it.
 
     Raises:
-        UserError: another process holds it; it is named. Or the file is another user's, and can't be read or written.
+        InUse: another process holds it; it is named. After `wait_for_locks` this is a line in the log, and the lock is waited
+            for.
+        UserError: the file is another user's, and can't be read or written.
     """
     path = path.absolute()
-    with _guard:
-        if fcntl is not None and not _held[path]:
-            _open[path] = _acquire(path, what)
-        _held[path] += 1
+    said = ""
+    while True:
+        try:
+            _take(path, what)
+            break
+        except InUse as error:
+            if not os.environ.get(WAIT_VARIABLE):
+                raise
+            if said != (said := str(error)):
+                log.warning("waiting: %s", said)
+        time.sleep(LOOK_EVERY_S)
     try:
         yield
     finally:
@@ -81,6 +107,14 @@ def locked(path: Path, what: str) -> Iterator[None]:
             _held[path] -= 1
             if not _held[path] and path in _open:
                 os.close(_open.pop(path))
+
+
+def _take(path: Path, what: str) -> None:
+    """Takes the lock, or counts one more block that holds it."""
+    with _guard:
+        if fcntl is not None and not _held[path]:
+            _open[path] = _acquire(path, what)
+        _held[path] += 1
 
 
 def _acquire(path: Path, what: str) -> int:
@@ -97,18 +131,18 @@ def _acquire(path: Path, what: str) -> int:
             raise OSError(errno.EINVAL, "no plain file")
         descriptor = try_lock(path, os.O_RDWR)
     except PermissionError:
-        raise UserError(_of_another_user(path, what)) from None
+        raise _of_another_user(path, what) from None
     except OSError as error:
         raise UserError(f"{path}: can't be locked ({error.strerror}); remove it, unless another process uses it") from None
     if descriptor is None:
-        raise UserError(f"{what} is in use by {_holder(path)}; wait until that has ended, or end it")
+        raise InUse(f"{what} is in use by {_holder(path)}; wait until that has ended (--wait does), or end it")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "command": " ".join(sys.argv)[:COMMAND_CHARACTERS],
                                       "since": datetime.now(UTC).isoformat(timespec="seconds")}).encode(), 0)
     return descriptor
 
 
-def _of_another_user(path: Path, what: str) -> str:
+def _of_another_user(path: Path, what: str) -> UserError:
     """The error for a lock file that this user may not write."""
     try:
         owner = path.owner()
@@ -117,12 +151,13 @@ def _of_another_user(path: Path, what: str) -> str:
     try:
         descriptor = try_lock(path)
     except PermissionError:
-        return (f"{path}: can't be read, so it is not known whether a process of user {owner} is running; ask them, and remove "
-                "it if none is")
+        return UserError(f"{path}: can't be read, so it is not known whether a process of user {owner} is running; ask them, "
+                         "and remove it if none is")
     if descriptor is None:
-        return f"{what} is in use by {_holder(path)} of user {owner}; wait until that has ended, or ask them to end it"
+        return InUse(f"{what} is in use by {_holder(path)} of user {owner}; wait until that has ended (--wait does), or ask "
+                     "them to end it")
     os.close(descriptor)
-    return f"{path}: can't be written, since it is user {owner}'s; no process holds it: remove it, or ask them to"
+    return UserError(f"{path}: can't be written, since it is user {owner}'s; no process holds it: remove it, or ask them to")
 
 
 def _holder(path: Path) -> str:

@@ -147,8 +147,9 @@ class model_errors:  # lower case, as it is used like a function: `with model_er
         if running or module.startswith("onnxruntime.") or module.startswith("google.protobuf") or (
                 module.startswith("onnx") and kind.__name__ in ("ValidationError", "InferenceError", "Fail")):
             message = advise(str(error))
-            what = kind_of_file(Path(self.name)) if message.startswith(NO_MODEL) else ""
-            raise UserError(f"{self.name}: {f'{NO_MODEL}: this is {what}' if what else message}") from None
+            if message.startswith(NO_MODEL) and (of_file := kind_of_file(Path(self.name))):
+                message = f"{NO_MODEL}: this is {of_file}"
+            raise UserError(f"{self.name}: {message}") from None
 
 
 def advise(message: str) -> str:

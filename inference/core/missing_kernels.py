@@ -136,7 +136,8 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         "labels": (*DEFAULT_LABELS, fitted.composition.label) if begins and fitted.composition.assumed and on_cpu else
                   (fitted.composition.label,)})
     setting = Setting.of(fitted.target, workspace.kernel_onnx)
-    with start_workers(config, flavour.device, config.labels, setting) as workers:  # it starts up while the model is analysed
+    with (sole_writer(workspace.dataset(name)),
+          start_workers(config, flavour.device, config.labels, setting) as workers):  # they start while the model is analysed
         records = _records(source, sizes, fitted, workspace, force, static)
         wanted = unsteady_kernels(fitted, records) | missing_kernels(fitted, records)
         if not wanted:

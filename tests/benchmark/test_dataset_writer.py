@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from made_up_dataset import MACHINE, METRIC, TARGET, conv, draw_kernels, gemm, relu
 
@@ -37,6 +39,7 @@ from utils.locks import WRITER, try_lock
 from utils.paths import Workspace
 
 HEADER = DatasetHeader(target=TARGET, metrics=(METRIC,), machines={MACHINE.uuid: MACHINE}, labels=("run",))
+FURTHER = "DCGM_FI_DEV_CPU_UTIL_SYS"  # a metric that comes later
 FIRST, SECOND, THIRD = conv(), relu(), gemm()
 
 
@@ -112,6 +115,29 @@ def test_rows_of_further_kernels_and_models_are_added(folder: Path, rewrites: li
     assert writer.count_rows() == (3, 2)
     assert [text.count("\n") for text in tables(folder)] == [1 + 3, 1 + 2]
     assert tables(folder) == rewritten(folder)
+
+
+def test_a_further_metric_is_a_column_that_is_empty_in_the_rows_before(folder: Path) -> None:
+    """The config may name the metrics in any order. The journal keeps what was measured."""
+    further = HEADER.model_copy(update={"metrics": (FURTHER, METRIC)})
+    before = read_journal(folder)
+    writer = DatasetWriter(folder, further, [DatasetKernel(kernel=SECOND, models=("net",), groups=("net",))])
+    writer.append(block_of(SECOND, model="net").model_copy(update={"background": {METRIC: 2.0, FURTHER: 3.0}}))
+    writer.write_tables()
+    assert read_header(folder).metrics == (METRIC, FURTHER)
+    assert read_journal(folder)[:1] == before
+    for path, column in ((kernel_table_path(folder), "Kernel_ID"), (model_table_path(folder), "Model")):
+        table = pd.read_csv(path)
+        assert len(table) == 2, column
+        assert table[METRIC].tolist() == [1.0, 2.0]
+        assert table[FURTHER].tolist() == [pytest.approx(math.nan, nan_ok=True), 3.0]
+    assert tables(folder) == rewritten(folder)
+
+
+def test_a_metric_that_is_not_measured_any_more_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=rf"was collected with metrics {METRIC}; add {METRIC} to those of the config \(it may"):
+        DatasetWriter(folder, HEADER.model_copy(update={"metrics": (FURTHER,)}), [])
+    assert read_header(folder).metrics == (METRIC,)
 
 
 def test_without_anything_new_nothing_is_written(folder: Path, rewrites: list[int]) -> None:

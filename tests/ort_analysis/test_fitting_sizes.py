@@ -69,6 +69,12 @@ def test_the_message_suggests_sizes_that_fit(name: str) -> None:
     assert all(0 not in tensor.shape for tensor in analyze(model(name), "cpu", suggested).outputs.values())
 
 
+def test_an_image_that_is_smaller_than_a_window_is_refused() -> None:
+    sizes = MODELS["channels in groups, and a wide window"][-1] | {"height": 3}
+    with pytest.raises(UserError, match=r"\(Conv\) can't take an input of 1×6×3×32, which is smaller than its window"):
+        analyze(model("channels in groups, and a wide window"), "cuda", sizes)
+
+
 def test_given_sizes_are_not_suggested_again() -> None:
     with pytest.raises(UserError, match=r"for example --dim past=1 --dim head=64$"):
         analyze(model("a cache that is joined"), "cpu", {"batch": 3})

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from command import printed, run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
 
-from records.dataset_files import kernel_table_path
+from records.dataset_files import header_path, kernel_table_path, read_header
 from training.kernels import estimators
 from training.kernels.boosters import from_forest
 from training.kernels.estimators import FOREST, SHARED, fit_roofline
@@ -21,6 +22,7 @@ from training.kernels.saved_form import open_estimator, save_estimator
 from training.kernels.schema import KernelRows
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from utils import files
 from utils.config import read_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
@@ -46,6 +48,24 @@ def test_rows_and_labels(rows: TrainingSet) -> None:
     assert rows.idle.sum() == 400
     assert set(rows.load[rows.idle][:, 0]) == {rows.idle_load[METRIC]}  # no noise to learn on the idle device
     assert rows.load[~rows.idle].mean() == pytest.approx(50, abs=1)
+
+
+def test_a_metric_that_came_late_is_learned_from_once_idle_and_loaded_rows_have_it(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    workspace, late = Workspace(tmp_path), "DCGM_FI_DEV_CPU_UTIL_SYS"
+    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(120)}, {}, {}, LEVELS)
+    header = read_header(workspace.dataset(TARGET.name))
+    files.write_json(header_path(workspace.dataset(TARGET.name)), header.model_copy(update={"metrics": (METRIC, late)}))
+    table = pd.read_csv(kernel_table_path(workspace.dataset(TARGET.name)))
+    for has_it, metrics in ((table.index % 2 == 0, (METRIC, late)), ((table["Level"] == 0) & (table.index > 60), (METRIC,))):
+        table[late] = np.where(has_it, table[METRIC] / 2, np.nan)
+        table.to_csv(kernel_table_path(workspace.dataset(TARGET.name)), index=False)
+        caplog.clear()
+        rows = read_training_set(workspace, TARGET.name)
+        assert rows.metrics == metrics
+        assert any(f"under load, has {late}" in entry.getMessage() for entry in caplog.records) == (len(metrics) == 1)
+        errors = {(e.rows_of, e.type): e for e in train_label(rows, "run", QUICK).errors}
+        assert errors["under load", "all"].mape < 0.3
 
 
 def test_recovers_the_formula_up_to_its_noise(rows: TrainingSet) -> None:

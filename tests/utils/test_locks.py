@@ -7,6 +7,7 @@ import pwd
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
 import pytest
+from command import run_script
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.units import start_workers
@@ -68,6 +71,36 @@ def test_the_error_names_the_process_and_locks_end_with_it(tmp_path: Path) -> No
         process.wait()  # its child is still alive
         with sole_writer(tmp_path / "data"), measuring("cpu"):
             pass
+
+
+def save(path: Path) -> Path:
+    onnx.save(small_model(), path)
+    return path
+
+
+def test_a_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(locks.WAIT_VARIABLE, "")
+    locks.wait_for_locks()
+    with holder(tmp_path / "data") as (process, _):
+        threading.Timer(0.5, process.kill).start()
+        began = time.monotonic()
+        with caplog.at_level("WARNING", "hase"), sole_writer(tmp_path / "data"), measuring("cpu"):
+            assert time.monotonic() - began > 0.3
+    said = [entry.getMessage() for entry in caplog.records]
+    assert len(said) == 1
+    assert said[0].startswith(f"waiting: {tmp_path / 'data'}: this folder is in use by process {process.pid}")
+
+
+def test_the_option_says_that_locks_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(locks.WAIT_VARIABLE, "")
+    with holder(tmp_path / "ort_analysis" / "ort_kernel_record") as (process, _):
+        options = ("ort_analysis/fusion_detector.py", "--workspace", tmp_path, "--model", save(tmp_path / "net.onnx"))
+        refused = run_script(*options)
+        assert (refused.returncode, f"in use by process {process.pid}" in refused.stderr) == (1, True)
+        assert "(--wait does)" in refused.stderr
+        threading.Timer(0.5, process.kill).start()
+        waited = run_script(*options, "--wait")
+        assert (waited.returncode, f"waiting: {tmp_path}" in waited.stderr) == (0, True), waited.stderr
 
 
 SCRIPTS = {  # each with the folder or device that it locks

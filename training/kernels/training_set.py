@@ -194,7 +194,7 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
     idle = table["Level"].to_numpy(dtype=float) == 0.0
     if not idle.any():
         raise UserError(f"dataset {header.target.name}: no idle rows (Level 0); measure them with: {COLLECT}")
-    metrics = tuple(name for name in header.metrics if name in table.columns and table[name][idle].notna().any())
+    metrics = _metrics_of(header, table, idle)
     try:
         load = np.array(table[list(metrics)], dtype=float).reshape(len(table), len(metrics))
     except (KeyError, ValueError) as error:
@@ -214,6 +214,18 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
         bytes_moved=np.array([kernels[name].bytes_read + kernels[name].bytes_written for name in ids], dtype=float),
         dtypes=tuple(sorted({kernels[name].dtype for name in set(ids)})),
     )
+
+
+def _metrics_of(header: DatasetHeader, table: pd.DataFrame, idle: npt.NDArray[np.bool_]) -> tuple[str, ...]:
+    """The metrics that tell idle rows from loaded ones: those that rows of both kinds have. A metric that the dataset got late
+    may be in few rows yet."""
+    kinds = [kind for kind in (idle, ~idle) if kind.any()]
+    there = [name for name in header.metrics if name in table.columns]
+    metrics = tuple(name for name in there if all(table[name][kind].notna().any() for kind in kinds))
+    if unused := sorted(set(header.metrics) - set(metrics)):
+        log.warning("%s: no row that is idle, or none under load, has %s, so it is not learned from; kernels that are measured "
+                    "from now on have it", header.target.name, ", ".join(unused))
+    return metrics
 
 
 def _times(table: pd.DataFrame, device: str) -> dict[str, Floats]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 
 from utils import logger
 from utils.errors import UserError
+from utils.locks import wait_for_locks
 from utils.paths import ROOT, Workspace
 
 LAST_PORT = 65535
@@ -284,6 +285,9 @@ def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
     shared.add_argument("--workspace", type=Path, default=ROOT, metavar="DIR",
                         help="folder that holds what the phases write (default: the repository)")
     shared.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+    shared.add_argument("--wait", action="store_true",
+                        help="wait while another process writes to the same folder or measures on the same device (default: "
+                             "end with an error)")
     shared.add_argument("--verbose", action="store_true", help="debug lines on stderr too")
     shared.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
     return made
@@ -305,4 +309,6 @@ def start(args: argparse.Namespace, begins: bool = False) -> Workspace:
         raise UserError(f"--workspace {folder}: no such folder; check its name, or make it first: mkdir -p {folder}")
     workspace = Workspace(folder.resolve())
     logger.configure(workspace.log_file, verbose=args.verbose, quiet=args.quiet)
+    if args.wait:
+        wait_for_locks()
     return workspace

@@ -304,7 +304,12 @@ def _output_shapes(node: onnx.NodeProto, outputs: set[str], answer: ShapeAnswer,
         shapes |= {node.output[0]: known[node.input[0]].shape}
     left = sorted(outputs - set(shapes))
     bounds: Shapes = {}
-    by_values = operator_row(node.op_type).shape_needs_values or any(answer.shapes[out] is not None for out in left)
+    row = operator_row(node.op_type)
+    if left and node.domain in ONNX_DOMAINS and (row.operator_class == "convolution" or row.kind == "pool"):
+        given = "×".join(map(str, known[node.input[0]].shape))  # all sizes are known, and none depends on data
+        raise UserError(f"{name}: {node.name} ({node.op_type}) can't take an input of {given}, which is smaller than its "
+                        "window; give larger sizes")
+    by_values = row.shape_needs_values or any(answer.shapes[out] is not None for out in left)
     if node.domain in ONNX_DOMAINS and by_values:
         largest = largest_shapes(node, answer.shapes, known, answer.values)
         for out in left:
