@@ -41,7 +41,8 @@ def tree_model(path: Path, rows: int, scales: np.ndarray = SCALES, scaler: bool 
               "weights": draw.standard_normal((~split).sum()).astype(np.float32)}
     ensemble = helper.make_node(
         "TreeEnsembleRegressor", ["standard" if scaler else "x"], ["y"], domain="ai.onnx.ml", n_targets=1,
-        nodes_modes=np.where(split, "BRANCH_LEQ", "LEAF").tolist(), **{f"nodes_{key}": of.tolist() for key, of in nodes.items()},
+        nodes_modes=np.where(split, "BRANCH_LEQ", "LEAF").tolist(),
+        **{f"nodes_{key}": of.tolist() for key, of in nodes.items()},
         **{f"target_{key}": of.tolist() for key, of in leaves.items()})
     first = [helper.make_node("Scaler", ["x"], ["standard"], domain="ai.onnx.ml", offset=(3.0 * scales).tolist(),
                               scale=(1.0 / scales).tolist())] if scaler else []
