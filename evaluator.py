@@ -32,6 +32,7 @@ TOLD_WARNINGS = 5  # on the console; the most frequent ones first
 EXAMPLES = """
 python evaluator.py model_zoo/models/
 python evaluator.py resnet18.onnx --dim batch=1,4,16
+python evaluator.py trees.onnx --inputs rows.npz  # needs your own
 python evaluator.py --recorded  # needs measured models in the target's dataset
 python evaluator.py resnet18.onnx --dim batch=16 --under-load recipes/h200/live.yaml --probe  # needs a GPU
 """
@@ -63,6 +64,7 @@ def command_line() -> argparse.ArgumentParser:
                         help="ONNX files or folders of them; bare names are also looked for in model_zoo")
     cli.add_dim(parser)
     cli.add_static(parser)
+    cli.add_inputs(parser)
     parser.add_argument("--target", help="whose predictors (default: this machine, or the only target with predictors)")
     parser.add_argument("--recorded", action="store_true",
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
@@ -96,6 +98,8 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("name models (files or folders), or --recorded for all that the dataset holds")
     if args.recorded and (args.metrics or args.changes or args.config != CONFIG_FILE):
         parser.error("--recorded takes the load from the dataset: leave --metrics, --config and --set out")
+    if args.inputs and (args.recorded or len(args.models) != 1 or args.models[0].is_dir()):
+        parser.error("--inputs are those of one MODEL that is measured here")
     if args.recorded and (args.under_load or args.probe):
         parser.error("--recorded measures nothing: leave --under-load and --probe out")
     if args.under_load and args.metrics:
@@ -124,7 +128,7 @@ def main() -> int:
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
         run_mode=RunMode(io=args.io, cuda_graph=args.cuda_graph), loads=loads,
-        plan=MeasuringPlan(args.rounds, args.budget_s, args.patience_s, args.timeout_s), force=args.force,
+        plan=MeasuringPlan(args.rounds, args.budget_s, args.patience_s, args.timeout_s, args.inputs), force=args.force,
         static=args.static)
     folder = workspace.evaluation / evaluation.target
     with sole_writer(folder):

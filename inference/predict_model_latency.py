@@ -12,7 +12,8 @@ Ctrl-C, and --export serves the latest one to Prometheus. A prediction that fail
 On a machine that is the target, --measure-missing first measures the model's kernels that were never measured, and again those
 that were measured while the machine was unsteady: the collector adds them to the target's dataset (as benchmark/config.yaml
 says, idle), and they are looked up from then on, without a training. Where nothing was trained yet, default constants say how
-kernels add up, until a training replaces them.
+kernels add up, until a training replaces them. The time of some operators depends on values (trees, TopK, NonZero …): it is
+measured with standardised random inputs, or with those in a file (--inputs).
 
 On a GPU the latency of small models depends on how fast the host dispatches (--host-pace, --machine; benchmark/host_pace.py).
 Where that is unknown, the interval covers slow and fast hosts.
@@ -77,6 +78,7 @@ python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,
 python inference/predict_model_latency.py --model resnet18.onnx --strict --top 10 --json
 python inference/predict_model_latency.py --dag graph_model/model_DAG/*/resnet18_fp32_b16_224x224.json
 python inference/predict_model_latency.py --model resnet18.onnx --measure-missing
+python inference/predict_model_latency.py --model trees.onnx --measure-missing --inputs rows.npz  # needs your own
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --dim batch=1,2,4,8 --energy
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --host-pace 1.15 --slo-ms 50
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --cuda-graph
@@ -111,6 +113,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--measure-missing", action="store_true",
                         help="first measure the kernels that were never measured, or only unsteadily; this machine must be the "
                              "target")
+    cli.add_inputs(parser)
     parser.add_argument("--beside", type=Path, metavar="REAL",
                         help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
     pace_options = parser.add_mutually_exclusive_group()
@@ -149,6 +152,8 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--trace draws one run: give each --dim one size")
     if args.measure_missing and (args.strict or args.metrics):
         parser.error("--measure-missing: idle times are looked up neither with --strict nor under a load")
+    if args.inputs and not args.measure_missing:
+        parser.error("--inputs are what --measure-missing measures with; nothing else runs the model")
     if args.beside and not args.trace:
         parser.error("--beside goes with --trace FILE, which then holds both runs")
     if args.slo_percentile and not args.slo_ms:
@@ -210,7 +215,7 @@ def predict_once(args: argparse.Namespace, sources: LiveSources,
     load = sources.load()
     with optimized_once():
         if args.measure_missing:
-            log_measured(predictor.measure_missing(args.model, sizes, static=args.static))
+            log_measured(predictor.measure_missing(args.model, sizes, static=args.static, inputs=args.inputs))
         now = sources.with_load(load)
         runs = [predictor.run(args.model, dims=dims, static=args.static, run_mode=sources.run_mode, **now)
                 for dims in cli.progress(sizes, "predicting")]

@@ -252,7 +252,7 @@ def read_table(path: Path) -> pd.DataFrame:
     """
     try:
         table = pd.read_csv(path, keep_default_na=True, na_values=[""], low_memory=False,  # a column is read as one type
-                            dtype={"Background": str, "Groups": str, "Unsteady": str})
+                            dtype={"Background": str, "Groups": str, "Unsteady": str, "Inputs": str})
     except FileNotFoundError:
         raise UserError(f"{path}: no such dataset; measure one with: {COLLECT}") from None
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:

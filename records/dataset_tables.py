@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -39,6 +40,7 @@ from records.measurement import (
     LABELS,
     SLOWDOWN_ADMITTED,
     VARIANTS,
+    Inputs,
     Measurement,
     Place,
 )
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 log = get_logger("collector")
 PATIENCE_S, PAUSE_S = 5.0, 0.1  # while another process writes the tables
 BEST_PLACES: tuple[Place, ...] = ("in_model", "carrier", "alone")  # of a kernel's measurements; the first is best
+BEST_INPUTS: tuple[Inputs, ...] = ("given", "standardised", "")  # the same
 UNFINISHED = "unfinished"  # status of a kernel that has labels, but not (yet) the first
 
 
@@ -66,8 +69,8 @@ def input_shape(kernel: Kernel) -> str:
 GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
 ENERGY_QUANTITIES = ("energy_j", "counter_j", "power_w", "idle_w", "window_s", "runs")  # of a model's label `energy`
 ENERGY_COLUMNS = ("energy_ms", *ENERGY_QUANTITIES[:4], "energy_s", "energy_runs", "energy_doubts")
-KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Unsteady", "Runs", "Started",
-                  "Ended", "Status", "Error", "Groups")
+KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Unsteady", "Inputs", "Runs",
+                  "Started", "Ended", "Status", "Error", "Groups")
 
 
 def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
@@ -106,8 +109,9 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
     """One row a kernel, level and background (and machine). Labels of one kernel from several contexts are joined:
 
     in-model times win over a carrier's, and a label's figure is the `typical` of its samples. Where several blocks measured it,
-    the `steadiest` count, and column Unsteady names the labels that rest on none that was steady. `Latency_ms` is the mean of
-    label `run`, as the user defined it.
+    the `steadiest` count, and column Unsteady names the labels that rest on none that was steady. Where a time depends on
+    values, inputs that were given win over made-up ones; column Inputs names them by label. `Latency_ms` is the mean of label
+    `run`, as the user defined it.
 
     Args:
         blocks: the journal.
@@ -148,6 +152,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
             "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
             "Drift": round(block.drift, 4),
             "Unsteady": unsteady_labels({label: block.drift for label, (block, _) in firsts.items() if block.unsteady}),
+            "Inputs": "|".join(sorted(f"{label}:{m.inputs}" for label, (_, m) in firsts.items() if m.inputs)),
             "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
             "Status": failures[0].status if failures else "ok" if first_label in counted else UNFINISHED,
             "Error": "; ".join(sorted({m.error for m in failures})),
@@ -157,13 +162,14 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
 
 
 def _counted(measured: Iterable[Measured]) -> dict[str, list[Measured]]:
-    """The measurements of a kernel that count for each label: of those that went well, the steadiest in the best place."""
-    by_label: dict[str, dict[str, list[Measured]]] = defaultdict(lambda: defaultdict(list))
+    """The measurements of a kernel that count for each label: of those that went well, the steadiest with the best inputs in
+    the best place."""
+    by_label: dict[str, dict[tuple[Place, Inputs], list[Measured]]] = defaultdict(lambda: defaultdict(list))
     for block, m in measured:
         if m.status == "ok":
-            by_label[m.label][m.place].append((block, m))
-    return {label: steadiest(next(in_places[place] for place in BEST_PLACES if place in in_places))
-            for label, in_places in by_label.items()}
+            by_label[m.label][m.place, m.inputs].append((block, m))
+    best = list(itertools.product(BEST_PLACES, BEST_INPUTS))
+    return {label: steadiest(next(of_label[way] for way in best if way in of_label)) for label, of_label in by_label.items()}
 
 
 class ModelSession(NamedTuple):

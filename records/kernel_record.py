@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
+from records.operators import operator_row
 from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.frozen import Frozen
@@ -131,6 +132,11 @@ class Kernel(Frozen):
     bytes_read: Count
     bytes_written: Count
     weight_bytes: Count
+
+    @property
+    def time_by_values(self) -> bool:
+        """Whether its time on a CPU depends on the values of its inputs."""
+        return operator_row(self.op_type).time_by_values
 
     @property
     def moves_data(self) -> bool:

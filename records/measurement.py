@@ -13,6 +13,7 @@ from utils.paths import FileName
 Milliseconds = Annotated[float, Field(ge=0)]
 Place = Literal["alone", "carrier", "in_model"]
 Status = Literal["ok", "failed", "crashed", "timeout"]
+Inputs = Literal["", "standardised", "given"]
 
 
 def now() -> str:
@@ -39,6 +40,8 @@ class Measurement(Frozen):
         cuda_kernels: label `gpu` of a kernel: their names in order.
         disturbance: of a model on an idle GPU: how much other work slowed the host down meanwhile, a ratio (quiet_host).
         probe_us: of a model on an idle GPU: the time of the host probe meanwhile.
+        inputs: of a kernel whose time depends on values (`time_by_values`): whether the inputs of its model, or its own, were
+            standardised random numbers or `given` by the user; "" before this was recorded, and of other kernels.
         status: `ok`, `failed`, `crashed` or `timeout`; `error` says why; of label `energy`, what is wrong with the reading.
         started, ended: UTC, ISO 8601.
     """
@@ -56,6 +59,7 @@ class Measurement(Frozen):
     cuda_kernels: tuple[str, ...] = ()
     disturbance: float | None = None
     probe_us: float | None = None
+    inputs: Inputs = Field("", exclude_if=lambda inputs: not inputs)
     status: Status = "ok"
     error: str = ""
     started: str = ""
@@ -90,3 +94,8 @@ DISTURBANCE_ADMITTED = 0.12  # how far the host probe may exceed a good reading;
 def drift_key(label: str) -> str:
     """What stands beside a measured time of `label` where it rests on an unsteady block: that block's drift, a ratio."""
     return f"{label} drift"
+
+
+def inputs_key(label: str) -> str:
+    """What stands beside a measured time of `label`, as 1, where the time depends on values and the inputs were realistic."""
+    return f"{label} inputs"

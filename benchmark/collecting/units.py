@@ -77,7 +77,7 @@ class KernelUnits:
                              for m in self.time_carrier(group, self.in_model_labels, self.workers.worker)]
         if GPU_LABEL in self.labels:
             measurements += self.trace_kernels(sound)
-        return measurements
+        return with_inputs(measurements, items)
 
     def time_alone(self, item: KernelItem) -> list[Measurement]:
         """Label `run`: a kernel in a session of its own."""
@@ -144,8 +144,19 @@ class KernelUnits:
     def _of_model(self, item: ModelItem, do: str, labels: tuple[str, ...]) -> Request:
         return Request.model_validate({
             "do": do, "device": self.device, "paths": (str(item.path),), "record": str(item.record_path),
-            "dims": item.record.dims, "static": item.record.static, "labels": labels, "effort": self.config.model.effort(),
+            "dims": item.record.dims, "static": item.record.static, "labels": labels,
+            "inputs": str(item.inputs.absolute()) if item.inputs else "", "effort": self.config.model.effort(),
             "provider_options": self.target.provider_options})
+
+
+def with_inputs(measurements: Sequence[Measurement], items: Sequence[Item]) -> list[Measurement]:
+    """The measurements of some kernels and models; those of kernels whose time depends on values say what inputs they had."""
+    kernels = [kernel for item in items for kernel in (
+        item.record.kernels.values() if isinstance(item, ModelItem) else (item.kernel,))]
+    by_values = {kernel.id for kernel in kernels if kernel.time_by_values}
+    given = {item.id for item in items if isinstance(item, ModelItem) and item.inputs}
+    return [m.model_copy(update={"inputs": "given" if m.context in given else "standardised"})
+            if m.subject == "kernel" and m.id in by_values else m for m in measurements]
 
 
 def ask(worker: Worker, request: Request) -> tuple[Reply, Status]:

@@ -40,6 +40,7 @@ class ModelItem:
     Attributes:
         labels: whether its kernels are measured in it.
         only: if not empty, only these kernels are measured, by id, and not the model itself.
+        inputs: a file with values of its inputs; None: made-up ones.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class ModelItem:
     record: ModelRecord
     labels: bool
     only: frozenset[str] = frozenset()
+    inputs: Path | None = None
 
     @property
     def id(self) -> str:

@@ -25,6 +25,7 @@ from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
 from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
 from runtimes import runtime_named
+from runtimes.ort.runner import read_inputs
 from runtimes.protocol import Setting
 from training.composition.default_composition import default_composition, save_default, untrained
 from training.kernels.predictors import ON_GPU, leaves_gpu_idle
@@ -34,7 +35,7 @@ from training.kernels.uncertainty import NOTHING_LEARNED
 from utils.config import read_config
 from utils.errors import UserError
 from utils.files import write_json
-from utils.fingerprint import Flavour, Target
+from utils.fingerprint import DEFAULT_RUNTIME, Flavour, Target
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
@@ -86,6 +87,14 @@ def unsteady_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str
             if any(fitted.predictors.drift_of(kernel, label) for label in looked_up(fitted.composition))}
 
 
+def kernels_by_values(fitted: Fitted, records: Sequence[ModelRecord], given: bool) -> dict[str, Kernel]:
+    """The kernels of some models, by id, whose time depends on values and was not measured with realistic ones; with `given`,
+    where the user gives the inputs, all whose time depends on values."""
+    return {name: kernel for record in records for name, kernel in record.kernels.items()
+            if fitted.target.flavour.device == "cpu" and kernel.time_by_values
+            and (given or not fitted.predictors.inputs_realistic(kernel, fitted.composition.label))}
+
+
 def build(kernels: Mapping[str, Kernel], flavour: Flavour, workspace: Workspace) -> set[str]:
     """Builds the kernels of a flavour that a workspace lacks; returns the ids of those that it then holds."""
     built, folder, runtime = set(), workspace.kernel_onnx / flavour.name, runtime_named(flavour.runtime)
@@ -104,7 +113,7 @@ def build(kernels: Mapping[str, Kernel], flavour: Flavour, workspace: Workspace)
 
 def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *, target: str | None = None,
                     workspace: Workspace | None = None, config: CollectorConfig | None = None, force: bool = False,
-                    static: bool = False) -> Filled:
+                    static: bool = False, inputs: Path | None = None) -> Filled:
     """Measures the kernels of a model that no machine of the target has measured on an idle device while it was steady;
     `predict` then looks them up.
 
@@ -117,9 +126,11 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         config: how to measure; by default benchmark/config.yaml. Its device, levels and labels are ignored, and an existing
             dataset keeps its metrics and held-out groups.
         force, static: as for `predict`.
+        inputs: a file with values of the model's inputs, as numpy.savez writes them; None: standardised random numbers.
 
     Raises:
-        UserError: this machine is not the target, the model can't be used, or the dataset lacks the label that is needed.
+        UserError: this machine is not the target, the model or `inputs` can't be used, or the dataset lacks the label that is
+            needed.
     """
     workspace = workspace or Workspace()
     if isinstance(source, (str, Path)):
@@ -139,12 +150,15 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     with (sole_writer(workspace.dataset(name)),
           start_workers(config, flavour.device, config.labels, setting) as workers):  # they start while the model is analysed
         records = _records(source, sizes, fitted, workspace, force, static)
-        wanted = unsteady_kernels(fitted, records) | missing_kernels(fitted, records)
+        if inputs:
+            check_inputs(inputs, source, records)
+        wanted = (unsteady_kernels(fitted, records) | kernels_by_values(fitted, records, bool(inputs))
+                  | missing_kernels(fitted, records))
         if not wanted:
             return Filled(0, 0.0, 0.0, ())
         began, measured, measuring_s = time.monotonic(), 0, 0.0
         if on_cpu and fitted.composition.label in IN_MODEL_LABELS:
-            measured, measuring_s = _measure_in_model(source, records, wanted, fitted, workspace, config, workers)
+            measured, measuring_s = _measure_in_model(source, records, wanted, fitted, workspace, config, workers, inputs)
             done = _measured_in_model(workspace, fitted) if measured else frozenset()
             wanted = {kernel_id: kernel for kernel_id, kernel in wanted.items() if kernel_id not in done}
         with sole_writer(workspace.kernel_onnx):
@@ -155,6 +169,26 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
             measured, measuring_s = measured + alone, measuring_s + alone_s
     left, unsteady = (tuple(which(fitted_for(workspace, name), records)) for which in (missing_kernels, unsteady_kernels))
     return Filled(measured, measuring_s, time.monotonic() - began, left, unsteady)
+
+
+def is_record(source: Source) -> bool:
+    """Whether a model is given by its record alone."""
+    return isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json")
+
+
+def check_inputs(inputs: Path, source: Source, records: Sequence[ModelRecord]) -> None:
+    """Checks that a model can be measured with a user's inputs.
+
+    Raises:
+        UserError: they don't fit it, or its kernels can't be measured inside it.
+    """
+    flavour = records[0].flavour
+    if is_record(source):
+        raise UserError(f"{records[0].model}: a record can't be run; give the model file with --inputs")
+    if (flavour.device, flavour.runtime) != ("cpu", DEFAULT_RUNTIME):
+        raise UserError("--inputs: only on a CPU under ONNX Runtime are kernels measured inside their model; leave it out here")
+    for record in records:
+        read_inputs(inputs, record.inputs)
 
 
 def setting_of(target: Target) -> SettingConfig:
@@ -213,24 +247,26 @@ def _measure(kernels: Sequence[DatasetKernel], fitted: Fitted, workspace: Worksp
 
 
 def _measure_in_model(source: Source, records: Sequence[ModelRecord], wanted: Mapping[str, Kernel], fitted: Fitted,
-                      workspace: Workspace, config: CollectorConfig, workers: Workers) -> tuple[int, float]:
+                      workspace: Workspace, config: CollectorConfig, workers: Workers,
+                      inputs: Path | None) -> tuple[int, float]:
     """Measures kernels in the model itself, at each of its sizes; returns the same as `_measure`.
 
     Nothing is measured if there is only a record of the model. Kernels that can't be measured in it are omitted, with a
     warning.
     """
-    if isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
+    if is_record(source):
         return 0, 0.0
     held = [DatasetKernel.held_by(kernel, records) for kernel in wanted.values()]
     with temporary_folder() as folder:
         path = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else folder / "model.onnx"
-        if not isinstance(source, (str, Path)):
+        if not isinstance(source, (str, Path, ModelRecord)):
             path.write_bytes(source if isinstance(source, bytes) else source.SerializeToString())
         items, left = [], set(wanted)
         for number, record in enumerate(records):
             if only := left & set(record.kernels):
                 write_json(folder / f"{number}.json", record)
-                items.append(ModelItem(path, folder / f"{number}.json", record, labels=True, only=frozenset(only)))
+                items.append(ModelItem(path, folder / f"{number}.json", record, labels=True, only=frozenset(only),
+                                       inputs=inputs))
                 left -= only
         totals = collect_in_models(workspace, config, items, held, workers)
     if totals["measured_kernels"]:

@@ -344,7 +344,7 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
     latency = shared.mean_ms if shared else composed.latency_ms
     estimated, uncertain = (tuple(sorted({kernel.type for kernel,
                                          uncertainty in uncertainties if uncertainty.reason in reasons}))
-                           for reasons in (("estimated", "on the CPU"), ("other form",)))
+                           for reasons in (("estimated", "on the CPU"), ("other form", "by values")))
     memory = peak_memory(record, layouts={key[0]: run.known[key].layout for key in times.counts})
     device_mib = device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
     return Prediction(

@@ -309,7 +309,8 @@ class Predictor:
         return Watch(predicted, interval_s, limit_ms, percentile)
 
     def measure_missing(self, source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *,
-                        config: CollectorConfig | None = None, static: bool = False) -> Filled:
+                        config: CollectorConfig | None = None, static: bool = False,
+                        inputs: Path | None = None) -> Filled:
         """Measures the kernels of a model that were never measured, on this machine, which must be the target. Later
         predictions look them up.
 
@@ -318,14 +319,16 @@ class Predictor:
             sizes: of its dynamic dimensions by name, each combination that will be predicted.
             config: how to measure; by default benchmark/config.yaml.
             static: take a model with dynamic dimensions as if it were exported with these sizes.
+            inputs: a file with values of the model's inputs, as numpy.savez writes them.
 
         Raises:
-            UserError: this machine is not the target, the model can't be used, or the dataset lacks the label that is needed.
+            UserError: this machine is not the target, the model or `inputs` can't be used, or the dataset lacks the label that
+                is needed.
         """
         from inference.core.missing_kernels import measure_missing
 
         filled = measure_missing(source, sizes, target=self.target, workspace=self.workspace, config=config, force=self.force,
-                                 static=static)
+                                 static=static, inputs=inputs)
         self.renew()
         return filled
 

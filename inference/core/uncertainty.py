@@ -37,6 +37,9 @@ BEYOND_POWER = 0.25  # a kernel with a feature f times beyond what was measured 
 # choice; the roofline explains most of a time's growth, and only its ratio to that is learned
 FAR = 4.0  # times beyond what was measured: from here on such a kernel may make the prediction a rough estimate
 UNSTEADY = 0.25  # drift of a measurement, a ratio: from here on it may make the prediction a rough estimate: a choice
+# How many times as long as predicted a kernel of a CPU may take whose time depends on values: a choice. Rows that take the same
+# branches of trees took 0.25 to 0.6 of the time of real ones, and a TopK of sorted numbers six times that of mixed ones.
+BY_VALUES = (0.4, 2.5)
 OTHER_CUDNN = 2.0  # how many times as far an interval reaches under another cuDNN minor: a choice, since no GPU was measured
 # under two of them
 FORCED = 2.0  # the same for an element type or ONNX Runtime version that is not the predictors': a choice
@@ -45,7 +48,7 @@ UNKNOWN = 2.0  # the factor by which a prediction may be off if no errors are kn
 
 PACE_WORTH_SAYING = 0.05  # of the latency: no warning about an unknown host's pace that moves it by less
 
-Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow", "forced", "unsteady"]
+Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow", "forced", "unsteady", "by values"]
 # The reasons that a calibrated interval (training/composition/intervals.py) covers, and as what.
 CALIBRATED: dict[Reason, NoveltyKind] = {
     "estimated": "unmeasured", "other form": "other form", "beyond": "beyond"}
@@ -148,7 +151,23 @@ def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], f
     for name, times in fitted.predictors.beyond_range(predicted).items():
         off = times ** BEYOND_POWER
         uncertainties[name] = KernelUncertainty("beyond", Span(1.0 / off, off), CERTAIN, times >= FAR)
+    uncertainties |= _by_values(kernels, provenance, fitted, label, uncertainties)
     return uncertainties | _forced(kernels, provenance, fitted.predictors, label, uncertainties)
+
+
+def _by_values(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted, label: str,
+               known: Mapping[str, KernelUncertainty]) -> dict[str, KernelUncertainty]:
+    """The kernels of a CPU whose time depends on values, and was not measured with realistic ones; together with their
+    uncertainties that are `known` already."""
+    by_values = {}
+    for kernel, origin in zip(kernels, provenance, strict=True):
+        if not kernel.time_by_values or fitted.target.flavour.device != "cpu" or (
+                origin == "measured" and fitted.predictors.inputs_realistic(kernel, label)):
+            continue
+        before = known.get(kernel.id, KernelUncertainty("by values", CERTAIN, CERTAIN, True))
+        reason = before.reason if before.reason in ("estimated", "unsteady") else "by values"
+        by_values[kernel.id] = KernelUncertainty(reason, joined([Span(*BY_VALUES), before.time]), before.launches, True)
+    return by_values
 
 
 def _forced(kernels: Iterable[Kernel], provenance: Iterable[str], predictors: Predictors, label: str,
@@ -265,7 +284,8 @@ def uncertainty_warnings(uncertainties: Sequence[tuple[Kernel, KernelUncertainty
                          ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
                          ("other form", "measured for other ranks or element types only"),
                          ("forced", "predicted by an estimator that was admitted by force"),
-                         ("unsteady", "measured while the machine was unsteady")):
+                         ("unsteady", "measured while the machine was unsteady"),
+                         ("by values", "the time depends on the inputs' values, and was not measured with realistic ones")):
         if names := sorted({kernel.type for kernel, uncertainty in uncertainties if uncertainty.reason == reason}):
             warnings.append(f"{'rough estimate: ' if rough else ''}{', '.join(names)}: {what}; uncertain kernels {by}")
     if rough and not warnings:

@@ -40,7 +40,7 @@ from runtimes.protocol import Reply, Request, Setting, Worker
 from training.energy.learned import energy_path
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import machine
+from utils.fingerprint import DEFAULT_RUNTIME, machine
 from utils.locks import measuring
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
@@ -67,12 +67,14 @@ class MeasuringPlan:
         budget_s: seconds for each model and round.
         patience_s: how long to wait on an idle device, before each model, until the machine is as fast as in its dataset.
         timeout_s: seconds after which a model whose session does not answer is given up.
+        inputs: a file with values of the models' inputs; None: made-up ones.
     """
 
     rounds: int = 3
     budget_s: float = 1.0
     patience_s: float = PATIENCE_S
     timeout_s: float = TIMEOUT_S
+    inputs: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -236,14 +238,14 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
         with failures.costing(model.name, model):
             try:
                 if not loaded:  # a process's first session loads the runtime: this time and memory are not the model's
-                    time_session(model, worker, device, run_mode, 0.0, watch_host=False)
+                    time_session(model, worker, device, run_mode, 0.0, watch_host=False, inputs=plan.inputs)
                     loaded = True
                 canary = Canary(partial(worker.canary_ms, device), best_ms=best_canary_ms)
                 before_ms = canary.steady_ms(STEADY, plan.patience_s)
                 if best_canary_ms:
                     model.canaries.append(before_ms / best_canary_ms)
                 reply = time_session(model, worker, device, run_mode, plan.budget_s,
-                                     watch_host=device == "cuda" and model.idle)
+                                     watch_host=device == "cuda" and model.idle, inputs=plan.inputs)
             except WorkerFailed as error:
                 loaded = False
                 raise UserError(f"{model.name}: while it was measured: {error}" + (
@@ -266,7 +268,7 @@ def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -
 
 
 def time_session(model: EvaluatedModel, worker: Worker, device: str, run_mode: RunMode, budget_s: float,
-                 watch_host: bool) -> Reply:
+                 watch_host: bool, inputs: Path | None = None) -> Reply:
     """One session's samples of a model, and its memory. With `watch_host`, only moments in which the host was undisturbed
     count.
 
@@ -279,6 +281,7 @@ def time_session(model: EvaluatedModel, worker: Worker, device: str, run_mode: R
     reply = worker.ask(Request(
         do="session", device=device, paths=(str(model.path.absolute()),), dims=model.record.dims_run,
         static=model.record.static, labels=(run_mode.label,), watch_host=watch_host,
+        inputs=str(inputs.absolute()) if inputs else "",
         effort=Effort(warmup=WARMUP, budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)))
     if reply.error:
         raise UserError(reply.error)
@@ -342,6 +345,8 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
             raise UserError(f"target {name} is not this machine ({', '.join(local_names)}), where models are to be measured; "
                             "compare with the measurements in its dataset (--recorded), or have predictors of this machine "
                             f"made: {'; '.join(MAKE_PREDICTORS)}")
+        if plan and plan.inputs and flavour.runtime != DEFAULT_RUNTIME:
+            raise UserError("--inputs: only models under ONNX Runtime can be run with them; leave it out here")
         loads.check(fitted, run_mode, workspace)
         ready = models_of(paths, dims or {}, flavour, failures, static)
         results = MeasuredModels()

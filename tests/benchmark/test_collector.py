@@ -198,8 +198,8 @@ def test_columns(collected: Collected) -> None:
     header = kernel_table_path(collected.folder).read_text().splitlines()[0].split(",")
     assert header[:6] == ["Kernel_ID", "OpType", "Input_Shape", *METRICS, "Latency_ms"]
     assert header[6:] == ["kernel_time_ms", "node_span_ms", "run_median_ms", *(f"{metric}_during" for metric in METRICS),
-                          "Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started",
-                          "Ended", "Status", "Error", "Groups"]
+                          "Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Unsteady", "Inputs",
+                          "Runs", "Started", "Ended", "Status", "Error", "Groups"]
     model_header = model_table_path(collected.folder).read_text().splitlines()[0].split(",")
     assert model_header[:6] == ["Model", "Level", "Background", *METRICS, "Latency_ms"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from records.kernel_record import Kernel
-from records.measurement import GPU_LABEL, drift_key
+from records.measurement import GPU_LABEL, drift_key, inputs_key
 from training.kernels.estimators import KernelModel, predict_kernels
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.saved_form import open_estimator
@@ -54,7 +54,7 @@ class Predictors:
     Attributes:
         folder: of the files.
         sidecar: what it says of them.
-        measured: idle times (ms) by kernel id and label, with drifts (`drift_key`).
+        measured: idle times (ms) by kernel id and label, with what `drift_key` and `inputs_key` say of them.
         admitted: estimators that were admitted for some kernel types, which they predict in place of the boosters.
     """
 
@@ -141,6 +141,10 @@ class Predictors:
     def drift_of(self, kernel: Kernel, label: str) -> float:
         """How unsteady the machine was, a ratio, while the measured time of a kernel was taken; 0 for a steady machine."""
         return self.measured.get(kernel.id, {}).get(drift_key(label), 0.0)
+
+    def inputs_realistic(self, kernel: Kernel, label: str) -> bool:
+        """Whether the measured time of a kernel that depends on values was taken with realistic ones."""
+        return inputs_key(label) in self.measured.get(kernel.id, {})
 
     def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
         """By what factor kernels are beyond the range of the training, the largest over their features, by kernel id. Kernels

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from records.measurement import drift_key
+from records.measurement import drift_key, inputs_key
 from training.kernels.estimators import FOREST, KernelModel
 from training.kernels.saved_form import (
     ESTIMATOR_PREFIX,
@@ -120,8 +120,8 @@ class Sidecar(Frozen):
 
 
 class MeasuredTimes(Mapping[str, dict[str, float]]):
-    """Idle times (ms) by kernel id and label (and drifts, see `drift_key`), from JSON with one line per kernel, sorted, between
-    a line `{` and a line `}`. Only the lines that are looked up are parsed."""
+    """Idle times (ms) by kernel id and label (and `drift_key`, `inputs_key`), from JSON with one line per kernel, sorted,
+    between a line `{` and a line `}`. Only the lines that are looked up are parsed."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
@@ -261,7 +261,7 @@ def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
     sidecar = read_sidecar(folder)
     times = read_measured(folder, sidecar).whole()
     for kernel, new_times in measured.items():
-        replaced = {key for label in new_times for key in (label, drift_key(label))}
+        replaced = {key for label in new_times for key in (label, drift_key(label), inputs_key(label))}
         times[kernel] = {key: kept for key, kept in times.get(kernel, {}).items() if key not in replaced} | dict(new_times)
     name, sha256 = write_measured(folder, times)
     sidecar = sidecar.model_copy(update={"measured": name, "measured_sha256": sha256})

@@ -14,7 +14,7 @@ from records.dataset_files import DatasetHeader, kernel_table_path, kernels_path
 from records.dataset_tables import UNFINISHED, read_kernel_table
 from records.kernel_record import Kernel
 from records.kernel_types import form_of
-from records.measurement import COLLECT, DRIFT_ADMITTED, LABELS, drift_key
+from records.measurement import COLLECT, DRIFT_ADMITTED, LABELS, drift_key, inputs_key
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import LAUNCHES
@@ -150,7 +150,8 @@ def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, flo
     """Idle times (ms) by kernel id and label, for look-up: the median over the machines that measured a kernel.
 
     Where some machines measured it steadily, these alone count, and else the steadiest. Then the block's drift, a ratio, is
-    there too, under `drift_key` of the label.
+    there too, under `drift_key` of the label. Under `inputs_key` stands a 1 where the time depends on values and the inputs
+    were realistic.
 
     These include kernels of held-out families and kernels that lack the dataset's first label, since nothing is learned from a
     look-up.
@@ -170,6 +171,11 @@ def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, flo
             measured.setdefault(str(name), {})[label] = float(time_ms)
             if drift:
                 measured[str(name)][drift_key(label)] = float(drift)
+    inputs = idle.reindex(columns=["Kernel_ID", "Inputs"]).dropna()
+    for name, labels in inputs[inputs["Inputs"] != ""].itertuples(index=False):
+        for label in (part.partition(":")[0] for part in labels.split("|")):
+            if label in measured.get(str(name), {}):
+                measured[str(name)][inputs_key(label)] = 1.0
     return measured
 
 
