@@ -10,7 +10,9 @@ from pydantic import Field, model_validator
 from utils.frozen import Frozen
 from utils.paths import FileName
 
-Milliseconds = Annotated[float, Field(ge=0)]
+LONGEST_MS = 1e12  # 30 years: a longer time is damage
+Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS)]
+ModelMilliseconds = Annotated[float, Field(ge=1e-9, le=LONGEST_MS)]  # of a whole run: at least a picosecond
 Place = Literal["alone", "carrier", "in_model"]
 Status = Literal["ok", "failed", "crashed", "timeout"]
 
