@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import IO, Generic, Self, TypeVar
 
+import psutil
 from pydantic import BaseModel
 
 from records.measurement import Status
@@ -20,13 +23,17 @@ from utils.temporary import temporary_folder
 
 Q = TypeVar("Q", bound=BaseModel)
 R = TypeVar("R", bound=BaseModel)
+LOOK_EVERY_S = 0.5  # at the process while its reply is awaited
+# Signals by which people and systems end a process, the latter for memory; a fault of what it runs gives others.
+FROM_OUTSIDE = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
 class WorkerFailed(Exception):
     """A request to a worker process failed.
 
     Attributes:
-        status: `crashed` or `timeout` where the process died or was too slow over it, `failed` where it says so itself.
+        status: `crashed` or `timeout` where the process died or was too slow over it, `interrupted` where somebody ended or
+            stopped it, `failed` where it says so itself.
         signal: the number of the signal that ended the process, if one did.
     """
 
@@ -112,16 +119,42 @@ class WorkerProcess(Generic[Q, R]):
     def _receive(self) -> R:
         if self._process is None:
             raise RuntimeError("a reply is awaited of a worker that was sent nothing")
-        try:
-            line = self._lines.get(timeout=self.timeout_s)
-        except queue.Empty:
-            self.stop()
-            raise WorkerFailed("timeout", f"no answer within {self.timeout_s:.0f} s") from None
+        line = self._next_line(self._process)
         if not line.endswith(b"\n"):  # it ended, perhaps in the middle of a line
             code = self._process.wait()
             self.stop()
-            raise WorkerFailed("crashed", f"the process that ran it ended with {exit_cause(code)}", -code if code < 0 else None)
+            raise WorkerFailed("interrupted" if -code in FROM_OUTSIDE else "crashed",
+                               f"the process that ran it ended with {exit_cause(code)}", -code if code < 0 else None)
         return self._reply.model_validate_json(line)
+
+    def _next_line(self, process: subprocess.Popen[bytes]) -> bytes:
+        """The next line of the process; b"" once it has ended, also where a child of its own keeps the pipe open.
+
+        Raises:
+            WorkerFailed: none came in time, or somebody stopped the process (SIGSTOP); it is gone then.
+        """
+        until_s, looks_stopped = time.monotonic() + self.timeout_s, 0
+        while True:
+            left_s = until_s - time.monotonic()
+            ended = process.poll() is not None
+            try:
+                return self._lines.get(timeout=max(min(left_s, LOOK_EVERY_S), 0.0))
+            except queue.Empty:
+                if ended:
+                    return b""
+            looks_stopped = looks_stopped + 1 if is_stopped(process.pid) else 0
+            if looks_stopped > 1 or left_s <= 0:
+                self.stop()
+                raise (WorkerFailed("timeout", f"no answer within {self.timeout_s:.0f} s") if looks_stopped < 2 else
+                       WorkerFailed("interrupted", "the process that ran it was stopped (SIGSTOP)"))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _pass_on(stream: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:

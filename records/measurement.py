@@ -14,7 +14,7 @@ LONGEST_MS = 1e12  # 30 years: a longer time is damage
 Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS)]
 ModelMilliseconds = Annotated[float, Field(ge=1e-9, le=LONGEST_MS)]  # of a whole run: at least a picosecond
 Place = Literal["alone", "carrier", "in_model"]
-Status = Literal["ok", "failed", "crashed", "timeout"]
+Status = Literal["ok", "failed", "crashed", "timeout", "interrupted"]
 
 
 def now() -> str:
@@ -42,6 +42,8 @@ class Measurement(Frozen):
         disturbance: of a model on an idle GPU: how much other work slowed the host down meanwhile, a ratio (quiet_host).
         probe_us: of a model on an idle GPU: the time of the host probe meanwhile.
         status: `ok`, `failed`, `crashed` or `timeout`; `error` says why; of label `energy`, what is wrong with the reading.
+            `interrupted` where the machine lacked something (disk space, memory, open files), or the process was ended from
+            outside: that says nothing of the unit, so no journal keeps it, and the unit is measured again.
         started, ended: UTC, ISO 8601.
     """
 
