@@ -43,6 +43,7 @@ from utils.fingerprint import resolve_device
 from utils.logger import get_logger
 from utils.paths import Workspace
 from utils.processes import die_with_parent, set_by_signal
+from utils.timing import pause
 
 EXAMPLES = """
 python benchmark/stressor.py --kind compute --intensity 0.6 --duration 10
@@ -119,7 +120,7 @@ class CpuBurner(Burner):
             raise UserError(reason)
 
     def turn(self, seconds: float) -> None:
-        time.sleep(seconds)
+        pause(seconds)
         if not all(worker.is_alive() for worker in self._workers):
             raise UserError("a worker of the stressor has ended (killed for memory?): the load is not the requested one")
 

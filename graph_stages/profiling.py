@@ -194,7 +194,7 @@ def time_stage(task: StageTask, worker: Worker) -> Measurement:
     try:
         return worker.ask(Request(do="measure", task=task))
     except WorkerFailed as error:
-        if task.runtime == TORCH:
+        if task.runtime == TORCH or error.status == "interrupted":
             return failed(task, error.status, str(error))
         why = f"{task.runtime}: {error}"
     try:

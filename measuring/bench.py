@@ -19,6 +19,7 @@ from records.measurement import DRIFT_ADMITTED
 from records.probe_reading import ProbeReading
 from utils.errors import UserError
 from utils.frozen import Frozen
+from utils.timing import pause
 
 
 class Steadiness(Frozen):
@@ -114,7 +115,7 @@ def wait_until_steady(time_ms: Callable[[], float], reference_ms: float, toleran
     until = time.monotonic() + patience_s
     found_ms = time_ms()
     while reference_ms and found_ms > reference_ms * (1 + tolerance) and time.monotonic() < until:
-        time.sleep(PAUSE_S)
+        pause(PAUSE_S)
         found_ms = time_ms()
     return found_ms
 
@@ -134,7 +135,7 @@ def read_window(source: MetricSource | None, seconds: float) -> MetricsWindow:
     if source is None:
         return NO_WINDOW
     opened = source.start()
-    time.sleep(seconds)
+    pause(seconds)
     return close_window(source, opened)
 
 

@@ -20,11 +20,14 @@ from records.backgrounds import COMPUTE, Background
 from records.blocks import Block, Journal
 from records.measurement import BELOW_BEST, Measurement
 from utils import cli
+from utils.errors import UserError
 from utils.logger import get_logger
 from utils.paths import Workspace
+from utils.timing import pause
 
 log = get_logger("collector")
 U = TypeVar("U", bound=Unit)
+MOST_FRUITLESS = 3  # blocks in a row of which nothing is kept, since the machine lacks something
 StressLevel = tuple[float, Background | None]  # the share of time, 0–1, and what the device is busy with; None on an idle one
 IDLE: tuple[StressLevel, ...] = ((0.0, None),)
 Start = Callable[[float, Background | None], AbstractContextManager[Stress]]
@@ -92,6 +95,15 @@ def _attempt(bench: Bench, key: str, time_units: Callable[[], Iterable[Measureme
                  machine=bench.machine_uuid, measurements=measurements)
 
 
+def without_interrupted(block: Block) -> tuple[Block, dict[str, str]]:
+    """A block without the units of which some measurement was interrupted; and why, by the ids of these units."""
+    interrupted = {m.id: m.error for m in block.measurements if m.status == "interrupted"}
+    if not interrupted:
+        return block, interrupted
+    kept = tuple(m for m in block.measurements if m.id not in interrupted)
+    return block.model_copy(update={"measurements": kept}), interrupted
+
+
 def describe_load(level: float, background: str) -> str:
     """`level 0`, `level 0.3, compute`."""
     return f"level {level:g}" + (f", {background}" if background else "")
@@ -105,13 +117,14 @@ def best_canary_ms(blocks: Iterable[Block]) -> float:
 @dataclass
 class Totals(Generic[U]):
     """What was measured: the units, the blocks, how many of these were unsteady, the seconds that measuring took, and how many
-    units were left because the time was over."""
+    units were left because the time was over. `interrupted`: the ids of units that are to be measured again, and why."""
 
     units: list[U] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     unsteady_blocks: int = 0
     measuring_s: float = 0.0
     left: int = 0
+    interrupted: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -123,7 +136,7 @@ def started(level: float, background: Background | None, device: str, workspace:
         UserError: the stressor did not start.
     """
     with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
-        time.sleep(settle_s if level else 0.0)
+        pause(settle_s if level else 0.0)
         yield stressor
 
 
@@ -145,10 +158,10 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
         stop_at_s: the time (of `time.monotonic`) after which no block begins. What is left, a later call measures.
 
     Raises:
-        UserError: metrics, probe or canary can't be read, or a load can't be had.
+        UserError: metrics, probe or canary can't be read, a load can't be had, or block after block was interrupted.
     """
     start = start or partial(started, device=bench.device)
-    totals = Totals[U]()
+    totals, fruitless = Totals[U](), 0
     for level, background in loads:
         load = (level, background.name if background else "")
         measured = [block for block in journal.blocks if block.load == load]
@@ -162,10 +175,20 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
                 began_s = time.monotonic()
                 block = measure_block(bench, planned.key, partial(time_units, planned.units, level), under)
                 totals.measuring_s += time.monotonic() - began_s
-                totals.unsteady_blocks += block.unsteady
-                totals.units += planned.units
-                totals.blocks.append(block)
-                journal.append(block)
+                block, interrupted = without_interrupted(block)
+                totals.interrupted |= interrupted
+                totals.units += [unit for unit in planned.units if unit.id not in interrupted]
+                fruitless = 0 if block.measurements or not interrupted else fruitless + 1
+                if fruitless == MOST_FRUITLESS:
+                    raise UserError(f"the last {fruitless} blocks were interrupted: {interrupted[next(iter(interrupted))]}; "
+                                    "free what is lacking and run the same command again: what was finished is kept")
+                if not fruitless:
+                    totals.unsteady_blocks += block.unsteady
+                    totals.blocks.append(block)
+                    journal.append(block)
+    if totals.interrupted:
+        log.warning("%d units were interrupted, by a lack of disk space, memory or open files, or from outside; run again to "
+                    "measure them: %s", len(totals.interrupted), cli.first_of(list(totals.interrupted)))
     if totals.unsteady_blocks:
         log.warning("%d blocks kept, and marked, although the machine was unsteady by more than %.0f %%",
                     totals.unsteady_blocks, 100 * bench.steadiness.drift)

@@ -21,6 +21,7 @@ import numpy as np
 
 from measuring.metrics.power_sensors import PowerSample, PowerSensor
 from utils.errors import UserError
+from utils.timing import pause
 
 EVERY_S = 0.02
 WINDOW_S = 3.0  # shortest window whose energy is sound; a GPU's sensor and its counter move in steps of up to 0.1 s
@@ -182,7 +183,7 @@ class PowerMonitor:
     def rest(self, seconds: float) -> Energy:
         """The energy while this process does nothing for so many seconds: on an idle device, its idle power."""
         began_s = time.monotonic()
-        time.sleep(seconds)
+        pause(seconds)
         return self.between(began_s, time.monotonic())
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from records.backgrounds import COMPUTE, Background
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
+from utils.timing import pause
 
 REPORT_SECONDS = 0.5  # how often a stressor that `stress` started reports
 READY_SECONDS = 120.0
@@ -57,7 +58,7 @@ class Stress:
                 return {name: value for name, value in self._loads[0].items() if name != "seconds"}
             if time.monotonic() > deadline:
                 raise UserError(f"the stressor has not reported its load for {REPORT_PATIENCE_S:g} s: see its messages above")
-            time.sleep(0.02)
+            pause(0.02)
 
 
 @contextlib.contextmanager

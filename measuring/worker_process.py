@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -25,14 +27,17 @@ from utils.temporary import temporary_folder
 Q = TypeVar("Q", bound=BaseModel)
 R = TypeVar("R", bound=BaseModel)
 MEMORY_EVERY_S = 0.02  # how often a process with a limit of memory is looked at; in that time it can take 0.1 GiB more
+LOOK_EVERY_S = 0.5  # at another process while its reply is awaited; one that is stopped for as long is given up
+# Signals by which people and systems end a process, the latter for memory; a fault of what it runs gives others.
+FROM_OUTSIDE = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
 class WorkerFailed(Exception):
     """A request to a worker process failed.
 
     Attributes:
-        status: `crashed` or `timeout` where the process died (or took too much memory) or was too slow over it, `failed` where
-            it says so itself.
+        status: `crashed` or `timeout` where the process died (or took too much memory) or was too slow over it, `interrupted`
+            where somebody ended or stopped it, `failed` where it says so itself.
         signal: the number of the signal that ended the process, if one did.
     """
 
@@ -143,24 +148,44 @@ class WorkerProcess(Generic[Q, R]):
         if not line.endswith(b"\n"):  # it ended, perhaps in the middle of a line
             code = self._process.wait()
             self.stop()
-            raise WorkerFailed("crashed", f"the process that ran it ended with {exit_cause(code)}", -code if code < 0 else None)
+            raise WorkerFailed("interrupted" if -code in FROM_OUTSIDE else "crashed",
+                               f"the process that ran it ended with {exit_cause(code)}", -code if code < 0 else None)
         return self._reply.model_validate_json(line)
 
     def _next_line(self, process: subprocess.Popen[bytes]) -> bytes:
-        """The next line that the process writes.
+        """The next line of the process; b"" once it has ended, also where a child of its own keeps the pipe open.
 
         Raises:
-            WorkerFailed: it took too long, or too much memory; it is gone then.
+            WorkerFailed: none came in time, it took too much memory, or somebody stopped it (SIGSTOP); it is gone then.
         """
-        deadline_s = time.monotonic() + self.timeout_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            with suppress(queue.Empty):
-                return self._lines.get(timeout=left_s if self.memory_mib is None else min(left_s, MEMORY_EVERY_S))
+        until_s, stopped_s = time.monotonic() + self.timeout_s, math.inf
+        while True:
+            left_s, ended = until_s - time.monotonic(), process.poll() is not None
+            every_s = LOOK_EVERY_S if self.memory_mib is None else MEMORY_EVERY_S
+            try:
+                return self._lines.get(timeout=max(min(left_s, every_s), 0.0))
+            except queue.Empty:
+                if ended:
+                    return b""
             if self.memory_mib is not None and self.holds_mib() > self.memory_mib:
                 self.stop()
                 raise TooMuchMemory(self.memory_mib)
-        self.stop()
-        raise WorkerFailed("timeout", f"no answer within {self.timeout_s:.0f} s")
+            now_s = time.monotonic()
+            stopped_s = min(stopped_s, now_s) if is_stopped(process.pid) else math.inf
+            if now_s - stopped_s >= LOOK_EVERY_S:
+                self.stop()
+                raise WorkerFailed("interrupted", "the process that ran it was stopped (SIGSTOP)")
+            if left_s <= 0:
+                self.stop()
+                raise WorkerFailed("timeout", f"no answer within {self.timeout_s:.0f} s")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _run(module: str, temporary: Path, started: Future[subprocess.Popen[bytes]], lines: queue.SimpleQueue[bytes]) -> None:

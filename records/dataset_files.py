@@ -238,7 +238,9 @@ def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[Datas
         kernels = [DatasetKernel.model_validate_json(line) for name, line in kernel_lines(folder).items()
                    if ids is None or name in ids]
     except ValidationError as error:
-        raise UserError(f"{kernels_path(folder)}: damaged ({error.errors()[0]['msg']}); measure anew: {COLLECT}") from None
+        first = error.errors()[0]
+        raise UserError(f"{kernels_path(folder)}: damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; measure anew: "
+                        f"{COLLECT}") from None
     return [described.model_copy(update={"kernel": recosted(described.kernel)}) for described in kernels]
 
 

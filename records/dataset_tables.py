@@ -267,10 +267,15 @@ def add_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block]) -> No
 
 def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], write: Callable[..., None]) -> None:
     described = {entry.kernel.id: entry for entry in read_kernels(folder, kernels_in(blocks))}
-    write(kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
-          kernel_rows(blocks, described, header.labels[0], header.target.flavour.device))
-    write(model_table_path(folder), model_columns(header.metrics, header.labels, header.energy),
-          model_rows(model_sessions(blocks), header.groups))
+    for path, columns, rows in (
+            (kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
+             kernel_rows(blocks, described, header.labels[0], header.target.flavour.device)),
+            (model_table_path(folder), model_columns(header.metrics, header.labels, header.energy),
+             model_rows(model_sessions(blocks), header.groups))):
+        if unknown := {name for row in rows for name in row}.difference(columns):
+            raise UserError(f"{journal_path(folder)}: damaged: it has {', '.join(sorted(unknown))}, which {path.name} has no "
+                            f"column for; measure anew: {COLLECT}")
+        write(path, columns, rows)
     note_tables(folder)
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from records.operators import operator_row
 from utils.errors import UserError
@@ -62,6 +62,11 @@ REMAKE = "python ort_analysis/fusion_detector.py"
 
 Count = Annotated[int, Field(ge=0, le=10**30)]  # of elements, operations or bytes; a larger number is damage, no float
 
+# Attributes that costs and features of a kernel are computed from, and whether they hold several whole numbers or one.
+WHOLE_ATTRIBUTES = {
+    "dilations": True, "kernel_shape": True, "pads": True, "perm": True, "strides": True, "tree_roots": True, "axis": False,
+    "batch_dims": False, "blocksize": False, "ceil_mode": False, "channels_last": False, "group": False, "layout": False,
+    "transA": False, "transB": False}
 Runs = Annotated[float, Field(ge=0, le=1e100)]  # of a node in a run of the model
 
 
@@ -132,6 +137,18 @@ class Kernel(Frozen):
     bytes_read: Count
     bytes_written: Count
     weight_bytes: Count
+
+    @field_validator("attributes")
+    @classmethod
+    def _whole_numbers_where_costs_need_them(cls, attributes: dict[str, Any]) -> dict[str, Any]:
+        for name, several in WHOLE_ATTRIBUTES.items():
+            if (value := attributes.get(name)) is None and name not in attributes:
+                continue
+            numbers = value if several and isinstance(value, (list, tuple)) else [value]
+            if several != isinstance(value, (list, tuple)) or not all(isinstance(number, int) for number in numbers):
+                raise ValueError(f"attribute {name} must be {'whole numbers' if several else 'a whole number'}, not "
+                                 f"{str(value)[:80]}")
+        return attributes
 
     @property
     def time_by_values(self) -> bool:

@@ -10,9 +10,11 @@ from pydantic import Field, model_validator
 from utils.frozen import Frozen
 from utils.paths import FileName
 
-Milliseconds = Annotated[float, Field(ge=0)]
+LONGEST_MS = 1e12  # 30 years: a longer time is damage
+Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS)]
+ModelMilliseconds = Annotated[float, Field(ge=1e-9, le=LONGEST_MS)]  # of a whole run: at least a picosecond
 Place = Literal["alone", "carrier", "in_model"]
-Status = Literal["ok", "failed", "crashed", "timeout"]
+Status = Literal["ok", "failed", "crashed", "timeout", "interrupted"]
 Inputs = Literal["", "standardised", "given"]
 
 
@@ -43,6 +45,8 @@ class Measurement(Frozen):
         inputs: of a kernel whose time depends on values (`time_by_values`): whether the inputs of its model, or its own, were
             standardised random numbers or `given` by the user; "" before this was recorded, and of other kernels.
         status: `ok`, `failed`, `crashed` or `timeout`; `error` says why; of label `energy`, what is wrong with the reading.
+            `interrupted` where the machine lacked something (disk space, memory, open files), or the process was ended from
+            outside: that says nothing of the unit, so no journal keeps it, and the unit is measured again.
         started, ended: UTC, ISO 8601.
     """
 

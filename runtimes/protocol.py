@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -18,10 +19,11 @@ from records.kernel_record import record_name
 from records.measurement import Measurement, now
 from records.probe_reading import ProbeReading
 from runtimes import runtime_named
-from utils.errors import UserError
+from utils.errors import UserError, machine_lacks
 from utils.fingerprint import DEFAULT_RUNTIME, Target
 from utils.frozen import Frozen
 from utils.processes import serve_lines
+from utils.temporary import no_room
 
 IDLE_CANARY = Effort(warmup=2, warmup_s=0.02, budget_s=0.03, least_runs=15, most_runs=15)
 LOADED_CANARY = Effort(warmup=2, warmup_s=0.02, budget_s=0.3, least_runs=15, most_runs=300)
@@ -110,13 +112,14 @@ class Request(Frozen):
 
 class Reply(Frozen):
     """The result of a request: measurements, traced runs, a probe's reading, the memory (MiB) that a session took, or an error
-    of the unit itself (the worker goes on)."""
+    of the unit itself (the worker goes on). `interrupted`: the error is that the machine lacked something, not the unit's."""
 
     measurements: tuple[Measurement, ...] = ()
     runs: tuple[GpuRun, ...] = ()
     probe: ProbeReading | None = None
     memory_mib: float | None = None
     error: str = ""
+    interrupted: bool = False
     started: str = ""
     ended: str = ""
 
@@ -132,7 +135,13 @@ def answer(work: Work, request: Request) -> Reply:
             raise UserError(f"this runtime has no {request.do}; it has {', '.join(work)}")
         reply = work[request.do](request)
     except UserError as error:
-        reply = Reply(error=str(error))
+        full = no_room()  # a library that can't write a file whole may not say so
+        why = f" (the disk of temporary files is full: {tempfile.gettempdir()})" if full else ""
+        reply = Reply(error=f"{error}{why}", interrupted=full or machine_lacks(error))
+    except (OSError, MemoryError) as error:
+        if not machine_lacks(error):
+            raise
+        reply = Reply(error=str(error) or "no memory left", interrupted=True)
     times = {"started": started, "ended": now()}
     return reply.model_copy(update={**times, "measurements": tuple(m.model_copy(update=times) for m in reply.measurements)})
 
@@ -166,5 +175,5 @@ class Worker(WorkerProcess[Request, Reply]):
         """
         reply = self.ask(Request(do="canary", device=device, effort=LOADED_CANARY if loaded else IDLE_CANARY))
         if reply.error:
-            raise WorkerFailed("failed", reply.error)
+            raise WorkerFailed("interrupted" if reply.interrupted else "failed", reply.error)
         return reply.measurements[0].samples_ms

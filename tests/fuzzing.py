@@ -9,6 +9,9 @@ The tests run a short form. The command makes a workspace of small models first:
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
+import io
 import json
 import math
 import random
@@ -18,12 +21,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from recipes.fuzz.damaged_models import flipped, torn
 from recipes.fuzz.reading import Outcome, Reader, serve
+from records.dataset_files import digests_path
+from training.kernels.sidecar import sidecar_path
+from utils import files
 from utils.paths import ROOT, Workspace
 
 ODD_NUMBERS: tuple[Any, ...] = (0, -1, 1, 2**31, 2**63 - 1, -2**63, 10**30, 1e308, -1e308, 1e-320, math.nan, math.inf, 0.5)
 ODD_VALUES: tuple[Any, ...] = (None, "", "x", "../../x", "\ud800", "a\0b", [], {}, [[]], True, "9" * 5000)
+
+ODD_NAMES = ("", "a/b", "..", "\x01", "\x7f", "\ud800", "x" * 5000, "name")
 
 
 # files of a workspace ----------------------------------------------------------------------------------------------------
@@ -45,7 +55,7 @@ def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
     parent = document
     for step in path[:-1]:
         parent = parent[step]
-    damage = rng.choice(["odd number", "odd number", "near", "odd value", "missing", "more", "deep", "whole"])
+    damage = rng.choice(["odd number", "odd number", "near", "odd value", "missing", "more", "deep", "whole", "renamed"])
     if damage == "whole" or not path:
         return "whole", rng.choice([[], {}, None, 1, "x", [document]])
     if damage == "missing":
@@ -55,6 +65,8 @@ def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
             parent["unknown"] = 1
         else:
             parent.append(parent[-1])
+    elif damage == "renamed" and isinstance(parent, dict):
+        parent[rng.choice(ODD_NAMES)] = parent.pop(path[-1])
     elif damage == "near" and isinstance(parent[path[-1]], (int, float)) and not isinstance(parent[path[-1]], bool):
         parent[path[-1]] = parent[path[-1]] * 2 + 1
     elif damage == "deep":
@@ -67,6 +79,29 @@ def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
     return f"{damage} at {'.'.join(map(str, path))[:60]}", document
 
 
+def damaged_cell(table: bytes, rng: random.Random) -> tuple[str, bytes]:
+    """A CSV table with another value in one of its cells."""
+    lines = table.decode().split("\n")
+    number = rng.randrange(max(len(lines) - 1, 1))
+    cells = lines[number].split(",")
+    column = rng.randrange(len(cells))
+    cells[column] = str(rng.choice(ODD_NUMBERS + ODD_VALUES)).encode("utf-8", "replace").decode()
+    return f"line {number + 1}, cell {column}: {cells[column][:20]}", "\n".join(
+        [*lines[:number], ",".join(cells), *lines[number + 1:]]).encode()
+
+
+def damaged_line(journal: bytes, rng: random.Random) -> tuple[str, bytes]:
+    """A file of JSON lines, one of which is damaged or stands twice."""
+    lines = journal.decode().splitlines()
+    number = rng.randrange(len(lines))
+    damage, document = damaged_document(json.loads(lines[number]), rng)
+    damaged = rng.choice([[json.dumps(document)], [json.dumps(document)], [lines[number]] * 2])
+    if len(damaged) > 1:
+        damage = "twice"
+    lines[number:number + 1] = damaged
+    return f"line {number + 1}: {damage}", "\n".join([*lines, ""]).encode()
+
+
 def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, bytes]:
     """The damage by name, and the damaged bytes, by the kind of the file."""
     kind = rng.random()
@@ -77,19 +112,9 @@ def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, byte
     if kind < 0.4:
         return "nested 100,000 deep", b"[" * 100_000
     if path.suffix == ".csv":
-        lines = data.decode().split("\n")
-        number = rng.randrange(max(len(lines) - 1, 1))
-        cells = lines[number].split(",")
-        column = rng.randrange(len(cells))
-        cells[column] = str(rng.choice(ODD_NUMBERS + ODD_VALUES)).encode("utf-8", "replace").decode()
-        return f"line {number + 1}, cell {column}: {cells[column][:20]}", "\n".join(
-            [*lines[:number], ",".join(cells), *lines[number + 1:]]).encode()
+        return damaged_cell(data, rng)
     if path.suffix == ".jsonl":
-        lines = data.decode().splitlines()
-        number = rng.randrange(len(lines))
-        damage, document = damaged_document(json.loads(lines[number]), rng)
-        lines[number] = json.dumps(document)
-        return f"line {number + 1}: {damage}", "\n".join([*lines, ""]).encode()
+        return damaged_line(data, rng)
     if path.suffix == ".yaml":
         import yaml
 
@@ -99,13 +124,62 @@ def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, byte
     return damage, json.dumps(document).encode()
 
 
+def damaged_contents(path: Path, data: bytes, rng: random.Random) -> tuple[str, bytes, dict[Path, bytes]]:
+    """Damage that no digest shows, as a faulty program would write it: the damage by name, the damaged file, and other files
+    that hold its digest, with the right one."""
+    if path.suffix == ".npz":
+        with np.load(io.BytesIO(data)) as stored:
+            arrays = dict(stored)
+        name = rng.choice(sorted(arrays))
+        array = arrays[name].copy()
+        if array.size:
+            array.flat[rng.randrange(array.size)] = np.array(rng.choice([-1, 0, 2**40, -2**40, 99])).astype(array.dtype)
+        arrays[name] = rng.choice([array, array[:-1], array.astype(np.float64), array.reshape(-1, 1)])
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays)
+        changed = packed.getvalue()
+        return f"array {name}", changed, in_sidecar(path, changed)
+    if path.suffix == ".gz":
+        damage, document = damaged_document(json.loads(gzip.decompress(data)), rng)
+        lines = [f"{json.dumps(key)}:{json.dumps(value)}" for key, value in sorted(document.items())] if isinstance(
+            document, dict) else [json.dumps(document)]
+        changed = gzip.compress("{{\n{}\n}}".format(",\n".join(lines)).encode(), mtime=0)
+        return damage, changed, in_sidecar(path, changed)
+    if path.suffix == ".csv":
+        damage, changed = damaged_cell(data, rng)
+        noted = files.read_json(digests_path(path.parent))
+        noted["files"][path.name] = {"bytes": len(changed), "sha256": hashlib.sha256(changed).hexdigest()}
+        return damage, changed, {digests_path(path.parent): json.dumps(files.with_digest(noted)).encode()}
+    if path.suffix == ".jsonl":
+        damage, changed = damaged_line(data, rng)
+        lines = [with_right_digest(json.loads(line)) for line in changed.decode().splitlines()]
+        return damage, "".join(f"{line}\n" for line in lines).encode(), {}
+    damage, document = damaged_document(json.loads(data), rng)
+    return damage, json.dumps(files.with_digest(document) if isinstance(document, dict) else document).encode(), {}
+
+
+def with_right_digest(document: Any) -> str:
+    """A line of a journal; its digest is that of its contents."""
+    if not isinstance(document, dict) or document.keys() <= {files.DIGEST}:
+        return json.dumps(document)
+    return files.line_with_digest(json.dumps({key: value for key, value in document.items() if key != files.DIGEST}))
+
+
+def in_sidecar(path: Path, changed: bytes) -> dict[Path, bytes]:
+    """The sidecar beside a file, with the SHA-256 that the file has once it is changed."""
+    old, new = (hashlib.sha256(data).hexdigest() for data in (path.read_bytes(), changed))
+    document = json.loads(sidecar_path(path.parent).read_text().replace(old, new))
+    return {sidecar_path(path.parent): json.dumps(files.with_digest(document)).encode()}
+
+
 def commands(path: Path, root: Path, target: str) -> list[str]:
     """Lines of Python that read a file of the workspace at `root`; `answers` gathers what must not change."""
     place = path.relative_to(root).as_posix()
     quoted = repr(str(path))
     predicting = f"answers.append(predict('anet_c16.onnx', target={target!r}, workspace=workspace).latency_ms)"
-    recorded = f"evaluate(workspace, [], recorded=True, target={target!r})"
-    training = f"read_training_set(workspace, {target!r})"
+    strictly = predicting.replace("workspace=", "strict=True, workspace=")
+    recorded = f"answers.extend(evaluated_ms(evaluate(workspace, [], recorded=True, target={target!r})))"
+    training = f"answers.append(learned_ms(read_training_set(workspace, {target!r})))"
     if path.suffix == ".yaml":
         return [f"read_config(Path({quoted}), {schema})" for schema in
                 ("CollectorConfig", "TrainingConfig", "InferenceConfig", "ZooConfig")]
@@ -115,17 +189,19 @@ def commands(path: Path, root: Path, target: str) -> list[str]:
         return [f"answers.append(predict({quoted}, target={target!r}, workspace=workspace).latency_ms)",
                 f"kernels_in_file(Path({quoted}))", "read_model_records(workspace, flavour_of('cpu'))"]
     if place.startswith("training/predictors"):
-        return [predicting]
+        return [predicting, strictly]
     if place.startswith("training/kernel_errors"):
         return [f"read_errors(Path({quoted}))"]
     dataset = f"workspace.dataset({target!r})"
-    return [recorded, training, f"read_journal({dataset})", f"read_kernels_of({dataset})"]
+    return [recorded, training, f"answers.append(len(read_journal({dataset})))",
+            f"answers.append(sum(entry.kernel.flops for entry in read_kernels_of({dataset})))"]
 
 
 # the campaign -------------------------------------------------------------------------------------------------------------
 
 NAMES = """
 from pathlib import Path
+import numpy as np
 from benchmark.collecting.config import CollectorConfig
 from records.dataset_files import read_journal, read_kernels as read_kernels_of
 from inference.evaluation.evaluate import evaluate
@@ -139,26 +215,42 @@ from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import read_training_set
 from utils.config import read_config
 from runtimes import flavour_of
+
+def evaluated_ms(evaluation):
+    return [value for row in evaluation.comparisons for value in (row.predicted_ms, row.strict_ms, row.measured_ms)]
+
+def learned_ms(rows):
+    return float(sum(sum(times_ms[times_ms > 0]) for times_ms in rows.times_ms.values()) + np.nansum(rows.load)
+                 + rows.features.sum())
 """  # what `commands` calls
 
 
 def fuzz_files(root: Path, target: str, paths: list[Path], count: int, seed: int) -> Iterator[Outcome]:
-    """Reads each file of a workspace with `count` damages, and puts it back."""
+    """Reads each file of a workspace with `count` damages, and puts it back. Every third damage is one that no digest shows:
+    an answer may then be another one, but no nonsense."""
     reader = Reader(("-m", "tests.fuzzing", "--serve", str(root)))
     for path in paths:
         lines = commands(path, root, target)
-        data = path.read_bytes()
+        data, digests = path.read_bytes(), {holder: holder.read_bytes() for holder in path.parent.glob("*.json")}
         wanted = {line: reader.answers(line) for line in lines if path.suffix != ".yaml"}
-        try:
-            for number in range(count):
-                damage, changed = damaged_file(path, data, random.Random(f"{seed} {path.name} {number}"))
-                if changed == data:
-                    continue
-                path.write_bytes(changed)
+        for number in range(count):
+            rng, right_digest = random.Random(f"{seed} {path.name} {number}"), number % 3 == 2 and path.suffix != ".yaml"
+            damage, changed, holders = (damaged_contents(path, data, rng) if right_digest else
+                                        (*damaged_file(path, data, rng), {}))
+            if changed == data:
+                continue
+            try:
+                for place, contents in {**holders, path: changed}.items():
+                    place.write_bytes(contents)
                 for line in lines:
-                    yield reader.read(line, f"{path.relative_to(root)}: {damage}: {line[:40]}", wanted.get(line))
-        finally:
-            path.write_bytes(data)
+                    outcome = reader.read(line, f"{path.relative_to(root)}: {damage}: {line[:40]}",
+                                          None if right_digest else wanted.get(line))
+                    if outcome.what == "answer" and not all(0.0 <= value < math.inf for value in outcome.answers):
+                        outcome.what = "another answer"
+                    yield outcome
+            finally:
+                for place, contents in {**digests, path: data}.items():
+                    place.write_bytes(contents)
     reader.close()
 
 

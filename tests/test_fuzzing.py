@@ -18,7 +18,7 @@ from utils.paths import Workspace
 pytestmark = pytest.mark.slow
 
 TARGET = local_target("cpu").name
-MODELS, DAMAGES = 40, 3
+MODELS, DAMAGES = 40, 6
 SLOW = ("constants folded for hours", "20,000 nodes")
 
 

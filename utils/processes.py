@@ -40,7 +40,10 @@ def serve_lines(answer: Callable[[bytes], str]) -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no reply
     for line in sys.stdin.buffer:  # UTF-8, whatever Windows' code page is
-        print(answer(line), file=replies, flush=True)
+        try:
+            print(answer(line), file=replies, flush=True)
+        except BrokenPipeError:  # nobody waits for the reply: the parent ended before `die_with_parent` was called
+            os._exit(0)  # or Python would try to write the reply again
 
 
 def exit_cause(code: int) -> str:

@@ -22,6 +22,7 @@ PREFIX = "hase-temp-"
 UNLOCKED_PREFIX = "hase-new-"  # of a folder that is made but not locked yet: empty, and renamed at once
 UNLOCKED_S = 3600.0  # an older one of these was left by a killed process
 LONGEST_STEM = 200  # bytes of a file name that its temporary file repeats, so that this does not get too long
+LEAST_FREE_BYTES = 16 << 20  # what failed for want of space may have freed a few MiB of its own since
 _TRIES = 50  # a thread or process may still write into a folder that is being removed
 _PAUSE_S = 0.005
 _present: set[Path] = set()
@@ -95,6 +96,11 @@ def remove_left_over() -> list[Path]:
             os.close(lock)
             removed.append(folder)
     return removed
+
+
+def no_room() -> bool:
+    """Whether the disk of temporary files is as good as full."""
+    return shutil.disk_usage(tempfile.gettempdir()).free < LEAST_FREE_BYTES
 
 
 def _user() -> int:

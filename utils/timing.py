@@ -1,8 +1,10 @@
-"""Statistics of repeated timings and of prediction errors."""
+"""Statistics of repeated timings and of prediction errors; waiting."""
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -11,6 +13,16 @@ from pydantic import BaseModel, ConfigDict
 
 Floats = npt.NDArray[np.float64]
 UNSTABLE_SPREAD = 0.10  # (p75 − p25) / median above which a timing counts as unstable
+
+
+def pause(seconds: float) -> None:
+    """Waits for so many seconds; not at all for a negative number. Where the clock jumps back meanwhile, as in a restored
+    virtual machine, `time.sleep` may fail; a lock's time limit does not."""
+    seconds = max(seconds, 0.0)
+    try:
+        time.sleep(seconds)
+    except OSError:
+        threading.Event().wait(seconds)
 
 
 class TimeSpan:

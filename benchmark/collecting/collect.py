@@ -174,7 +174,8 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
     return {"target": target.name, "dataset": str(writer.folder), "measured_kernels": len(kernels),
             "measuring_s": round(totals.measuring_s, 1), "kernel_rows": kernel_rows, "model_rows": model_rows,
             "unsteady_blocks": totals.unsteady_blocks, "left": totals.left,
-            "failed": sorted({m.id for block in writer.blocks for m in block.measurements if m.status != "ok"})}
+            "failed": sorted({m.id for block in writer.blocks for m in block.measurements if m.status != "ok"}
+                             | totals.interrupted.keys())}
 
 
 def known_errors(workspace: Workspace, target: Target) -> tuple[KernelError, ...]:

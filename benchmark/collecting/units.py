@@ -92,6 +92,9 @@ class KernelUnits:
             do="carrier", device=self.device, paths=tuple(str(item.path) for item in items), labels=labels,
             effort=self.config.kernel.effort(), provider_options=self.target.provider_options,
             turns="" if worker is self.workers.worker else self.workers.tracers.turns))
+        if status == "interrupted":  # by no kernel's fault
+            return [m for item in items
+                    for m in measurements_of(reply, status, "kernel", item.id, labels[0], "carrier", "carrier")]
         if status != "ok" and len(items) > 1:
             half = len(items) // 2
             return self.time_carrier(items[:half], labels, worker) + self.time_carrier(items[half:], labels, worker)
@@ -166,7 +169,7 @@ def ask(worker: Worker, request: Request) -> tuple[Reply, Status]:
         reply = worker.ask(request)
     except WorkerFailed as error:
         return Reply(error=str(error), started=started, ended=now()), error.status
-    return reply, "failed" if reply.error else "ok"
+    return reply, "interrupted" if reply.interrupted else "failed" if reply.error else "ok"
 
 
 def measurements_of(reply: Reply, status: Status, subject: str, name: str, label: str, context: str,

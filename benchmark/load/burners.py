@@ -25,6 +25,7 @@ from utils.errors import UserError
 from utils.lazy import onnx, torch
 from utils.ort_sessions import model_errors
 from utils.processes import die_with_parent
+from utils.timing import pause
 
 AHEAD_S = 8e-3  # how far ahead of the GPU a deep queue is filled
 Step = Callable[[], object]
@@ -212,7 +213,7 @@ def bursts(work: Work, intensity: float, period_s: float, offset_s: float = 0.0)
     steady = intensity >= 1.0
     beginning = math.ceil((time.monotonic() - offset_s) / period_s) * period_s + offset_s
     while True:
-        time.sleep(max(0.0, beginning - time.monotonic()))
+        pause(beginning - time.monotonic())
         began = now = time.monotonic()
         end = beginning + intensity * period_s
         while now + (0.0 if steady else work.ahead_s()) < end:

@@ -7,7 +7,6 @@ predicted for the load that is read just before they are measured.
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ from utils.fingerprint import DEFAULT_RUNTIME, machine
 from utils.locks import measuring
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
+from utils.timing import pause
 
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
@@ -133,7 +133,7 @@ class EvaluationLoads:
                 settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
                 log.info("%s is running; measuring begins in %g s",
                          describe_load(level, background.name if background else ""), settle_s)
-                time.sleep(settle_s)
+                pause(settle_s)
             yield stressor
 
     def source(self, device: str) -> MetricSource | None:

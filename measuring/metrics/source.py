@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from measuring.metrics.names import FIELDS, is_blank
 from utils.errors import UserError
+from utils.timing import pause
 
 OVERSHOOT = 1.02  # counters and clock are not read at the same moment, so a busy device may seem this busy
 MANY = 10  # so many equal samples in a row are no accident
@@ -215,7 +216,7 @@ class MetricSource(ABC):
     def window(self, seconds: float) -> dict[str, Mean]:
         """The mean of each field over the next `seconds`."""
         opened = self.start()
-        time.sleep(seconds)
+        pause(seconds)
         return self.stop(opened)
 
 

@@ -3,7 +3,6 @@ sampled."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from runtimes.ort.runner import Runner, open_runner
 from runtimes.protocol import Reply, Request
 from utils.errors import UserError
 from utils.ort_sessions import model_errors
+from utils.timing import pause
 
 REST_S = 0.5  # of the idle window: the session is open, and nothing runs
 CALM_S = 0.3  # before it: the sensor still shows what ran
@@ -63,7 +63,7 @@ def _energy(facts: dict[str, Any], device: str, run: Callable[[], Any], seconds:
     """
     try:
         with PowerMonitor(open_power_sensor(device)) as monitor, model_errors(facts["id"]), off_the_workers_cores():
-            time.sleep(CALM_S + monitor.sensor.averages_s)
+            pause(CALM_S + monitor.sensor.averages_s)
             idle = monitor.rest(REST_S)
             measured = energy_of_runs(monitor, run, seconds)
     except UserError as error:

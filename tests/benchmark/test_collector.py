@@ -41,6 +41,7 @@ from records.dataset_files import (
     read_journal,
     read_kernels,
     read_table,
+    write_journal,
 )
 from records.dataset_tables import input_shape, kernel_rows, model_rows, model_sessions
 from records.dataset_writer import DatasetWriter
@@ -314,10 +315,10 @@ def test_what_another_machine_measured(tmp_path: Path, each_machine: bool, block
     config = CollectorConfig.model_validate(TINY | {"held_out": [], "levels": [0.0], "each_machine": each_machine, "ties": 0,
                                                     "block_kernels": 99})
     collect(workspace, config)
-    journal = journal_path(workspace.dataset(local_target("cpu").name))
-    journal.write_text(journal.read_text().replace(f'"machine":"{machine("cpu").uuid}"', '"machine":"elsewhere"'))
+    folder = workspace.dataset(local_target("cpu").name)
+    write_journal(folder, [block.model_copy(update={"machine": "elsewhere"}) for block in read_journal(folder)])
     collect(workspace, config)
-    assert len(read_journal(journal.parent)) == blocks
+    assert len(read_journal(folder)) == blocks
 
 
 def test_the_gpu_s_own_time_needs_a_gpu() -> None:

@@ -301,6 +301,23 @@ def test_a_measurement_without_samples_did_not_go_well(folder: Path) -> None:
         read_journal(folder)
 
 
+def test_a_label_that_the_dataset_does_not_have_is_refused(folder: Path) -> None:
+    writer = open_writer(folder)
+    block = block_of(FIRST)
+    writer.append(block.model_copy(update={"measurements": (block.measurements[0].model_copy(update={"label": "odd"}),)}))
+    with pytest.raises(UserError, match=r"measurements\.jsonl: damaged: it has odd_ms, which kernel_latency\.csv has no "):
+        writer.write_tables()
+
+
+@pytest.mark.parametrize("pads", ['"1"', '[1,1,1,"1"]', "1", "[0.5]"])
+def test_an_attribute_that_costs_can_not_be_computed_from_is_refused(folder: Path, pads: str) -> None:
+    path = kernels_path(folder)
+    old_lines(path)
+    path.write_text(path.read_text().replace('"pads":[1,1,1,1]', f'"pads":{pads}'))
+    with pytest.raises(UserError, match=r"kernels\.jsonl: damaged at kernel\.attributes: .*attribute pads must be whole"):
+        read_kernels(folder)
+
+
 def test_a_journal_that_lost_blocks_is_refused(folder: Path) -> None:
     writer = open_writer(folder, SECOND)
     writer.append(block_of(SECOND))

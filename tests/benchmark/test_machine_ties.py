@@ -17,7 +17,7 @@ from benchmark.collecting.work import KernelItem
 from benchmark.machine_ties import idle_times, machine_rows
 from measuring.pending import choose_ties, compare, tie_rows
 from records.blocks import Block
-from records.dataset_files import DatasetHeader, journal_path, read_journal, read_kernels
+from records.dataset_files import DatasetHeader, journal_path, read_journal, read_kernels, write_journal
 from records.kernel_record import Kernel
 from records.measurement import Measurement
 from runtimes import local_target
@@ -147,7 +147,7 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     this_machine = machine("cpu").uuid
     folder = workspace.dataset(local_target("cpu").name)
     journal = journal_path(folder)
-    journal.write_text(journal.read_text().replace(f'"machine":"{this_machine}"', '"machine":"elsewhere"'))
+    write_journal(folder, [block.model_copy(update={"machine": "elsewhere"}) for block in read_journal(folder)])
     items = [KernelItem(Path(), entry.kernel) for entry in read_kernels(folder)]
     expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), this_machine, 5, takes_run)}
     assert len(expected) == 5

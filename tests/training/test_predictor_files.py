@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import io
 import json
 import pickle
@@ -165,8 +167,6 @@ def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
 
 def plant(folder: Path, data: bytes) -> None:
     """Puts `data` in the place of a predictor, with a sidecar that vouches for it."""
-    import hashlib
-
     sidecar = json.loads(sidecar_path(folder).read_text())
     (folder / sidecar["labels"]["run"]["file"]).write_bytes(data)
     sidecar["labels"]["run"]["sha256"] = hashlib.sha256(data).hexdigest()
@@ -211,11 +211,48 @@ def test_an_archive_without_the_boosters_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(("change", "message"), [
     ({"version": 99}, "version 99"),
     ({"packages": {"xgboost": "0.9.0"}}, "made with xgboost 0.9.0"), ({"target": "mine"}, "damaged at target"),
+    ({"packages": {}}, r"made with xgboost \(not known\)"), ({"labels": {}}, "damaged at labels"),
+    ({"feature_range": [[0.0, 1.0]]}, "damaged at feature_range: it has 1 features"),
+    ({"idle_load": {METRIC: float("nan")}}, rf"damaged at idle_load\.{METRIC}: .*finite"),
+    ({"load_range": {}}, "idle_load and load_range are not of the metrics"),
+    *(({"metrics": [name], "idle_load": {name: 0.0}, "load_range": {name: [0.0, 1.0]}}, r"damaged at metrics\.0: .*the name")
+      for name in ("", "a/b", "a\1b")),
 ])
 def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], message: str) -> None:
     files.write_json(sidecar_path(folder), files.with_digest(files.read_json(sidecar_path(folder)) | change))
     with pytest.raises(UserError, match=rf"{message}.*train_kernel_model"):
         read_predictors(folder)
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e400", "null", "[0.5]", "-1", '"fast"', "1e13"])
+def test_a_measured_time_that_is_none_is_refused(folder: Path, trained: Workspace, value: str) -> None:
+    """Its file says so itself: the sidecar vouches for it."""
+    kernel = measured_kernels(trained)[0]
+    about = sidecar.read_sidecar(folder)
+    times = sidecar.read_measured(folder, about)[kernel.id]
+    text = gzip.decompress((folder / about.measured).read_bytes())
+    old, new = (MeasuredTimes.text({kernel.id: times | {"run": run}}).split(b"\n")[1] for run in (times["run"], -0.125))
+    assert old in text
+    data = gzip.compress(text.replace(old, new.replace(b"-0.125", value.encode())))
+    (folder / about.measured).write_bytes(data)
+    sidecar.write_sidecar(folder, about.model_copy(update={"measured_sha256": hashlib.sha256(data).hexdigest()}))
+    predictors = read_predictors(folder)
+    with pytest.raises(UserError, match=rf"{about.measured}: damaged at {kernel.id}\.run: .*train again"):
+        predictors.predict([kernel], {}, "run")
+    with pytest.raises(UserError, match=rf"{about.measured}: damaged at {kernel.id}\.run: .*train again"):
+        sidecar.renew_measured(folder, {})
+
+
+def test_trees_in_a_circle_are_refused(trained: Workspace) -> None:
+    """XGBoost would crash or never end."""
+    model = read_predictors(trained.predictors(TARGET.name)).kernel_model("run")
+    assert isinstance(model, estimators.KernelModel)
+    numbers, arrays = as_arrays(model.boosters["shared"])
+    odd_leaves = arrays["is_leaf"].copy()
+    odd_leaves[0] ^= 0b10000001
+    for changed in ({"is_leaf": odd_leaves}, {"features": arrays["features"] + np.uint8(200)}):
+        with pytest.raises(ValueError, match=r"its own parent|feature that is not there|broadcast|cannot"):
+            from_arrays(numbers, arrays | changed)
 
 
 def test_no_predictors(tmp_path: Path) -> None:

@@ -96,3 +96,18 @@ def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.M
     failures = Failures()
     assert [model.record.model for model in models_of(paths, {}, flavour_of("cpu"), failures)] == ["a", "b", "z"]
     assert list(failures) == ["dies.onnx"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes that break")
+def test_a_worker_whose_parent_has_gone_ends_without_a_traceback() -> None:
+    """Its parent ended before it could ask to end with it; a request waits in its pipe."""
+    program = ("from utils import processes; processes.die_with_parent = lambda: None; "
+               "processes.serve_lines(lambda line: 'reply')")
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, input=b"request\n", stdout=writing,
+                               stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, b"")

@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -506,3 +507,14 @@ def test_a_digest_is_kept_while_its_file_is_unchanged(tmp_path: Path, monkeypatc
     assert files.kept_sha256(path) == hashlib.sha256(b"two").hexdigest()
     with pytest.raises(FileNotFoundError):
         files.kept_sha256(tmp_path / "missing")
+
+
+def test_a_clock_that_jumps_back_ends_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(seconds: float) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    timing.pause(-1.0)
+    monkeypatch.setattr(time, "sleep", fails)
+    began_s = time.monotonic()
+    timing.pause(0.05)
+    assert 0.04 < time.monotonic() - began_s < 2.0

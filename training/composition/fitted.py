@@ -14,10 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from graph_model.simulation.pipeline import PipelineCosts
 from records.kernel_costs import is_control_flow
 from records.kernel_record import ModelRecord
+from records.measurement import LONGEST_MS, Milliseconds, ModelMilliseconds
 from training.composition.intervals import CalibratedInterval, ErrorRange
 from utils import files
 from utils.errors import UserError
@@ -46,9 +48,9 @@ class Formula(Frozen):
 
     label: str
     kind: Kind
-    alpha: float
-    beta_ms: float
-    node_ms: float = 0.0
+    alpha: float = Field(gt=0, le=1e9)
+    beta_ms: Milliseconds
+    node_ms: float = Field(0.0, ge=-LONGEST_MS, le=LONGEST_MS)
     costs: PipelineCosts | None = None
 
     def formula(self) -> dict[str, Any]:
@@ -79,8 +81,8 @@ class FittedModel(Frozen):
 
     model: str
     group: str
-    measured_ms: float
-    predicted_ms: float
+    measured_ms: ModelMilliseconds
+    predicted_ms: ModelMilliseconds
 
 
 class HostIo(Frozen):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ COVERAGE = 0.9  # of a prediction interval
 LEAST_FOR_RANGE = 20  # held-out models; with fewer, the largest error is no 95th percentile
 LEAST_FAMILIES = 8  # with fewer, the largest error is no 95th percentile by far
 PARTS = 5  # that families are held out in where there is one collection only
+LARGEST_LOG = 100.0  # of the end of an interval: one that wide says nothing, and larger ones have no number
+MOST_TIMES = 1e9  # the end of an interval as a multiple of a prediction; a larger one is damage
 ALWAYS = "always"  # the constant source
 LARGEST_REACH, FIRST_REACH = 10.0, 0.05
 # Of these sources few held-out models have much, so a fit may find that they reach nowhere. Choices: an operator that was never
@@ -52,8 +54,8 @@ class ErrorRange(Frozen):
         coverage: the share of models that lay in the interval made from the other families' errors alone.
     """
 
-    low: float
-    high: float
+    low: float = Field(ge=0, le=MOST_TIMES)
+    high: float = Field(ge=0, le=MOST_TIMES)
     coverage: float
 
 
@@ -157,9 +159,9 @@ class CalibratedInterval(Frozen):
             families count equally.
     """
 
-    reach: dict[str, float]
-    low: float
-    high: float
+    reach: dict[str, Annotated[float, Field(ge=0, le=LARGEST_REACH)]]
+    low: float = Field(le=0)
+    high: float = Field(ge=0)
     left_out: Literal["collection", "family"]
     families: int
     coverage: float = Field(math.nan, allow_inf_nan=True)
@@ -171,7 +173,7 @@ class CalibratedInterval(Frozen):
     def ends(self, sources: Sources) -> tuple[float, float]:
         """The interval of a prediction, as multiples of it."""
         scale = self.scale(sources)
-        return math.exp(self.low * scale), math.exp(self.high * scale)
+        return math.exp(self.low * scale), math.exp(min(self.high * scale, LARGEST_LOG))
 
 
 def calibrate(cases: Sequence[Case]) -> CalibratedInterval | None:

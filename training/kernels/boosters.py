@@ -112,8 +112,12 @@ def from_arrays(numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> xg
     parents, right = np.full(total, NO_PARENT), np.where(is_leaf, -1, left + 1)
     for children in (left, right):
         parents[(start_of + children)[inner]] = (np.arange(total) - start_of)[inner]
+    if (left[inner] <= (np.arange(total) - start_of)[inner]).any() or (right >= np.repeat(tree_nodes, tree_nodes)).any():
+        raise ValueError("a node is its own parent, or beyond its tree")  # XGBoost would hang or crash
     features, values, missing_left = np.zeros(total, ">i4"), np.zeros(total, ">f4"), np.zeros(total, np.uint8)
     features[inner] = split_features = _whole(arrays["features"])
+    if (split_features >= numbers["features"]).any():
+        raise ValueError("a node reads a feature that is not there")
     first = np.searchsorted(_whole(arrays["cut_features"]), split_features)  # of a feature's cuts
     values[inner] = _from_planes(arrays["cuts"], np.float32)[first + _whole(arrays["cut_places"])]
     doubled = _whole(arrays["leaves"])

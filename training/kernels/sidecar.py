@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
-from records.measurement import drift_key, inputs_key
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from records.measurement import Milliseconds, drift_key, inputs_key
 from training.kernels.estimators import FOREST, KernelModel
 from training.kernels.saved_form import (
     ESTIMATOR_PREFIX,
@@ -105,10 +108,10 @@ class Sidecar(Frozen):
     created: str
     dataset_sha256: str
     packages: dict[str, str]
-    metrics: tuple[str, ...]
-    idle_load: dict[str, float]
-    load_range: dict[str, tuple[float, float]]
-    loaded_rows: int
+    metrics: tuple[FileName, ...]
+    idle_load: dict[FileName, float]
+    load_range: dict[FileName, tuple[float, float]]
+    loaded_rows: int = Field(ge=0)
     dtypes: tuple[str, ...]
     held_out: tuple[str, ...]
     config: dict[str, Any]
@@ -116,15 +119,29 @@ class Sidecar(Frozen):
     feature_range: tuple[tuple[float, float], ...]
     measured: FileName
     measured_sha256: str
-    labels: dict[str, LabelPredictors]
+    labels: dict[FileName, LabelPredictors] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _metrics_agree(self) -> Self:
+        if tuple(self.idle_load) != self.metrics or self.load_range.keys() != set(self.metrics):
+            raise ValueError(f"idle_load and load_range are not of the metrics {', '.join(self.metrics)}")
+        return self
 
 
+OF_KERNEL = TypeAdapter(dict[str, Milliseconds])  # by label
+OF_ALL = TypeAdapter(dict[str, dict[str, Milliseconds]])  # by kernel and label
+T = TypeVar("T")
 class MeasuredTimes(Mapping[str, dict[str, float]]):
     """Idle times (ms) by kernel id and label (and `drift_key`, `inputs_key`), from JSON with one line per kernel, sorted,
-    between a line `{` and a line `}`. Only the lines that are looked up are parsed."""
+    between a line `{` and a line `}`. Only the lines that are looked up are parsed.
 
-    def __init__(self, text: bytes) -> None:
-        self._text = text
+    Raises:
+        UserError: at a look-up, the kernel's line is damaged.
+    """
+
+    def __init__(self, text: bytes, path: Path | None = None) -> None:
+        """The times in some JSON; `path` is its file, for errors."""
+        self._text, self._path = text, path
 
     def __getitem__(self, kernel: str) -> dict[str, float]:
         text, key = self._text, _line_start(kernel)
@@ -134,8 +151,7 @@ class MeasuredTimes(Mapping[str, dict[str, float]]):
             end = text.index(b"\n", start)
             line = text[start:end]
             if line.startswith(key):
-                times: dict[str, float] = json.loads(line[len(key):].removesuffix(b","))
-                return times
+                return self._checked(OF_KERNEL, line[len(key):].removesuffix(b","), kernel)
             low, high = (end + 1, high) if line < key else (low, start)
         raise KeyError(kernel)
 
@@ -147,8 +163,15 @@ class MeasuredTimes(Mapping[str, dict[str, float]]):
 
     def whole(self) -> dict[str, dict[str, float]]:
         """All times, parsed at once."""
-        times: dict[str, dict[str, float]] = json.loads(self._text)
-        return times
+        return self._checked(OF_ALL, self._text)
+
+    def _checked(self, of_schema: TypeAdapter[T], text: bytes, *kernel: str) -> T:
+        try:
+            return of_schema.validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, (*kernel, *first["loc"])))
+            raise UserError(f"{self._path or 'measured times'}: damaged at {where}: {first['msg']}; {REMEDY}") from None
 
     @staticmethod
     def text(times: Mapping[str, Mapping[str, float]]) -> bytes:
@@ -184,7 +207,10 @@ def read_sidecar(folder: Path) -> Sidecar:
     sidecar = files.read_record(path, Sidecar, SIDECAR_VERSION, TRAIN)
     for label, about in sidecar.labels.items():
         check_features(path, label, about)
-    made, here = sidecar.packages["xgboost"], package_version(*XGBOOST)  # alone: to look one up takes a millisecond
+    if len(sidecar.feature_range) != len(KernelModel.features.names):
+        raise UserError(f"{path}: damaged at feature_range: it has {len(sidecar.feature_range)} features; {REMEDY}")
+    made = sidecar.packages.get("xgboost", "(not known)")
+    here = package_version(*XGBOOST)  # alone: to look one up takes a millisecond
     if made.split(".")[:2] != here.split(".")[:2]:
         raise UserError(f"{path}: made with xgboost {made}, which the installed {here} may not read; train again: {TRAIN}")
     return sidecar
@@ -238,7 +264,11 @@ def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
     Raises:
         UserError: their file is missing or damaged.
     """
-    return MeasuredTimes(gzip.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256, REMEDY)))
+    path = folder / sidecar.measured
+    try:
+        return MeasuredTimes(gzip.decompress(read_checked(path, sidecar.measured_sha256, REMEDY)), path)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: damaged ({error}); {REMEDY}") from None
 
 
 def write_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:

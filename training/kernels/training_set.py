@@ -206,6 +206,9 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
     except (KeyError, ValueError) as error:
         raise UserError(f"the dataset of {header.target.name}: the metrics in kernel_latency.csv are damaged ({error}); make "
                         f"it anew: {COLLECT}") from None
+    if np.isinf(load).any():
+        raise UserError(f"the dataset of {header.target.name}: a metric in kernel_latency.csv is infinite; make it anew: "
+                        f"{COLLECT}")
     times_ms = _times(table, header.target.flavour.device)
     idle_load = {name: float(np.nanmedian(load[idle, column])) for column, name in enumerate(metrics)}
     load[idle] = list(idle_load.values())

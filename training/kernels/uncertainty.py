@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from records.kernel_record import Kernel
 from records.kernel_types import form_of
@@ -46,8 +47,8 @@ class Range(Frozen):
         operators: how many operators they were learned from; 0: a default.
     """
 
-    low: float
-    high: float
+    low: float = Field(ge=0, le=1e9)
+    high: float = Field(ge=0, le=1e9)
     operators: int = 0
 
     def joined(self, other_range: Range) -> Range:

@@ -31,6 +31,9 @@ _is_command = False
 
 OS_ERROR_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again: what was finished is kept",
+    errno.EMFILE: "too many open files; raise the limit (ulimit -n) and run the same command again: what was finished is kept",
+    errno.ENFILE: "this machine has too many open files; end some programs and run the same command again",
+    errno.ENOMEM: "no memory is left; end some programs and run the same command again: what was finished is kept",
     errno.EDQUOT: "the disk quota is used up; free some space and run the same command again",
     errno.EACCES: "no permission; choose another --workspace or change the permissions",
     errno.EPERM: "not permitted; choose another --workspace or change the permissions",

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from benchmark.collecting.units import ask as ask_worker
+from measuring import worker_process
 from measuring.bench import Bench, Canary, Steadiness
 from measuring.loads import RunningLoad, best_canary_ms, idle, measure_block, measure_loads
 from measuring.metrics.sources import open_source
 from measuring.pending import Planned, in_blocks, pending, plan_blocks
+from measuring.run_times import Effort
 from measuring.stress import Stress
+from measuring.worker_process import WorkerFailed, WorkerProcess
 from records.backgrounds import COMPUTE, Background
 from records.blocks import Block, Journal
-from records.measurement import Measurement
+from records.measurement import Measurement, Status
+from runtimes import protocol
+from runtimes.protocol import Reply, Request
 from utils.errors import UserError
+from utils.frozen import Frozen
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,124 @@ def test_each_load_is_started_once_and_only_where_something_is_missing() -> None
     elsewhere = journal.blocks[-1].model_copy(update={"machine": "elsewhere", "canary_before_ms": 0.1})
     assert best_canary_ms([*journal.blocks, elsewhere]) == 0.1
     assert best_canary_ms([]) == 0.0
+
+
+def failing(name: str, status: Status, label: str = "run") -> Measurement:
+    return timed(name).model_copy(update={"label": label, "status": status, "samples_ms": (),
+                                          "error": "No space left on device"})
+
+
+def test_a_unit_that_was_interrupted_is_measured_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of it is kept, or it would count as measured. A unit that failed by itself is kept."""
+    units, journal, lacking = [Named(name) for name in "abcd"], Journal(), True
+    bench = Bench("cpu", "here", lambda loaded: [1.0], steadiness=Steadiness(drift=0.05))
+
+    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[Planned[Named]]:
+        return plan_blocks(units, blocks, "here", size=4)
+
+    def time_units(named: Sequence[Named], level: float) -> list[Measurement]:
+        measurements = [failing(unit.id, "failed") if unit.id == "d" else timed(unit.id) for unit in named]
+        return [*measurements, failing("b", "interrupted", "gpu")] if lacking else measurements
+
+    totals = measure_loads(bench, blocks_of, time_units, journal)
+    assert {m.id for m in journal.blocks[0].measurements} == {"a", "c", "d"}
+    assert totals.interrupted == {"b": "No space left on device"}
+    assert {unit.id for unit in totals.units} == {"a", "c", "d"}
+    assert "1 units were interrupted" in caplog.text
+    lacking = False
+    totals = measure_loads(bench, blocks_of, time_units, journal)
+    assert [m.id for m in journal.blocks[1].measurements] == ["b"]
+    assert not totals.interrupted
+
+
+def test_where_everything_is_interrupted_measuring_ends() -> None:
+    journal, begun = Journal(), list[str]()
+    bench = Bench("cpu", "here", lambda loaded: [1.0], steadiness=Steadiness(drift=0.05))
+
+    def time_units(named: Sequence[Named], level: float) -> list[Measurement]:
+        begun.append(named[0].id)
+        return [failing(unit.id, "interrupted") for unit in named]
+
+    with pytest.raises(UserError, match=r"the last 3 blocks were interrupted: No space left on device; .* same command again"):
+        measure_loads(bench, lambda load, blocks: in_blocks([Named(name) for name in "abcdefg"], 1), time_units, journal)
+    assert len(begun) == 3
+    assert not journal.blocks
+
+
+# the process that measures -----------------------------------------------------------------------------------------------
+
+class Asked(Frozen):
+    do: str
+
+
+class Done(Frozen):
+    did: str
+
+
+ODD_WORKER = """
+import json, os, signal, subprocess, sys, time
+for line in sys.stdin:
+    do = json.loads(line)["do"]
+    if do == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if do == "leave a child":
+        subprocess.Popen(["sleep", "20"])  # it keeps the pipe open
+        os.kill(os.getpid(), signal.SIGKILL)
+    if do == "crash":
+        os.kill(os.getpid(), signal.SIGFPE)
+    print(json.dumps({"did": do}), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_worker_that_was_ended_or_stopped_from_outside_is_noticed_at_once(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd_worker.py").write_text(ODD_WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(worker_process, "LOOK_EVERY_S", 0.1)
+    with WorkerProcess[Asked, Done]("odd_worker", Done, timeout_s=60) as worker:
+        for do, status, message in (("stop", "interrupted", "was stopped"), ("leave a child", "interrupted", "SIGKILL"),
+                                    ("crash", "crashed", "SIGFPE")):
+            assert worker.ask(Asked(do="something")).did == "something"
+            began_s = time.monotonic()
+            with pytest.raises(WorkerFailed, match=message) as raised:
+                worker.ask(Asked(do=do))
+            assert raised.value.status == status
+            assert time.monotonic() - began_s < 5
+
+
+@pytest.mark.parametrize(("error", "interrupted"), [
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), True), (MemoryError(), True),
+    (UserError("onnxruntime: open file fails: Too many open files"), True), (UserError("no such operator"), False)])
+def test_what_the_machine_lacks_is_not_the_units_fault(error: Exception, interrupted: bool,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(request: Request) -> Reply:
+        raise error
+
+    request = Request(do="alone", device="cpu", effort=Effort())
+    reply = protocol.answer({"alone": fail}, request)
+    assert (reply.interrupted, bool(reply.error)) == (interrupted, True)
+    assert ask_worker(FakeWorker(reply), request)[1] == ("interrupted" if interrupted else "failed")
+    monkeypatch.setattr(protocol, "no_room", lambda: True)
+    assert protocol.answer({"alone": fail}, request).interrupted  # a file that was cut short may look damaged
+
+
+def test_an_error_of_the_system_that_is_none_of_these_stays_a_bug() -> None:
+    def fail(request: Request) -> Reply:
+        raise OSError(errno.EBADF, "bad file descriptor")
+
+    with pytest.raises(OSError, match="bad file descriptor"):
+        protocol.answer({"alone": fail}, Request(do="alone", device="cpu", effort=Effort()))
+
+
+class FakeWorker(protocol.Worker):
+    """It gives one reply."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+    def ask(self, request: Request) -> Reply:
+        return self.reply
 
 
 def test_the_order_mixes_kinds_and_is_the_same_each_time() -> None:
