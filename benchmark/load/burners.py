@@ -189,7 +189,7 @@ def model_dims(background: Background) -> dict[str, int]:
     """
     with model_errors(str(background.model)):
         proto = onnx.load(str(background.model), load_external_data=False)
-    suggested = default_dims(proto)  # it may name dimensions that this model does not have
+    suggested = default_dims(proto, str(background.model))  # it may name dimensions that this model does not have
     return {name: suggested.get(name, 1) for name in open_dims(proto)} | background.dims
 
 
