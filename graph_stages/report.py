@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from graph_stages.analysis import LookupKey, LookupRecord, Regression, fit_stage
 from graph_stages.layer import STAGES
 from graph_stages.records import RawMeasurements, StageRecord, raw_path, read_raw
 from utils import files
-from utils.lazy import matplotlib
+from utils.lazy import matplotlib, sklearn
 from utils.logger import get_logger
 from utils.paths import Workspace
 
@@ -29,6 +28,7 @@ own memory were timed as well: there the transfer is the difference of the two. 
 BANDWIDTH, REGRESSION = "bandwidth_table.json", "regression_table.json"
 REPORT, PLOT = "profiling_report.txt", "regression.png"
 NO_SKLEARN = "scikit-learn is not installed: the regression was skipped (pip install scikit-learn)"
+SHOWN = 200  # characters of an error
 log = get_logger("stages")
 
 
@@ -144,14 +144,15 @@ def analyze(workspace: Workspace) -> list[dict[str, Any]]:
     """Writes lookup_table.json, bandwidth_table.json, regression_table.json, profiling_report.txt and regression.png beside the
     raw measurements, and returns a row for each unit and stage.
 
-    Without scikit-learn there is no regression, and so neither bandwidth nor plot; the other files say so.
+    Without scikit-learn, or where it can't be loaded, there is no regression, and so neither bandwidth nor plot; the other
+    files say so.
 
     Raises:
         UserError: there are no measurements, or they are damaged.
     """
     folder = workspace.stage_results
     raw = read_raw(raw_path(workspace))
-    skipped = "" if find_spec("sklearn") else NO_SKLEARN
+    skipped = _without_regression()
     fits = {} if skipped else {(fit.unit, fit.stage): fit for fit in fit_stages(raw.records)}
     measured = dict.fromkeys((record.unit, record.stage) for record in raw.records)
     table = lookup_table(raw.records, fits, skipped or "no run succeeded")
@@ -168,6 +169,19 @@ def analyze(workspace: Workspace) -> list[dict[str, Any]]:
     log.info("%d records of times, %d bandwidths (%d null): %s", len(table), len(keyed),
              sum(fit.bandwidth is None for fit in keyed.values()), folder)
     return [row(fit) for fit in keyed.values()]
+
+
+def _without_regression() -> str:
+    """Why there is no regression; "" where there is one."""
+    try:
+        _ = sklearn.linear_model.LinearRegression
+    except (ImportError, AttributeError, OSError, ValueError) as error:  # what a package raises that is there in part
+        if isinstance(error, ModuleNotFoundError) and error.name == "sklearn":
+            return NO_SKLEARN
+        reason = " ".join(str(error).split())[:SHOWN]
+        return (f"scikit-learn can't be loaded ({reason}): the regression was skipped "
+                "(pip install --force-reinstall scikit-learn)")
+    return ""
 
 
 def row(fit: Regression) -> dict[str, Any]:

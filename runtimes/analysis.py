@@ -351,8 +351,12 @@ def _ask(task: Task, weights: Sequence[Path] = (), analyst: Analyst | None = Non
 
 
 def _stored_bytes(path: Path) -> int:
-    """The bytes that a file takes on the disk: one with holes may say that it is far larger."""
-    stat = path.stat()
+    """The bytes that a file takes on the disk: one with holes may say that it is far larger. 0 for a file that can't be read:
+    the child says why."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0
     return min(stat.st_size, 512 * getattr(stat, "st_blocks", stat.st_size))
 
 

@@ -1,5 +1,5 @@
-"""The short form of `python recipes/fuzz/wrong_models.py` and `python -m tests.fuzzing`: damaged files give an error for the
-user or the right answer."""
+"""The short form of recipes/fuzz/wrong_models.py and of `python -m tests.fuzzing`: damaged files give an error for the user, or
+the right answer."""
 
 from __future__ import annotations
 

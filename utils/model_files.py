@@ -33,14 +33,14 @@ FIXED_BYTES = {FIXED_64: 8, FIXED_32: 4}
 
 
 def check_plain_file(path: Path, whose: str = "") -> None:
-    """Checks that `path` is a plain file or a link to one.
+    """Checks that `path` is a plain file or a link to one, with a name that ONNX Runtime can open.
 
     Args:
         path: the file.
         whose: put before the path in errors.
 
     Raises:
-        UserError: it is missing, or a folder, a device or a pipe.
+        UserError: it is missing, or a folder, a device or a pipe, or its name is not UTF-8.
     """
     try:
         mode = path.stat().st_mode
@@ -48,6 +48,10 @@ def check_plain_file(path: Path, whose: str = "") -> None:
         raise UserError(f"{whose}{path}: no such file") from None
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise UserError(f"{whose}{path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{whose}{path}: its name is not UTF-8, and ONNX Runtime opens no such file; rename it") from None
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
         raise UserError(f"{whose}{path}: this is {what}, a plain file is expected")

@@ -51,7 +51,7 @@ def temporary_folder() -> Iterator[Path]:
 @contextmanager
 def temporary_file(path: Path) -> Iterator[Path]:
     """A path for a new file in the folder of `path`, with its suffix; the file is removed when the block ends."""
-    begins = path.stem.encode()[:LONGEST_STEM].decode("utf-8", "ignore")
+    begins = path.stem.encode("utf-8", "replace")[:LONGEST_STEM].decode("utf-8", "ignore")
     temporary = path.with_name(f".{begins}.{secrets.token_hex(4)}.tmp{path.suffix}")
     _present.add(temporary)
     try:

@@ -17,6 +17,7 @@ from benchmark.collecting.collect import collect_in_models, collect_kernels
 from benchmark.collecting.config import CollectorConfig, SettingConfig
 from benchmark.collecting.units import Workers, start_workers
 from benchmark.collecting.work import ModelItem
+from inference.core.arguments import checked_dims, checked_target, workspace_at
 from inference.core.sources import Source, record_of
 from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, is_here, local_targets, predictor_folders
 from records.dataset_files import DatasetKernel, header_path
@@ -112,7 +113,7 @@ def build(kernels: Mapping[str, Kernel], flavour: Flavour, workspace: Workspace)
 
 
 def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *, target: str | None = None,
-                    workspace: Workspace | None = None, config: CollectorConfig | None = None, force: bool = False,
+                    workspace: Workspace | str | Path | None = None, config: CollectorConfig | None = None, force: bool = False,
                     static: bool = False, inputs: Path | None = None) -> Filled:
     """Measures the kernels of a model that no machine of the target has measured on an idle device while it was steady;
     `predict` then looks them up.
@@ -121,8 +122,8 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         source: as for `predict`.
         sizes: of its dynamic dimensions by name, each combination that will be predicted.
         target: the target's name, or a part of it; by default this machine, or the only target with predictors.
-        workspace: the folder that holds dataset and predictors; by default the repository. Predictors that come with Hase
-            are copied into it. If there is no dataset, one begins.
+        workspace: the folder that holds dataset and predictors, or its path; by default the repository. Predictors that come
+            with Hase are copied into it. If there is no dataset, one begins.
         config: how to measure; by default benchmark/config.yaml. Its device, levels and labels are ignored, and an existing
             dataset keeps its metrics and held-out groups.
         force, static: as for `predict`.
@@ -132,7 +133,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         UserError: this machine is not the target, the model or `inputs` can't be used, or the dataset lacks the label that is
             needed.
     """
-    workspace = workspace or Workspace()
+    workspace, target, sizes = workspace_at(workspace), checked_target(target), [checked_dims(dims) for dims in sizes]
     if isinstance(source, (str, Path)):
         workspace.find_model(Path(source))  # reports a mistyped name before anything starts
     fitted = nothing_learned(workspace, target) or fitted_for(workspace, target)

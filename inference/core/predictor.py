@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from inference.core.arguments import check_calls, checked_dims, checked_target, workspace_at
 from inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
 from inference.core.energy import EnergyPrediction, energy_of
 from inference.core.kernels_in_model import kernels_in_models
@@ -103,21 +104,24 @@ class Predictor:
             warning).
     """
 
-    def __init__(self, workspace: Workspace | None = None, target: str | None = None, *, strict: bool = False,
+    def __init__(self, workspace: Workspace | str | Path | None = None, target: str | None = None, *, strict: bool = False,
                  force: bool = False, estimators: Sequence[Path] = (), any_device: bool = False) -> None:
         """Makes a predictor; nothing is read yet.
 
         Args:
-            workspace: by default the repository.
+            workspace: or the path of its folder; by default the repository.
             target: the target's name, or a part of it; by default this machine.
             strict: predict every kernel, even measured ones.
             force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
             estimators: files and folders with the code of admitted estimators of your own (docs/estimators.md); it is run.
             any_device: without a target's name, take the only target with predictors, even if it is another device (with a
                 warning). Commands print warnings, so they do; a program may never look at them.
+
+        Raises:
+            UserError: `workspace` is no folder, or `target` no name.
         """
-        self.workspace = workspace or Workspace()
-        self.target = target
+        self.workspace = workspace_at(workspace)
+        self.target = checked_target(target)
         self.strict = strict
         self.force = force
         self.estimators = tuple(estimators)
@@ -158,7 +162,7 @@ class Predictor:
             UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
         """
         model = self.workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
-        return record_of(model, self.fitted.target.flavour, dims, static)
+        return record_of(model, self.fitted.target.flavour, checked_dims(dims), static)
 
     def predict(self, source: Source, **options: Unpack[Options]) -> Prediction:
         """The latency of one model.
@@ -202,7 +206,8 @@ class Predictor:
         Raises:
             UserError: a model, the predictors, the load or the pace can't be used.
         """
-        sources = list(sources)
+        check_calls()
+        dims, sources = checked_dims(dims), list(sources)
         if "fitted" not in self.__dict__ and any(map(needs_analysis, sources)):
             analysis.prepare()  # it starts while the predictors are read
         fitted = self.fitted
@@ -336,13 +341,13 @@ class Predictor:
         return model if isinstance(model, PredictedRun) else self.run(model, **options)
 
 
-def predict(source: Source, *, workspace: Workspace | None = None, target: str | None = None, strict: bool = False,
+def predict(source: Source, *, workspace: Workspace | str | Path | None = None, target: str | None = None, strict: bool = False,
             force: bool = False, **options: Unpack[Options]) -> Prediction:
     """The latency of one model. Keep a `Predictor` to ask many questions about a target.
 
     Args:
         source: an ONNX file (or a record's JSON file), a model in memory, or a record.
-        workspace: the folder with the predictors; by default the repository.
+        workspace: the folder with the predictors, or its path; by default the repository.
         target: the target's name, or a part of it; by default this machine.
         strict: predict every kernel, even measured ones.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).

@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
 
+from utils.lazy import onnx
 from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
+
+if TYPE_CHECKING:
+    import onnx
 
 OPSETS = (("", 17), ("mine", 1))
 WIDTH = 8
+FLOAT = 1  # ONNX's number of float32
 DEFAULTS = ("", "x", "[]", "1", "null", '{"batch": "x"}', '{"batch": 1.5}', '{"batch": null}', '{"batch": -1}',
             '{"batch": [2]}', '{"batch": 1e400}', '{"batch": 10000000000000000000000}', "[" * 5000,
             '{"batch": ' + "9" * 5000 + "}")
@@ -22,17 +25,22 @@ NAMES = ("", ".", "..", "a/b", "../x", "a|b", "a\0b", "\x1b[2J", "\n", "x" * 500
 BEYOND_64_BITS = b"\xff" * 10 + b"\x7f"  # a number of eleven bytes; protobuf's have ten at most
 
 
-def value(name: str, shape: Sequence[int | str] = (1, WIDTH), dtype: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, dtype, shape)
+def value(name: str, shape: Sequence[int | str] = (1, WIDTH), dtype: int = FLOAT) -> onnx.ValueInfoProto:
+    return onnx.helper.make_tensor_value_info(name, dtype, shape)
+
+
+def new_node(op_type: str, inputs: Sequence[str], outputs: Sequence[str], **fields: Any) -> onnx.NodeProto:
+    """A node; `fields` are its attributes, name and domain."""
+    return onnx.helper.make_node(op_type, inputs, outputs, **fields)
 
 
 def model_of(nodes: Sequence[onnx.NodeProto], constants: Sequence[onnx.TensorProto] = (),
              inputs: Sequence[onnx.ValueInfoProto] = (), outputs: Sequence[onnx.ValueInfoProto] = (),
              functions: Sequence[onnx.FunctionProto] = ()) -> onnx.ModelProto:
     """A model; by default it turns x, float32[1, WIDTH], into y."""
-    graph = helper.make_graph(nodes, "g", inputs or [value("x")], outputs or [value("y")], constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid(*opset) for opset in OPSETS], functions=functions,
-                             ir_version=10)
+    graph = onnx.helper.make_graph(nodes, "g", inputs or [value("x")], outputs or [value("y")], constants)
+    opsets = [onnx.helper.make_opsetid(*opset) for opset in OPSETS]
+    return onnx.helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
 
 
 # sound models ------------------------------------------------------------------------------------------------------------
@@ -40,14 +48,14 @@ def model_of(nodes: Sequence[onnx.NodeProto], constants: Sequence[onnx.TensorPro
 def network() -> onnx.ModelProto:
     """Convolutions with a dynamic batch, and the metadata that an exporter of Hase writes."""
     rng = np.random.default_rng(0)
-    constants = [numpy_helper.from_array(rng.normal(size=(4, 3, 3, 3)).astype(np.float32), "w"),
-                 numpy_helper.from_array(rng.normal(size=(4,)).astype(np.float32), "b"),
-                 numpy_helper.from_array(rng.normal(size=(4 * WIDTH * WIDTH, 5)).astype(np.float32), "m"),
-                 numpy_helper.from_array(np.array([0, -1], np.int64), "s")]
-    nodes = [helper.make_node("Conv", ["x", "w", "b"], ["c"], name="conv", pads=[1, 1, 1, 1]),
-             helper.make_node("Relu", ["c"], ["r"], name="relu"), helper.make_node("Reshape", ["r", "s"], ["f"], name="flat"),
-             helper.make_node("MatMul", ["f", "m"], ["p"], name="product"),
-             helper.make_node("Softmax", ["p"], ["y"], name="soft", axis=-1)]
+    constants = [onnx.numpy_helper.from_array(rng.normal(size=(4, 3, 3, 3)).astype(np.float32), "w"),
+                 onnx.numpy_helper.from_array(rng.normal(size=(4,)).astype(np.float32), "b"),
+                 onnx.numpy_helper.from_array(rng.normal(size=(4 * WIDTH * WIDTH, 5)).astype(np.float32), "m"),
+                 onnx.numpy_helper.from_array(np.array([0, -1], np.int64), "s")]
+    nodes = [new_node("Conv", ["x", "w", "b"], ["c"], name="conv", pads=[1, 1, 1, 1]),
+             new_node("Relu", ["c"], ["r"], name="relu"), new_node("Reshape", ["r", "s"], ["f"], name="flat"),
+             new_node("MatMul", ["f", "m"], ["p"], name="product"),
+             new_node("Softmax", ["p"], ["y"], name="soft", axis=-1)]
     made = model_of(nodes, constants, [value("x", ("batch", 3, WIDTH, WIDTH))], [value("y", ("batch", 5))])
     for key, text in ((DEFAULT_DIMS_KEY, '{"batch": 2}'), (GROUP_KEY, "network"), (COLLECTION_KEY, "fuzz")):
         made.metadata_props.add(key=key, value=text)
@@ -57,45 +65,45 @@ def network() -> onnx.ModelProto:
 def loop(depth: int = 1) -> onnx.ModelProto:
     """Loops of three trips within one another."""
     def body(level: int) -> onnx.GraphProto:
-        inside = (helper.make_node("Loop", ["trips", "on", f"v{level}"], [f"w{level}"], body=body(level - 1)) if level else
-                  helper.make_node("Relu", ["v0"], ["w0"]))
-        nodes = [helper.make_node("Identity", [f"c{level}"], [f"d{level}"]), inside]
-        return helper.make_graph(nodes, f"body{level}", [
-            value(f"i{level}", [], TensorProto.INT64), value(f"c{level}", [], TensorProto.BOOL), value(f"v{level}")],
-            [value(f"d{level}", [], TensorProto.BOOL), value(f"w{level}")])
+        inside = (new_node("Loop", ["trips", "on", f"v{level}"], [f"w{level}"], body=body(level - 1)) if level else
+                  new_node("Relu", ["v0"], ["w0"]))
+        nodes = [new_node("Identity", [f"c{level}"], [f"d{level}"]), inside]
+        return onnx.helper.make_graph(nodes, f"body{level}", [
+            value(f"i{level}", [], onnx.TensorProto.INT64), value(f"c{level}", [], onnx.TensorProto.BOOL), value(f"v{level}")],
+            [value(f"d{level}", [], onnx.TensorProto.BOOL), value(f"w{level}")])
 
-    constants = [numpy_helper.from_array(np.array(3), "trips"), numpy_helper.from_array(np.array(True), "on")]
-    return model_of([helper.make_node("Loop", ["trips", "on", "x"], ["y"], body=body(depth - 1))], constants)
+    constants = [onnx.numpy_helper.from_array(np.array(3), "trips"), onnx.numpy_helper.from_array(np.array(True), "on")]
+    return model_of([new_node("Loop", ["trips", "on", "x"], ["y"], body=body(depth - 1))], constants)
 
 
 def choice(depth: int = 1) -> onnx.ModelProto:
     """Ifs within one another; an input decides."""
-    branch = helper.make_graph([helper.make_node("Relu", ["x"], ["y0"])], "then", [], [value("y0")])
+    branch = onnx.helper.make_graph([new_node("Relu", ["x"], ["y0"])], "then", [], [value("y0")])
     for level in range(1, depth + 1):
-        other = helper.make_graph([helper.make_node("Abs", ["x"], [f"z{level}"])], "else", [], [value(f"z{level}")])
-        node = helper.make_node("If", ["c"], [f"y{level}"], then_branch=branch, else_branch=other)
-        branch = helper.make_graph([node], "then", [], [value(f"y{level}")])
-    return model_of(branch.node, inputs=[value("x"), value("c", [], TensorProto.BOOL)], outputs=[value(f"y{depth}")])
+        other = onnx.helper.make_graph([new_node("Abs", ["x"], [f"z{level}"])], "else", [], [value(f"z{level}")])
+        node = new_node("If", ["c"], [f"y{level}"], then_branch=branch, else_branch=other)
+        branch = onnx.helper.make_graph([node], "then", [], [value(f"y{level}")])
+    return model_of(branch.node, inputs=[value("x"), value("c", [], onnx.TensorProto.BOOL)], outputs=[value(f"y{depth}")])
 
 
 def calls(depth: int = 2, each: int = 1) -> onnx.ModelProto:
     """Functions that call functions, each `each` times."""
-    opsets = [helper.make_opsetid(*opset) for opset in OPSETS]
-    functions = [helper.make_function("mine", "f0", ["a"], ["b"], [helper.make_node("Relu", ["a"], ["b"])], opsets)]
+    opsets = [onnx.helper.make_opsetid(*opset) for opset in OPSETS]
+    functions = [onnx.helper.make_function("mine", "f0", ["a"], ["b"], [new_node("Relu", ["a"], ["b"])], opsets)]
     for level in range(1, depth):
         names = ["a", *(f"t{number}" for number in range(each - 1)), "b"]
-        nodes = [helper.make_node(f"f{level - 1}", [read], [made], domain="mine") for read, made in pairwise(names)]
-        functions.append(helper.make_function("mine", f"f{level}", ["a"], ["b"], nodes, opsets))
-    return model_of([helper.make_node(f"f{depth - 1}", ["x"], ["y"], domain="mine")], functions=functions)
+        nodes = [new_node(f"f{level - 1}", [read], [made], domain="mine") for read, made in pairwise(names)]
+        functions.append(onnx.helper.make_function("mine", f"f{level}", ["a"], ["b"], nodes, opsets))
+    return model_of([new_node(f"f{depth - 1}", ["x"], ["y"], domain="mine")], functions=functions)
 
 
 def words() -> onnx.ModelProto:
     """Text that an encoder turns into numbers."""
-    encoder = helper.make_node("LabelEncoder", ["t"], ["n"], domain="ai.onnx.ml", keys_strings=["a", "b"],
-                               values_floats=[1.0, 2.0])
-    made = model_of([encoder, helper.make_node("Mul", ["n", "n"], ["y"])], inputs=[value("t", [1, 2], TensorProto.STRING)],
-                    outputs=[value("y", [1, 2])])
-    made.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+    encoder = new_node("LabelEncoder", ["t"], ["n"], domain="ai.onnx.ml", keys_strings=["a", "b"],
+                       values_floats=[1.0, 2.0])
+    made = model_of([encoder, new_node("Mul", ["n", "n"], ["y"])],
+                    inputs=[value("t", [1, 2], onnx.TensorProto.STRING)], outputs=[value("y", [1, 2])])
+    made.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
     return made
 
 
@@ -106,19 +114,30 @@ SOUND: tuple[Callable[[], onnx.ModelProto], ...] = (network, network, loop, choi
 
 def folded(products: int = 400, side: int = 4096) -> onnx.ModelProto:
     """Products of constants, which a runtime computes while it optimises: hours."""
-    constants = [numpy_helper.from_array(np.array([side, side]), "shape")]
-    nodes = [helper.make_node("ConstantOfShape", ["shape"], ["p0"]),
-             *(helper.make_node("MatMul", [f"p{n}", "p0"], [f"p{n + 1}"]) for n in range(products)),
-             helper.make_node("MatMul", ["x", f"p{products}"], ["y"])]
+    constants = [onnx.numpy_helper.from_array(np.array([side, side]), "shape")]
+    nodes = [new_node("ConstantOfShape", ["shape"], ["p0"]),
+             *(new_node("MatMul", [f"p{n}", "p0"], [f"p{n + 1}"]) for n in range(products)),
+             new_node("MatMul", ["x", f"p{products}"], ["y"])]
     return model_of(nodes, constants, [value("x", (1, side))], [value("y", (1, side))])
 
 
 def large_constants(gib: int) -> onnx.ModelProto:
     """A tensor of so many GiB from a file of some bytes, added up while the model is optimised."""
-    constants = [numpy_helper.from_array(np.array([gib << 28]), "shape")]
-    nodes = [helper.make_node("ConstantOfShape", ["shape"], ["large"]), helper.make_node("Exp", ["large"], ["e"]),
-             helper.make_node("ReduceSum", ["e"], ["s"]), helper.make_node("Add", ["x", "s"], ["y"])]
+    constants = [onnx.numpy_helper.from_array(np.array([gib << 28]), "shape")]
+    nodes = [new_node("ConstantOfShape", ["shape"], ["large"]), new_node("Exp", ["large"], ["e"]),
+             new_node("ReduceSum", ["e"], ["s"]), new_node("Add", ["x", "s"], ["y"])]
     return model_of(nodes, constants)
+
+
+def many_constants(parts: int, side: int = 4096) -> onnx.ModelProto:
+    """Weights of 64 MiB each that a runtime computes while it optimises, from a file of some KiB."""
+    constants = [onnx.numpy_helper.from_array(np.array([side, side]), "shape"),
+                 *(onnx.numpy_helper.from_array(np.array(n, np.float32), f"n{n}") for n in range(parts))]
+    nodes = [new_node("ConstantOfShape", ["shape"], ["zeros"])]
+    for n in range(parts):
+        nodes += [new_node("Add", ["zeros", f"n{n}"], [f"w{n}"]),
+                  new_node("MatMul", [f"x{n}" if n else "x", f"w{n}"], [f"x{n + 1}"])]
+    return model_of(nodes, constants, [value("x", (1, side))], [value(f"x{parts}", (1, side))])
 
 
 def types_in_types(depth: int) -> onnx.ModelProto:
@@ -126,21 +145,21 @@ def types_in_types(depth: int) -> onnx.ModelProto:
     kind = inner = onnx.TypeProto()
     for _ in range(depth):
         inner = inner.sequence_type.elem_type
-    inner.tensor_type.elem_type = TensorProto.FLOAT
-    return model_of([helper.make_node("Relu", ["x"], ["y"])], inputs=[value("x"), onnx.ValueInfoProto(name="q", type=kind)])
+    inner.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    return model_of([new_node("Relu", ["x"], ["y"])], inputs=[value("x"), onnx.ValueInfoProto(name="q", type=kind)])
 
 
 def circle() -> onnx.ModelProto:
     """A function that calls itself."""
     made = calls(2)
-    made.functions[0].node[0].CopyFrom(helper.make_node("f1", ["a"], ["b"], domain="mine"))
+    made.functions[0].node[0].CopyFrom(new_node("f1", ["a"], ["b"], domain="mine"))
     return made
 
 
 def wide(nodes: int) -> onnx.ModelProto:
     """Nodes one after another."""
     names = ["x", *(f"t{number}" for number in range(nodes - 1)), "y"]
-    return model_of([helper.make_node("Relu", [read], [made]) for read, made in pairwise(names)])
+    return model_of([new_node("Relu", [read], [made]) for read, made in pairwise(names)])
 
 
 HARMFUL: dict[str, Callable[[], onnx.ModelProto]] = {
@@ -150,6 +169,7 @@ HARMFUL: dict[str, Callable[[], onnx.ModelProto]] = {
     "calls 3,000 deep": lambda: calls(3000), "a function that calls itself": circle,
     "constants folded for hours": folded, "a constant of 2 GiB": lambda: large_constants(2),
     "a constant of 7 GiB": lambda: large_constants(7), "a constant of 320 GiB": lambda: large_constants(320),
+    "constants of 7 GiB in parts": lambda: many_constants(110),
     "types 40 deep": lambda: types_in_types(40), "20,000 nodes": lambda: wide(20_000),
 }
 
@@ -170,7 +190,7 @@ def torn(data: bytes, rng: random.Random) -> bytes:
                        data[:begin] + bytes(end - begin) + data[end:]])
 
 
-Edit = Callable[[onnx.ModelProto, random.Random], None]
+Edit = Callable[["onnx.ModelProto", random.Random], None]
 
 
 def _dims(value: onnx.ValueInfoProto) -> Any:
@@ -215,7 +235,7 @@ def odd_attribute(model: onnx.ModelProto, rng: random.Random) -> None:
         "pads", "strides", "kernel_shape", "group", "dilations", "axis"])
     for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
         node.attribute.remove(attribute)
-    node.attribute.append(helper.make_attribute(name, odd))
+    node.attribute.append(onnx.helper.make_attribute(name, odd))
 
 
 def same_names(model: onnx.ModelProto, rng: random.Random) -> None:
@@ -240,7 +260,7 @@ def odd_operator(model: onnx.ModelProto, rng: random.Random) -> None:
 
 def other_place(model: onnx.ModelProto, rng: random.Random) -> None:
     weight = rng.choice(model.graph.initializer)
-    weight.data_location = TensorProto.EXTERNAL
+    weight.data_location = onnx.TensorProto.EXTERNAL
     places = ["/dev/zero", "../x", "model.bin", "", ".", "*/_ORT_MEM_ADDR_/*", "x" * 5000]
     sizes = ["0", "4", "-1", "", "x", str(2**62)]
     for key, values in (("location", places), ("offset", sizes), ("length", sizes)):
@@ -249,10 +269,10 @@ def other_place(model: onnx.ModelProto, rng: random.Random) -> None:
 
 
 def deep(model: onnx.ModelProto, rng: random.Random) -> None:
-    inner = helper.make_graph([helper.make_node("Identity", ["x"], ["d"])], "g", [], [])
+    inner = onnx.helper.make_graph([new_node("Identity", ["x"], ["d"])], "g", [], [])
     for _ in range(rng.choice([3, 20])):
-        inner = helper.make_graph([helper.make_node("If", ["c"], ["d"], then_branch=inner)], "g", [], [])
-    model.graph.node.append(helper.make_node("If", ["c"], ["d"], then_branch=inner))
+        inner = onnx.helper.make_graph([new_node("If", ["c"], ["d"], then_branch=inner)], "g", [], [])
+    model.graph.node.append(new_node("If", ["c"], ["d"], then_branch=inner))
 
 
 def less_data(model: onnx.ModelProto, rng: random.Random) -> None:
@@ -263,7 +283,7 @@ def less_data(model: onnx.ModelProto, rng: random.Random) -> None:
 def many_nodes(model: onnx.ModelProto, rng: random.Random) -> None:
     name = model.graph.node[0].output[0]
     for number in range(rng.choice([200, 1500])):
-        model.graph.node.append(helper.make_node("Relu", [name], [f"many{number}"]))
+        model.graph.node.append(new_node("Relu", [name], [f"many{number}"]))
         name = f"many{number}"
 
 
@@ -291,9 +311,9 @@ def odd_kind(model: onnx.ModelProto, rng: random.Random) -> None:
         place.type.tensor_type.ClearField("shape")
     else:
         node = rng.choice(model.graph.node)
-        tensor = rng.choice([TensorProto(data_type=99, dims=[2]), TensorProto(data_type=1, dims=[2**40]),
-                             TensorProto(data_type=8, dims=[1], string_data=[b"\xff"])])
-        node.attribute.append(helper.make_attribute(rng.choice(["value", "axis"]), tensor))
+        tensor = rng.choice([onnx.TensorProto(data_type=99, dims=[2]), onnx.TensorProto(data_type=1, dims=[2**40]),
+                             onnx.TensorProto(data_type=8, dims=[1], string_data=[b"\xff"])])
+        node.attribute.append(onnx.helper.make_attribute(rng.choice(["value", "axis"]), tensor))
         node.attribute.append(onnx.AttributeProto(name="bytes", type=onnx.AttributeProto.STRINGS, strings=[b"\xff\xfe"]))
 
 

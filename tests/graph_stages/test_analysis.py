@@ -123,6 +123,21 @@ def test_without_scikit_learn_the_regression_is_skipped(tmp_path: Path, monkeypa
     assert not (folder / PLOT).exists()
 
 
+def test_with_a_broken_scikit_learn_the_regression_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                              caplog: pytest.LogCaptureFixture) -> None:
+    """It is found, but can't be imported: built for another numpy, or with a library that is missing."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "sklearn").mkdir()
+    (tmp_path / "sklearn" / "__init__.py").write_text("raise ImportError('libgomp.so.1: cannot open\\nshared object file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    workspace = written(tmp_path, [timed(stage, size) for size in SIZES[:4] for stage in STAGES])
+    analyze(workspace)
+    expected = "scikit-learn can't be loaded (libgomp.so.1: cannot open shared object file): the regression was skipped"
+    assert expected in (workspace.stage_results / REPORT).read_text(encoding="utf-8")
+    assert [message.startswith(expected) for message in caplog.messages] == [True]
+
+
 def test_too_few_sizes_and_falling_times() -> None:
     assert "a line needs 3" in fit_line("CPU", 1, [10, 10, 20], [1.0, 1.1, 2.0]).reason
     assert fit_line("CPU", 1, [10, 20, 30, 40], [4.0, 3.0, 2.1, 1.0]).reason == "larger sizes take less time"

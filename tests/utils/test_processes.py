@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation import evaluated_models as evaluation_cases
 from inference.evaluation.evaluated_models import Failures, models_of
-from records.kernel_record import ModelOrigin, ModelRecord
-from runtimes import analysis, flavour_of, runtime_named
-from runtimes.analysis import analyze_all
+from measuring.worker_process import WorkerFailed, WorkerProcess
+from runtimes import flavour_of
+from runtimes.analysis import Reply, Task, analyze_all
 from tests.conftest import small_model
 from utils.errors import UserError
-from utils.fingerprint import Flavour
 from utils.paths import ROOT, Workspace
 from utils.processes import each_in_a_process
 
@@ -67,20 +65,13 @@ def test_a_child_that_is_asked_to_end_raises_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def analyzed_or_dead(workspace: Workspace, runtime: str, device: str, static: bool, origin: ModelOrigin,
-                     model: tuple[Path, dict[str, int]]) -> list[ModelRecord] | UserError:
-    """Analyses a model, and dies at a model named `dies`."""
-    if model[0].stem == "dies":
-        os.kill(os.getpid(), signal.SIGABRT)
-    return runtime_named(runtime).write_records(workspace, model[0], device, model[1], static, origin)
-
-
-def recorded_or_dead(flavour: Flavour, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
-    if sized[0].stem == "dies":
-        os.kill(os.getpid(), signal.SIGABRT)
-    from inference.core.sources import record_of
-
-    return record_of(sized[0], flavour, sized[1], static)
+def asked_or_dead(worker: WorkerProcess[Task, Reply], task: Task) -> Reply:
+    """Asks the child that analyses models, which dies at a model named `dies`."""
+    if task.model.stem == "dies":
+        worker.stop()
+        raise WorkerFailed("crashed", "the process that ran it ended with SIGSEGV", signal.SIGSEGV)
+    worker._send(task)
+    return worker._receive()
 
 
 @pytest.mark.slow
@@ -88,11 +79,11 @@ def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.M
     paths = [workspace.root / f"{name}.onnx" for name in ("a", "b", "dies", "z")]
     for path in paths:
         path.write_bytes(small_model().SerializeToString())
-    monkeypatch.setattr(analysis, "_analyze_one", analyzed_or_dead)
-    done = analyze_all(workspace, "ort", [(path, {}) for path in paths], "cpu", 1)
-    assert [isinstance(of_model, UserError) for of_model in done] == [False, False, True, False]
-    assert "takes ONNX Runtime down" in str(done[2])
-    monkeypatch.setattr(evaluation_cases, "_analysed", recorded_or_dead)
+    monkeypatch.setattr(WorkerProcess, "ask", asked_or_dead)
+    for jobs in (1, 3):
+        done = analyze_all(workspace, "ort", [(path, {}) for path in paths], "cpu", jobs)
+        assert [isinstance(of_model, UserError) for of_model in done] == [False, False, True, False]
+        assert "takes ONNX Runtime down" in str(done[2])
     failures = Failures()
     assert [model.record.model for model in models_of(paths, {}, flavour_of("cpu"), failures)] == ["a", "b", "z"]
     assert list(failures) == ["dies.onnx"]
