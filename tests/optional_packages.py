@@ -1,4 +1,4 @@
-"""Packages that a user may leave out: tests that need one are skipped, or fail where HASE_NEEDS_PACKAGES is set. Some are hidden."""
+"""Packages that a user may leave out: tests that need one are skipped, or fail where HASE_NEEDS_PACKAGES is set."""
 
 from __future__ import annotations
 
