@@ -112,8 +112,8 @@ def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
     return paths
 
 
-def read_whole_model(model: Path) -> onnx.ModelProto:
-    """A model with all its weights in memory, each of their files checked.
+def read_whole_model(model: Path | bytes) -> onnx.ModelProto:
+    """A model, in a file or serialised, with all its weights in memory, each of their files checked.
 
     onnx's own loader refuses files with several names (hard links), as the caches of model hubs and of Hase have them.
 
@@ -121,6 +121,8 @@ def read_whole_model(model: Path) -> onnx.ModelProto:
         UserError: not an ONNX model, or a file of its weights is missing, not a plain file, outside the model's folder, or too
             short.
     """
+    if isinstance(model, bytes):
+        return onnx.load_from_string(model)
     with model_errors(str(model)):
         proto = onnx.load(str(model), load_external_data=False)
     external_files(model, proto)

@@ -7,8 +7,9 @@ The next training learns from them too.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from benchmark.collecting.work import ModelItem
 from inference.core.arguments import checked_dims, checked_target, workspace_at
 from inference.core.sources import Source, record_of
 from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, is_here, local_targets, predictor_folders
-from records.dataset_files import DatasetKernel, header_path
+from records.dataset_files import DatasetKernel, header_path, read_journal
 from records.dataset_tables import read_kernel_table
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from training.composition.fitted import Composition
 
 log = get_logger("predict")
+# What ONNX Runtime says of a kernel that it opens, but can't run with any inputs.
+REFUSAL = re.compile("Status Message: (?P<words>.*(not (yet )?(implemented|supported)|only supports?|unsupported).*)",
+                     re.IGNORECASE)
 CONFIG = ROOT / "benchmark" / "config.yaml"
 
 
@@ -130,8 +134,8 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         inputs: a file with values of the model's inputs, as numpy.savez writes them; None: standardised random numbers.
 
     Raises:
-        UserError: this machine is not the target, the model or `inputs` can't be used, or the dataset lacks the label that is
-            needed.
+        UserError: this machine is not the target, the model or `inputs` can't be used or run there, or the dataset lacks the
+            label that is needed.
     """
     workspace, target, sizes = workspace_at(workspace), checked_target(target), [checked_dims(dims) for dims in sizes]
     if isinstance(source, (str, Path)):
@@ -169,6 +173,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
             alone, alone_s = _measure(kernels, fitted, workspace, config, workers)
             measured, measuring_s = measured + alone, measuring_s + alone_s
     left, unsteady = (tuple(which(fitted_for(workspace, name), records)) for which in (missing_kernels, unsteady_kernels))
+    _check_refusals(records[0].model, left, workspace.dataset(name))
     return Filled(measured, measuring_s, time.monotonic() - began, left, unsteady)
 
 
@@ -190,6 +195,20 @@ def check_inputs(inputs: Path, source: Source, records: Sequence[ModelRecord]) -
         raise UserError("--inputs: only on a CPU under ONNX Runtime are kernels measured inside their model; leave it out here")
     for record in records:
         read_inputs(inputs, record.inputs)
+
+
+def _check_refusals(model: str, kernels: Collection[str], dataset: Path) -> None:
+    """Checks that none of some kernels, by id, failed because the runtime never runs such a kernel.
+
+    Raises:
+        UserError: one did; the message has the runtime's words.
+    """
+    if not kernels or not header_path(dataset).is_file():
+        return
+    for measurement in (measurement for block in read_journal(dataset) for measurement in block.measurements):
+        if measurement.id in kernels and (refusal := REFUSAL.search(measurement.error)):
+            raise UserError(f"{model}: can't run on {dataset.name}: {measurement.id}: {refusal.group('words')}; export the "
+                            "model for this device")
 
 
 def setting_of(target: Target) -> SettingConfig:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from command import run_script
 from made_up_dataset import chain, conv, relu
@@ -160,6 +161,19 @@ def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace) ->
     prediction = predict(record, target=TARGET, workspace=workspace)
     assert {kernel.id for kernel in prediction.kernels if kernel.provenance == "predicted"} == {damaged, "loop"}
     assert prediction.time_share["estimated"] == 0
+
+
+def test_a_model_that_the_device_refuses_to_run_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the analysis did not know it: ONNX Runtime opens it, and says so only when it runs it."""
+    monkeypatch.setattr("runtimes.ort.graph.parsing.PACKED_AXES", 0)
+    tensors = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+               for name, shape in (("x", [1, 16, 4, 3, 16]), ("y", None))]
+    node = onnx.helper.make_node("MultiHeadAttention", ["x"], ["y"], name="packed", domain="com.microsoft", num_heads=4)
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", tensors[:1], tensors[1:]), ir_version=10, opset_imports=[
+        onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("com.microsoft", 1)])
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"can't run on .*: MultiHeadAttention_.*not implemented for CPU.*; export"):
+            measure_missing(model, target=TARGET, workspace=workspace, config=CONFIG)
 
 
 def test_kernels_measured_but_not_noted_are_looked_up(workspace: Workspace) -> None:

@@ -85,7 +85,7 @@ def as_single(loadable: Path | bytes, name: str) -> Reduced:
     Raises:
         UserError: it mixes types, and its operator set is too old for that, or it contains Loop, If or Scan.
     """
-    proto = read_whole_model(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
+    proto = read_whole_model(loadable)
     graph = proto.graph
     types = floating_types(graph)
     only = types.pop() if len(types) == 1 else ""

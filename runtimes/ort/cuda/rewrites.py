@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from records.kernel_record import KernelInput
+from runtimes.ort.cuda.placement import CONTRIB
 from runtimes.ort.graph.open_shapes import Shape
 from utils.lazy import onnx
 from utils.model_files import read_whole_model
 from utils.ort_sessions import CPU_ONLY_FUSIONS
 
-CONTRIB = "com.microsoft"
 BIASED_DTYPES = ("float16", "float32", "float64")  # types that BiasSoftmax supports
 SOFTMAX_PER_AXIS = 13  # since this operator set, Softmax works on one axis, not on all axes from `axis` on
 # A quantised operator between DequantizeLinear and QuantizeLinear: the CPU fuses all three, CUDA runs them in floating point.
@@ -182,7 +182,7 @@ def cover_pools(loadable: Path | bytes) -> bytes:
     """The model with MaxPools that the optimiser does not change. It would move them to a channels-last layout together with
     the CPU's quantised convolutions, but a CUDA session runs them on the GPU. They get a second output, which the optimiser
     does not handle; `uncover_pools` removes it."""
-    proto = read_whole_model(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
+    proto = read_whole_model(loadable)
     for node in proto.graph.node:
         if node.op_type == "MaxPool" and len(node.output) == 1:
             node.output.append(node.output[0] + COVER)

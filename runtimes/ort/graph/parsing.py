@@ -13,6 +13,7 @@ from typing import Any
 
 from records.kernel_record import GuessedRuns, KernelInput, Tensor
 from runtimes import flavour_of
+from runtimes.ort.cuda.gpu_only import check_on_gpu, cover, holds_gpu_only, uncover
 from runtimes.ort.cuda.placement import assign_providers
 from runtimes.ort.cuda.reduced_precision import as_single, holds_reduced, restore_types
 from runtimes.ort.cuda.rewrites import cover_pools, cuda_optimizers, rewrite_for_cuda, runs_on_whole_numbers, uncover_pools
@@ -26,12 +27,14 @@ from utils.errors import UserError
 from utils.fingerprint import Flavour, graph_device, has_cuda
 from utils.lazy import onnx
 from utils.logger import get_logger
+from utils.model_files import read_whole_model
 from utils.ort_sessions import open_session
 from utils.temporary import temporary_folder
 
 _kept: Path | None = None  # where optimised graphs are kept, each in a folder of its own (`kept_in`)
 log = get_logger("parser")
 SHOWN_SIZES = 3  # in a warning
+PACKED_AXES = 5  # batch, place, head, which of queries, keys and values, and number
 EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
 
 
@@ -166,12 +169,17 @@ def _optimized(path: Path, source: Source, loadable: Path | bytes, flavour: Flav
     """
     if derived and runs_on_whole_numbers(source.graph_only.graph):
         loadable = cover_pools(loadable)
+    gpu_only = derived and holds_gpu_only(source.graph_only.graph)
+    if gpu_only:
+        loadable = cover(read_whole_model(loadable)).SerializeToString()
     work = partial(optimize, replace(source, loadable=loadable), flavour, derived, path, static)
     if static or not source.dims:
         work()
     else:
         keep(f"{source.sha256}-{flavour.name}-{path.name}", path, work)
     proto = onnx.load(str(path), load_external_data=False)
+    if gpu_only:
+        uncover(proto.graph, source.graph_only.graph)
     name_nodes(proto.graph)
     uncover_pools(proto.graph)
     onnx.save(proto, str(path))
@@ -184,6 +192,20 @@ def _check_trips(source: Source, inferred: InferredTensors, proto: onnx.ModelPro
     for unused in unused_trips(inferred.held, given):
         log.warning("%s: %s=%d changes nothing: the model itself says how often its loops run", source.name, unused,
                     source.dims[unused])
+
+
+def _check_packed(name: str, nodes: Iterable[ParsedNode], tensors: Mapping[str, KernelInput]) -> None:
+    """Refuses attention that the CPU provider opens, but never runs: with queries, keys and values in one tensor (5 axes), as
+    models that were optimised for CUDA hold it.
+
+    Raises:
+        UserError: a node is of that kind.
+    """
+    for node in nodes:
+        packed = any(len(tensors[read].shape) == PACKED_AXES for read in node.inputs[:2])
+        if node.provider == "cpu" and node.op_type == "MultiHeadAttention" and packed:
+            raise UserError(f"{name}: ONNX Runtime refuses to run it on a CPU: {node.name}: MultiHeadAttention with keys and "
+                            "values in one tensor is for GPUs only; export the model for a CPU")
 
 
 def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[str, int] | None = None,
@@ -235,7 +257,9 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
             return tensors, [providers.get(node.name, provider) for node in proto.graph.node]
         rewrite_for_cuda(proto, original, tensors, shapes_known)
         tensors = restore_types(proto, reduced, tensors) if reduced else tensors
-        return tensors, [*assign_providers(proto, tensors, outside)]
+        derived_providers = assign_providers(proto, tensors, outside)
+        check_on_gpu(source.name, proto.graph.node, derived_providers, tensors)
+        return tensors, [*derived_providers]
 
     def finish(body: Body, original: onnx.GraphProto) -> tuple[dict[str, KernelInput], list[str]]:
         return on_provider(body.proto, body.inferred.tensors, original, lambda: body.inferred.plain, body.captured,
@@ -247,6 +271,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
         onnx.save(proto, str(path))
     flat = flat_bodies(proto.graph.node, assigned, inferred.held, original, finish)
     tensors = tensors | flat.tensors | {"": KernelInput(dtype="")}
+    _check_packed(source.name, flat.nodes, tensors)
     constants = {tensor.name for tensor in proto.graph.initializer}
     return ParsedGraph(
         source=source, flavour=flavour, derived=derived, static=fixed, nodes=tuple(flat.nodes),

@@ -17,6 +17,7 @@ from typing import Any
 
 from records.kernel_record import KernelInput, type_code, type_name
 from records.operators import operator_row
+from runtimes.ort.cuda.gpu_only import cover
 from runtimes.ort.graph.bodies import captured, hold
 from runtimes.ort.graph.nodes import ONNX_DOMAINS, bodies_of
 from runtimes.ort.graph.open_shapes import (
@@ -130,6 +131,10 @@ def ask(query: onnx.ModelProto, device: str, name: str, fold: bool) -> ShapeAnsw
     """Lets ORT infer the shapes of a shape query; with `fold`, it also computes what depends on shapes and constants alone."""
     with temporary_folder() as folder:
         saved = Path(folder) / "query.onnx"
+        if device == "cpu":
+            covered = onnx.ModelProto()
+            covered.CopyFrom(query)
+            query = cover(covered)
         session = open_session(query.SerializeToString(), device, optimize="basic" if fold else "none", name=name,
                                dims={FRESH: 1}, save_to=saved, entries={"session.record_ep_graph_assignment_info": "1"})
         graph = onnx.load(str(saved)).graph
