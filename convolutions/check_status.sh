@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What has been profiled so far, of all stages; and the jobs in Slurm's queue, where it is there.
+# What has been profiled so far, of all stages, with runs that wait, were refused or were killed; and Slurm's queue, if it is there.
 # Usage: convolutions/check_status.sh [options of run_profile.py --status, for instance --json]
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from convolutions.algorithms import DEFAULT, FROM_AI3, GUESS, ON_GPU, Algorithm, ConvShape, NotSupported, shape_of
+from convolutions.algorithms import DEFAULT, FROM_AI3, GUESS, ON_GPU, Algorithm, ConvShape, NotSupported, never_runs, shape_of
 from convolutions.cudnn import FMA_MATH, Cudnn, Descriptors
 from utils import cli
 from utils.errors import UserError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 AI3_REQUIREMENTS = "requirements-convolutions.txt"
 OK, INACCURATE, FAILED = "ok", "INACCURATE", "FAILED"
+INCOMPATIBLE = "not compatible with model"  # in the message for a model that is refused
 # The largest relative error (Euclidean norm) of a layer's output. TF32 and half precision keep 10 bits of each factor, which
 # gives about 5e-4; Winograd's transform then loses some 4 bits more.
 TOLERANCES = {("fp32", False): 1e-4, ("fp32", True): 2e-2, ("fp16", False): 2e-2, ("fp16", True): 2e-2}
@@ -329,6 +330,23 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return difference / scale if scale else difference
 
 
+def instead(algorithm: Algorithm, device: str, capability: tuple[int, int] | None, fallback: bool) -> str:
+    """What runs in place of an algorithm that no layer can run on the device, and why, in one line; "" where some layer may.
+
+    Args:
+        algorithm: that was asked for.
+        device: `cpu` or `cuda`.
+        capability: the GPU's compute capability; None for a CPU, or where it is not known.
+        fallback: whether other layers may run by the library's choice.
+    """
+    why = never_runs(algorithm, device, capability)
+    if not why:
+        return ""
+    choice = f"{fallback_of(device).name} ({fallback_of(device).meaning})"
+    return f"{algorithm.name}: {why}; " + (f"all layers run by {choice} instead" if fallback else
+                                           f"no layer runs, and the model is refused; with --fallback all run by {choice}")
+
+
 def incompatible(algorithm: str, model: str, calls: Sequence[LayerCall]) -> str:
     """The message for a model that has layers which the algorithm can't run; "" if it has none."""
     refused = [call for call in calls if call.status != OK]
@@ -336,5 +354,5 @@ def incompatible(algorithm: str, model: str, calls: Sequence[LayerCall]) -> str:
         return ""
     advice = "; --fallback runs these layers by the library's own choice" if len(refused) < len(calls) else ""
     reasons = Counter(f"{call.status}" + (f", {call.detail}" if call.detail else "") for call in refused)
-    return (f"Algorithm {algorithm} not compatible with model {model}: {len(refused)} of {len(calls)} layers "
+    return (f"Algorithm {algorithm} {INCOMPATIBLE} {model}: {len(refused)} of {len(calls)} layers "
             f"({cli.first_of([call.layer for call in refused])}): {reasons.most_common(1)[0][0]}{advice}")

@@ -4,21 +4,30 @@ so far.
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from convolutions.algorithms import DEFAULT, algorithms_of, never_runs
-from convolutions.engines import AI3_REQUIREMENTS, ai3_missing
-from convolutions.measure import PROFILE, ProfileSettings
+from convolutions.engines import AI3_REQUIREMENTS, INCOMPATIBLE, ai3_missing
+from convolutions.measure import PROFILE
 from convolutions.results import JOURNAL, SETTINGS, read_settings
 from records.blocks import read_blocks
+from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts, has_cuda, package_version, slug
 from utils.lazy import torch, torchvision
+from utils.locks import WRITER, is_held
+from utils.logger import get_logger
 
+log = get_logger("profiler")
 GPUS = {"l40s": "an NVIDIA L40S", "h100": "an NVIDIA H100", "h200": "an NVIDIA H200", "v100": "an NVIDIA V100"}
 CPU = "cpu"
+SUBMITTED = "submitted.txt"  # in a folder of results: what sbatch said; its last word is the job's number
 MODELS = ("vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50")
 
 
@@ -57,7 +66,7 @@ def model_rows() -> list[dict[str, Any]]:
 
 
 def algorithm_rows(device: str) -> list[dict[str, Any]]:
-    """The algorithms of `cpu` or `cuda`, and which can never run on this machine."""
+    """The algorithms of `cpu` or `cuda`, and which can never run there. Those of a GPU are listed without one, too."""
     capability = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else None
     rows = []
     for algorithm in algorithms_of(device).values():
@@ -65,7 +74,7 @@ def algorithm_rows(device: str) -> list[dict[str, Any]]:
         if device == "cpu" and algorithm.name != DEFAULT and (missing := ai3_missing()):
             never = f"{missing}; pip install -r {AI3_REQUIREMENTS}"
         runs = f"never: {never}" if never else "where the layer allows"
-        rows.append({"algorithm": algorithm.name, "runs here": runs, "what": algorithm.meaning})
+        rows.append({"algorithm": algorithm.name, "runs": runs, "what": algorithm.meaning})
     return rows
 
 
@@ -90,24 +99,58 @@ def cuda_row() -> dict[str, Any]:
 
 
 def status_rows(root: Path) -> list[dict[str, Any]]:
-    """One row for each folder of results below `root`: sizes measured, failed and missing, and the last line of its log."""
-    return [_status_row(root, path.parent) for path in sorted(root.glob(f"**/{SETTINGS}"))]
+    """One row for each folder of results below `root`, also where nothing was measured yet: its state, the sizes measured,
+    failed and left, and the last line of its log."""
+    folders = {path.parent for pattern in (SETTINGS, SUBMITTED, "*.out") for path in root.glob(f"**/{pattern}")}
+    jobs = slurm_jobs()
+    return [_status_row(root, folder, jobs) for folder in sorted(folders)]
 
 
-def _status_row(root: Path, folder: Path) -> dict[str, Any]:
+def slurm_jobs() -> dict[str, str] | None:
+    """The state of this user's jobs by number, e.g. `PENDING`; None where Slurm is not here or does not answer."""
+    if shutil.which("squeue") is None:
+        return None
+    done = subprocess.run(["squeue", "--user", str(os.getuid()), "--noheader", "--format", "%i %T"], capture_output=True,
+                          text=True, check=False)
+    if done.returncode:
+        log.warning("squeue failed, so the states of Slurm's jobs are not known: %s", done.stderr.strip())
+        return None
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def _status_row(root: Path, folder: Path, jobs: Mapping[str, str] | None) -> dict[str, Any]:
     settings = read_settings(folder)
-    assert settings is not None  # its file was just found
     measured = {m.id: m for block in read_blocks(folder / JOURNAL) for m in block.measurements if m.subject == PROFILE}
     ok = sum(m.status == "ok" for m in measured.values())
     logs = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
     lines = files.read_lines(logs[-1]) if logs else []
-    return {"results": str(folder.relative_to(root)), "state": state_of(settings, ok, len(measured)), "measured": ok,
-            "failed": len(measured) - ok, "left": max(len(settings.input_sizes) - len(measured), 0),
-            "last": max((m.ended for m in measured.values()), default=None), "log": lines[-1] if lines else None}
+    left = max(len(settings.input_sizes) - len(measured), 0) if settings else None
+    state = state_of_all(measured.values()) if left == 0 else state_of_rest(folder, lines[-1] if lines else None, jobs)
+    return {"results": str(folder.relative_to(root)), "state": state, "measured": ok, "failed": len(measured) - ok,
+            "left": left, "last": max((m.ended for m in measured.values()), default=None), "log": lines[-1] if lines else None}
 
 
-def state_of(settings: ProfileSettings, ok: int, tried: int) -> str:
-    """`done`, `started`, or `failed` where nothing could be measured."""
-    if tried < len(settings.input_sizes):
-        return "started"
-    return "done" if ok else "failed"
+def state_of_all(measured: Collection[Measurement]) -> str:
+    """Where all sizes were tried: `done`, or where none could be measured `failed`, or `refused` if the algorithm can't run."""
+    if any(m.status == "ok" for m in measured):
+        return "done"
+    return "refused" if all(INCOMPATIBLE in m.error for m in measured) else "failed"
+
+
+def state_of_rest(folder: Path, last_line: str | None, jobs: Mapping[str, str] | None) -> str:
+    """Where sizes are left: `running`; `submitted`, a job that waits; `refused`, before anything was measured; `stopped`, when
+    no process is there any more; or `not known`, of a job of Slurm's on a machine without Slurm.
+
+    Args:
+        folder: of the results.
+        last_line: of the log; None where there is none.
+        jobs: as `slurm_jobs` gives them.
+    """
+    if is_held(folder / WRITER):
+        return "running"
+    submitted = (files.read_lines(folder / SUBMITTED) or [""])[-1].split() if (folder / SUBMITTED).exists() else []
+    if submitted and jobs is not None and submitted[-1] in jobs:
+        return "running" if jobs[submitted[-1]] == "RUNNING" else "submitted"
+    if last_line is not None and last_line.startswith("error: ") and not (folder / SETTINGS).exists():
+        return "refused"
+    return "not known" if submitted and jobs is None else "stopped"

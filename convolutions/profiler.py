@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from convolutions.algorithms import algorithm_named
-from convolutions.engines import Engine, ForcedModel, engine_of, fallback_of
+from convolutions.engines import Engine, ForcedModel, engine_of, fallback_of, instead
 from convolutions.measure import Instruments, ProfileSettings, ProfileUnit, measure_profile
 from convolutions.results import ResultsJournal, write_settings
 from convolutions.timing import LayerTimer, event_overhead_ms
@@ -70,6 +70,9 @@ class UnifiedProfiler:
         if settings.fallback and fallback is None:
             self._fallback = engine_of(fallback_of(settings.device), settings.device, settings.tf32)
         check_names([settings.model])
+        capability = torch.cuda.get_device_capability() if settings.device == "cuda" and torch.cuda.is_available() else None
+        if line := instead(algorithm, settings.device, capability, settings.fallback):
+            log.warning("%s", line)
         self._model: ForcedModel | None = None
 
     def profile(self, folder: Path, model: torch.nn.Module | None = None,

@@ -28,7 +28,7 @@ from convolutions.results import finished_rows
 from measuring.bench import Steadiness
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import machine, resolve_device
+from utils.fingerprint import graph_device, machine, resolve_device
 from utils.logger import get_logger
 from utils.paths import Workspace
 
@@ -36,7 +36,7 @@ EXAMPLES = """
 python convolutions/run_profile.py --model vgg16 --algorithm gemm --test
 python convolutions/run_profile.py --model vgg16 --algorithm "implicit gemm" --quick --fallback
 python convolutions/run_profile.py --model densenet121 --algorithm guess --num-sizes 50 --warmup 5 --measure 15
-python convolutions/run_profile.py --list-algorithms
+python convolutions/run_profile.py --list-algorithms --device cuda
 """
 log = get_logger("profiler")
 
@@ -82,7 +82,9 @@ def made_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write there, in place of convolutions/results/…")
     parser.add_argument("--print-folder", action="store_true", help="check the names, print the folder of the results, and end")
     parser.add_argument("--list-models", action="store_true", help="print the models, and end")
-    parser.add_argument("--list-algorithms", action="store_true", help="print the algorithms here and which never run, and end")
+    parser.add_argument("--list-algorithms", action="store_true",
+                        help="print the algorithms of the device and which never run, and end; with --device cuda also where "
+                             "there is no GPU")
     parser.add_argument("--check-cuda", action="store_true", help="print the GPU and its libraries, and end")
     parser.add_argument("--status", action="store_true", help="print what has been measured so far, and end")
     return parser
@@ -129,7 +131,7 @@ def informed(args: argparse.Namespace, workspace: Workspace) -> bool:
     if args.list_models:
         cli.print_rows(model_rows(), args.json)
     elif args.list_algorithms:
-        cli.print_rows(algorithm_rows(resolve_device(args.device)), args.json)
+        cli.print_rows(algorithm_rows(graph_device(args.device)), args.json)
     elif args.check_cuda:
         cli.print_rows([cuda_row()], args.json)
     elif args.status:

@@ -40,7 +40,8 @@ if command -v sbatch > /dev/null; then
   place=(--constraint="gpu$gpu" --gres=gpu:1)
   [ "$gpu" != cpu ] || place=()
   cd "$root"
-  sbatch --job-name="$name" "${place[@]}" --time="$limit" --output="$folder/%x_%j.out" --wrap "$(printf '%q ' "${profile[@]}")"
+  sbatch --job-name="$name" "${place[@]}" --time="$limit" --output="$folder/%x_%j.out" --wrap "$(printf '%q ' "${profile[@]}")" |
+    tee "$folder/submitted.txt" # check_status.sh reads the job's number, the last word
   echo "submitted; see convolutions/check_status.sh. If it stays in the queue: sinfo -C gpu$gpu shows which nodes are free" >&2
 else
   log=$folder/${name}_$(date +%Y%m%d_%H%M%S).out

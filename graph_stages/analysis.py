@@ -30,6 +30,7 @@ CONFIDENCE = 0.95
 LEAST_POINTS = 3  # two points lie on every line
 ARITHMETIC_SHARE = 0.5  # of the time at most that moving the bytes takes where a stage is bound by arithmetic
 PRODUCTS = (5, 6)  # the stages that multiply matrices
+NOTHING_LEFT = "slope · bytes is at least the whole time: the stage only moves data, or the line lies above this size"
 LOOKUP = "lookup_table.json"
 REMAKE = "python graph_stages/profile_stages.py --analyze"
 
@@ -46,7 +47,8 @@ class Regression:
             noise, not for a curve that is no line.
         r2: the share of the variance that the line explains.
         bandwidth: in MB/s, 1000 / slope / 1024²; None where it means nothing.
-        reason: why the bandwidth is None; else "".
+        reason: why the bandwidth is None or, with `plain`, means nothing; else "".
+        plain: whether the bandwidth is given although it means nothing.
     """
 
     unit: str
@@ -59,12 +61,21 @@ class Regression:
     r2: float | None = None
     bandwidth: float | None = None
     reason: str = ""
+    plain: bool = False
 
     def transfer_ms(self, moved_bytes: int, total_ms: float) -> float | None:
-        """The part of a time that is proportional to bytes, at most all of it; None where there is no bandwidth."""
+        """The part of a time that is proportional to bytes, at most all of it; None where there is no bandwidth. With `plain`
+        it is what the formula gives, which may be negative or more than the time."""
         if self.bandwidth is None or self.slope_ms_per_byte is None:
             return None
-        return min(self.slope_ms_per_byte * moved_bytes, total_ms)
+        transfer_ms = self.slope_ms_per_byte * moved_bytes
+        return transfer_ms if self.plain else min(transfer_ms, total_ms)
+
+    def by_the_formula(self) -> Regression:
+        """With a bandwidth wherever there is a slope."""
+        if self.bandwidth is not None or not self.slope_ms_per_byte:
+            return self
+        return replace(self, bandwidth=1000 / self.slope_ms_per_byte / 1024**2, plain=True)
 
 
 def operations(stage: int, size: GraphSize) -> int:
@@ -163,13 +174,14 @@ class LookupRecord(Frozen):
         std: of the runs, around that mean.
         transfer_time: the part that moves data; `transfer_by` says how it is known. `measured`: total less the mean of the runs
             with the data in the unit's own memory. `regression`: slope · bytes, which also has the unit's own reading and
-            writing in it.
-        compute_time: total less transfer.
+            writing in it. `plain regression`: the same though the bandwidth means nothing, as `reason` says.
+        compute_time: total less transfer. 0 where all of the time is proportional to the bytes, as in a stage that only moves
+            data.
         median_time: of the runs that total_time is the mean of.
         resident_median_time: of those with the data in the unit's own memory. Plans are made of medians, since a few slow runs
             spoil a mean.
         runtime, ran_on: what really ran it. "": the table does not say, as one from elsewhere.
-        reason: why values are missing.
+        reason: why values are missing or mean nothing, or why nothing is left for computing.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")  # tables of other tools may say more
@@ -178,7 +190,7 @@ class LookupRecord(Frozen):
     transfer_time: float | None
     total_time: float | None
     std: float | None
-    transfer_by: Literal["measured", "regression", ""] = ""
+    transfer_by: Literal["measured", "regression", "plain regression", ""] = ""
     median_time: float | None = None
     resident_median_time: float | None = None
     runtime: str = ""
@@ -224,8 +236,10 @@ def _looked_up(record: StageRecord, fit: Regression | None, no_fit: str) -> Look
     if transfer_ms is None:
         return LookupRecord(compute_time=None, transfer_time=None, total_time=total_ms, std=std_ms,
                             reason=fit.reason if fit else no_fit, **facts)
+    plain = fit is not None and fit.plain
+    reason = fit.reason if fit and plain else NOTHING_LEFT if transfer_ms == total_ms else ""
     return LookupRecord(compute_time=total_ms - transfer_ms, transfer_time=transfer_ms, total_time=total_ms, std=std_ms,
-                        transfer_by="regression", **facts)
+                        transfer_by="plain regression" if plain else "regression", reason=reason, **facts)
 
 
 def write_lookup(folder: Path, table: Mapping[LookupKey, LookupRecord]) -> Path:

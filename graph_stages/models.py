@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -210,6 +210,9 @@ class Exported:
     ir_written: int = 0
     ir_kept: int = 0
     megabytes: float = 0.0
+
+    def __add__(self, more: Exported) -> Exported:
+        return Exported(*(getattr(self, part.name) + getattr(more, part.name) for part in fields(self)))
 
 
 def export_stages(folder: Path, models: Iterable[ModelFile]) -> Exported:

@@ -18,7 +18,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from graph_stages.graphs import DRAWN, GraphSize, GraphSource, read_cases
 from graph_stages.layer import STAGES
-from graph_stages.models import export_stages, has_openvino, model_files
+from graph_stages.models import Exported, export_stages, has_openvino, model_files
 from graph_stages.profiling import Profile, measure_profile
 from graph_stages.records import UnitReport
 from graph_stages.report import analyze
@@ -44,7 +44,7 @@ EXAMPLES = """
 python graph_stages/profile_stages.py --all
 python graph_stages/profile_stages.py --export --measure --units CPU --cpu-runtime torch --threads 4
 python graph_stages/profile_stages.py --all --edges cora.txt --undirected --features 1433  # needs a list of edges
-python graph_stages/profile_stages.py --analyze
+python graph_stages/profile_stages.py --analyze --plain-regression
 """
 log = get_logger("profiler")
 
@@ -70,6 +70,8 @@ def made_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=cli.count, default=10, metavar="N", help="runs before a measurement (default: 10)")
     parser.add_argument("--runs", type=cli.count, default=50, metavar="N", help="runs in a measurement (default: 50)")
     parser.add_argument("--seed", type=cli.whole, default=0, metavar="N", help="of graphs, features and weights (default: 0)")
+    parser.add_argument("--plain-regression", action="store_true",
+                        help="with --analyze: write the regression's bandwidth also where it means nothing, and mark it")
     parser.add_argument("--retry-failed", action="store_true", help="measure stages again that failed earlier")
     return parser
 
@@ -88,9 +90,19 @@ def graphs_of(args: argparse.Namespace) -> tuple[GraphSource, list[tuple[GraphSi
     return source, [(sizes[0].model_copy(update={"nodes": graph.nodes, "edges": graph.edges}), graph.name)]
 
 
+def export_dynamic_models(workspace: Workspace, sizes: list[GraphSize], seed: int) -> Exported:
+    """Writes the models of CPU and GPU, which take graphs of any size: 14."""
+    return export_stages(workspace.stage_models, [model for model in model_files(sizes, seed) if not model.form.static])
+
+
+def export_npu_static_models(workspace: Workspace, sizes: list[GraphSize], seed: int) -> Exported:
+    """Writes the models of an NPU: 7 for each size."""
+    return export_stages(workspace.stage_models, [model for model in model_files(sizes, seed) if model.form.static])
+
+
 def export(workspace: Workspace, sizes: list[GraphSize], seed: int) -> None:
     """Writes the models, and says how many."""
-    done = export_stages(workspace.stage_models, list(model_files(sizes, seed)))
+    done = export_dynamic_models(workspace, sizes, seed) + export_npu_static_models(workspace, sizes, seed)
     log.info("%d ONNX models written, %d kept; %d IR models written, %d kept; %.0f MB in %s", done.onnx_written,
              done.onnx_kept, done.ir_written, done.ir_kept, done.megabytes, workspace.stage_models)
     if not has_openvino():
@@ -133,7 +145,7 @@ def planned_tasks(args: argparse.Namespace, workspace: Workspace, chosen: list[U
     return tasks
 
 
-def measure(args: argparse.Namespace, workspace: Workspace) -> list[dict[str, Any]]:
+def measure_all_latencies(args: argparse.Namespace, workspace: Workspace) -> list[dict[str, Any]]:
     """Measures what is left, and returns a row for each record."""
     reports, chosen = units_here(args)
     profile = Profile(planned_tasks(args, workspace, chosen), reports, args.warmup, args.runs, args.seed, args.retry_failed)
@@ -154,14 +166,16 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.all or args.export or args.measure or args.analyze):
         parser.error("say what to do: --all, or one or more of --export, --measure and --analyze")
+    if args.plain_regression and not (args.all or args.analyze):
+        parser.error("--plain-regression goes with --analyze or --all")
     workspace = cli.start(args)
     rows: list[dict[str, Any]] = []
     if args.all or args.export:
         export(workspace, [size for size, _ in graphs_of(args)[1]], args.seed)
     if args.all or args.measure:
-        rows = measure(args, workspace)
+        rows = measure_all_latencies(args, workspace)
     if args.all or args.analyze:
-        rows = analyze(workspace)
+        rows = analyze(workspace, args.plain_regression)
     cli.print_rows(rows, args.json)
 
 

@@ -74,6 +74,16 @@ def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
     return descriptor
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock of a file; False where there is no such file, or no locks on this system."""
+    if fcntl is None or not path.is_file():
+        return False
+    if (descriptor := try_lock(path)) is None:
+        return True
+    os.close(descriptor)
+    return False
+
+
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """Holds the lock of the file `path` while the block runs; makes the file if needed. A process may take a lock several

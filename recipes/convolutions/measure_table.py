@@ -1,4 +1,4 @@
-"""The full table of models × convolution algorithms × input sizes, in one process: about 14 minutes on an H200.
+"""The full table of models × convolution algorithms × input sizes, in one process: about 14 minutes on an H200 for five sizes.
 
 Each model is built once, and each combination is profiled as convolutions/run_profile.py does with --fallback, so that every
 layer that can run under an algorithm is timed. Energy is measured only where all layers can. Models of more than 0.1 s are run
@@ -24,7 +24,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from convolutions.algorithms import DEFAULT, algorithm_named, algorithms_of
 from convolutions.listing import MODELS, gpu_name
-from convolutions.measure import ProfileSettings
+from convolutions.measure import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
 from convolutions.profiler import UnifiedProfiler, open_instruments
 from measuring.bench import Steadiness
 from model_zoo.exporting.torch_models import build, check_names
@@ -38,6 +38,7 @@ SIZES = [224, 422, 620, 818, 1016]
 EXAMPLES = """
 python recipes/convolutions/measure_table.py --workspace out/convolutions --minutes 9
 python recipes/convolutions/measure_table.py --workspace out/convolutions --sizes 224 --batch 16 --energy-seconds 0
+python recipes/convolutions/measure_table.py --workspace out/convolutions --num-sizes 100  # takes hours
 python recipes/convolutions/measure_table.py --model alexnet --algorithm default --sizes 64 --device cpu --json
 """
 LONGEST_S = 1.0  # of the runs of a model that are timed together; a model of 0.1 s is still run ten times
@@ -114,7 +115,10 @@ def main() -> None:
     parser.add_argument("--model", action="append", default=[], help=f"(repeatable; default: {', '.join(MODELS)})")
     parser.add_argument("--algorithm", action="append", default=[], help="(repeatable; default: all of the device)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--sizes", type=cli.counts, default=SIZES, help=f"input sizes (default: {','.join(map(str, SIZES))})")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--sizes", type=cli.counts, default=SIZES, help=f"input sizes (default: {','.join(map(str, SIZES))})")
+    sizes.add_argument("--num-sizes", type=cli.count, metavar="N", help=f"so many sizes from {DEFAULT_SMALLEST} to "
+                       f"{DEFAULT_LARGEST}; 100 are those of 3_full_run.sh")
     parser.add_argument("--batch", type=cli.count, default=1, metavar="N", help="(default: 1)")
     parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32")
     parser.add_argument("--warmup", type=cli.count, default=5, metavar="N", help="(default: 5)")
@@ -123,6 +127,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=cli.positive, default=600.0, metavar="M", help="begin nothing after so long")
     args = parser.parse_args()
     workspace = cli.start(args, begins=True)
+    if args.num_sizes:
+        args.sizes = even_sizes(args.num_sizes, DEFAULT_SMALLEST, DEFAULT_LARGEST)
     folders = measure(workspace, args, resolve_device(args.device))
     cli.print_rows([row for folder in folders if (row := summary_row(folder))], args.json)
 

@@ -17,17 +17,20 @@ import torch
 import torchvision
 from command import printed, run_script
 
-from convolutions.algorithms import ON_CPU, NotSupported
-from convolutions.engines import ForcedModel, Plan, TorchEngine
+from convolutions.algorithms import ON_CPU, ON_GPU, NotSupported
+from convolutions.engines import ForcedModel, Plan, TorchEngine, instead
+from convolutions.listing import state_of_all, status_rows
 from convolutions.measure import Instruments, ProfileSettings, _layer, _layer_facts, affordable, measure_profile
 from convolutions.profiler import UnifiedProfiler, described
-from convolutions.results import LAYERS, OVERALL, ResultsJournal
+from convolutions.results import LAYERS, OVERALL, ResultsJournal, write_settings
 from convolutions.timing import CallTimes, LayerTimer, time_layers
 from measuring.bench import Steadiness
 from measuring.gpu_trace import GpuRun, GpuWork
 from measuring.metrics.power_sensors import PowerSample, PowerSensor
 from measuring.run_times import time_runs_ms
 from records.blocks import read_blocks
+from records.measurement import Measurement
+from utils.locks import sole_writer
 from utils.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -92,6 +95,21 @@ def test_the_lists(tmp_path: Path) -> None:
     listed = json.loads(printed(SCRIPT, "--list-algorithms", "--device", "cpu", "--json", "--workspace", tmp_path))
     assert [row["algorithm"] for row in listed] == list(ON_CPU)
     assert run_script(SCRIPT, "--workspace", tmp_path).returncode == 2
+
+
+def test_the_algorithms_of_a_gpu_are_listed_without_one(tmp_path: Path) -> None:
+    listed = json.loads(printed(SCRIPT, "--list-algorithms", "--device", "cuda", "--json", "--workspace", tmp_path))
+    assert [row["algorithm"] for row in listed] == list(ON_GPU)
+    assert {row["algorithm"]: row["runs"] for row in listed}["direct"] == "never: cuDNN never implemented it"
+
+
+def test_one_line_says_what_runs_instead() -> None:
+    assert instead(ON_GPU["direct"], "cuda", None, fallback=True) == (
+        "direct: cuDNN never implemented it; all layers run by guess (cuDNN's own choice for each layer, by its heuristic) "
+        "instead")
+    assert "the model is refused; with --fallback all run by guess" in instead(ON_GPU["direct"], "cuda", None, fallback=False)
+    assert "since Hopper" in instead(ON_GPU["winograd"], "cuda", (9, 0), fallback=True)
+    assert instead(ON_GPU["winograd"], "cuda", (8, 9), fallback=True) == instead(ON_CPU["default"], "cpu", None, False) == ""
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
@@ -269,8 +287,47 @@ def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
     arguments = (tmp_path / "given").read_text().splitlines()
     folder = tmp_path / "convolutions" / "results" / "2_quick" / "vgg16_implicit_gemm_l40s"
     assert folder.is_dir()
+    assert (folder / "submitted.txt").read_text() == "a stand-in for sbatch\n"
     assert {"--constraint=gpul40s", "--gres=gpu:1", "--time=01:00:00", f"--output={folder}/%x_%j.out"} <= set(arguments)
     assert f"--model vgg16 --algorithm implicit\\ gemm --gpu l40s --quick --batch 4 --workspace {tmp_path}" in arguments[-1]
+
+
+def test_the_status_of_runs_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`squeue` is a stand-in with one job that waits and one that runs."""
+    def folder(name: str, log: str = "", job: str = "") -> Path:
+        made = tmp_path / "2_quick" / name
+        made.mkdir(parents=True)
+        if log:
+            (made / f"{name}_7.out").write_text(log)
+        if job:
+            (made / "submitted.txt").write_text(f"Submitted batch job {job}\n")
+        return made
+
+    folder("refused", log="starting\nerror: --gpu h100: the device of this machine is a CPU\n")
+    folder("waits", job="41")
+    folder("runs", job="42")
+    folder("cancelled", job="43")
+    write_settings(folder("killed", log="measuring\nslurmstepd: error: *** JOB 44 CANCELLED DUE TO TIME LIMIT ***\n", job="44"),
+                   settings())
+    at_work = folder("works")
+    write_settings(at_work, settings())
+
+    def states() -> dict[str, str]:
+        with sole_writer(at_work):
+            return {Path(row["results"]).name: row["state"] for row in status_rows(tmp_path)}
+
+    assert states() == {"refused": "refused", "waits": "not known", "runs": "not known", "cancelled": "not known",
+                        "killed": "not known", "works": "running"}
+    stand_in = tmp_path / "squeue"
+    stand_in.write_text('#!/bin/sh\necho "41 PENDING"\necho "42 RUNNING"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert states() == {"refused": "refused", "waits": "submitted", "runs": "running", "cancelled": "stopped",
+                        "killed": "stopped", "works": "running"}
+    whole = Measurement(subject="profile", id="a", label="run", context="a", place="alone", status="failed", error=(
+        "Algorithm direct not compatible with model vgg16: 13 of 13 layers (features.0 and 12 more): ARCH_MISMATCH"))
+    out_of_memory = whole.model_copy(update={"error": "out of memory"})
+    assert [state_of_all([whole]), state_of_all([whole, out_of_memory])] == ["refused", "failed"]
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -52,6 +53,43 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = analyze(workspace)
     assert [(row["unit"], row["stage"]) for row in rows] == [("CPU", stage) for stage in range(1, 8)]
     return workspace.stage_results
+
+
+def test_the_plain_regression_is_written_and_marked(tmp_path: Path) -> None:
+    workspace = written(tmp_path, [timed(stage, size) for size in SIZES for stage in STAGES])
+    analyze(workspace, plain=True)
+    folder = workspace.stage_results
+    bandwidths, fits, table = files.read_json(folder / BANDWIDTH), files.read_json(folder / REGRESSION), read_lookup(folder)
+    assert list(bandwidths.pop("doubtful")) == ["CPU_stage3", "CPU_stage5", "CPU_stage6"]
+    for key, fit in fits.items():
+        assert bandwidths[key] == fit["bandwidth"] == pytest.approx(1000 / fit["slope_ms_per_byte"] / 1024**2)
+        assert fit["plain"] is bool(fit["reason"]) is (fit["stage"] in (3, 5, 6))
+    for key, record in table.items():
+        stage, size = STAGES[key.stage - 1], GraphSize(nodes=key.nodes, edges=key.edges)
+        moved = stage.bytes_in(size) + stage.bytes_out(size)
+        is_plain = key.stage in (3, 5, 6)
+        assert (record.transfer_by, bool(record.reason)) == ("plain regression" if is_plain else "regression", is_plain)
+        assert record.transfer_time == pytest.approx(fits[f"CPU_stage{key.stage}"]["slope_ms_per_byte"] * moved)
+        assert record.compute_time == pytest.approx((record.total_time or 0) - (record.transfer_time or 0))
+    shown = (folder / REPORT).read_text()
+    assert re.search(r"CPU +3 count .* -?\d+\*  (R²|the slope)", shown)
+    assert "* --plain-regression" in shown
+
+
+def test_a_stage_that_only_moves_data_says_so(tmp_path: Path) -> None:
+    """All of its time is proportional to its bytes, with some noise: at about half of the sizes nothing is left."""
+    def proportional(size: GraphSize) -> StageRecord:
+        stage, noise = STAGES[0], random.Random(size.name)
+        mean_ms = 1e3 * (stage.bytes_in(size) + stage.bytes_out(size)) / 1024**2 / MB_PER_S * noise.gauss(1, 0.02)
+        return timed(stage, size, samples_ms=(mean_ms, mean_ms))
+
+    workspace = written(tmp_path, [proportional(size) for size in SIZES])
+    analyze(workspace)
+    table = read_lookup(workspace.stage_results)
+    nothing_left = [record for record in table.values() if record.compute_time == 0]
+    assert 0 < len(nothing_left) < len(table)
+    assert all("only moves data" in record.reason for record in nothing_left)
+    assert not any(record.reason for record in table.values() if record.compute_time)
 
 
 def test_each_stage_has_a_bandwidth_or_a_reason(results: Path) -> None:

@@ -17,8 +17,8 @@ from inference.core.targets import fitted_for
 from inference.core.uncertainty import BY_VALUES, Span, kernel_uncertainties
 from inference.evaluation.evaluate import MeasuringPlan, evaluate
 from records.blocks import Block
-from records.dataset_files import DatasetKernel, journal_path, read_header, read_journal, read_kernel_table
-from records.dataset_tables import kernel_rows
+from records.dataset_files import DatasetKernel, journal_path, read_header, read_journal
+from records.dataset_tables import kernel_rows, read_kernel_table
 from records.dataset_writer import write_tables
 from records.kernel_record import Kernel
 from records.measurement import Inputs, Measurement, Place

@@ -19,7 +19,7 @@ from inference import measure_missing, predict
 from inference.core.report import kernel_rows as printed_kernels
 from inference.core.report import summary
 from records.blocks import Block, labels_unsteady, read_blocks, steadiest, unit_rows, unsteady_labels
-from records.dataset_files import DatasetKernel, journal_path, kernel_table_path, read_header, read_journal
+from records.dataset_files import DatasetKernel, journal_path, kernel_table_path, note_tables, read_header, read_journal
 from records.dataset_tables import kernel_rows, model_rows, model_sessions, read_kernel_table
 from records.dataset_writer import write_tables
 from records.host_pace import idle_models
@@ -127,6 +127,7 @@ def make_unsteady(workspace: Workspace, column: str) -> np.ndarray:
     table.loc[bad, times] *= 4.0
     mark = np.where(bad, BAD, 0.0) if column == "Drift" else np.where(bad, f"kernel_time:{BAD}|run:{BAD}", "")
     table.assign(**{column: mark}).to_csv(path, index=False)
+    note_tables(path.parent)
     return bad
 
 
@@ -148,6 +149,7 @@ def test_a_steady_machine_wins(made_up: Workspace) -> None:
     table.loc[bad, "Unsteady"] = None
     again = table[bad].assign(Machine="quiet", run_median_ms=table["run_median_ms"][bad] / 4.0)
     pd.concat([pd.read_csv(path), again]).to_csv(path, index=False)
+    note_tables(path.parent)
     times = measured_times(made_up, MADE_UP.name)
     assert {name: times[name]["run"] for name in before} == pytest.approx({name: before[name]["run"] for name in before})
     assert not any(drift_key("run") in of_kernel for of_kernel in times.values())

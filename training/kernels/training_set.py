@@ -90,7 +90,7 @@ class TrainingSet:
     def weights(self, label: str) -> Floats | None:
         """How much each row counts where `label` is learned, 1 in the mean; None where all count alike. Rows that were measured
         on an idle device while it was unsteady count less. Under a load the canary itself varies, so its drift says little."""
-        drifts = self.drifts[label][self.idle]
+        drifts = self.drifts.get(label, np.zeros(len(self)))[self.idle]
         if not drifts.any():
             return None
         of_idle, weights = 1.0 / (1.0 + (np.log1p(drifts) / USUAL_ERROR) ** 2), np.ones(len(self))

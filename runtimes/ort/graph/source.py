@@ -167,7 +167,7 @@ def damage_in(message: Any) -> str:
         if field.type == field.TYPE_STRING:
             if wrong := [name for name in values if not isinstance(name, str)]:  # protobuf returns such names as bytes
                 return f"the name {wrong[0][:SHOWN]!r} is not UTF-8"
-        elif field.name in ("data_type", "elem_type", "key_type"):
+        elif field.type != field.TYPE_MESSAGE and field.name in ("data_type", "elem_type", "key_type"):
             if content not in onnx.TensorProto.DataType.values():
                 return f"its element type {content} is unknown"
         elif field.type == field.TYPE_MESSAGE and (damage := next(filter(None, map(damage_in, values)), "")):
