@@ -157,7 +157,7 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
         if planned is not None:
             return planned
         if remeasure and not load[0]:  # under a load the canary varies anyway
-            measured = [steady_part(block, work) for block in measured if not block.unsteady]
+            measured = [with_known_inputs(block, work) for block in measured if not block.unsteady]
         if math.isinf(stop_at_s):
             return plan_load(config, work, device, this_machine.uuid, load[0], measured)
         return plan_by_usefulness(config, work, device, this_machine.uuid, load[0], measured, known_errors(workspace, target))
@@ -184,7 +184,7 @@ def known_errors(workspace: Workspace, target: Target) -> tuple[KernelError, ...
     return read_errors(path).kernels if path.is_file() else ()
 
 
-def steady_part(block: Block, work: Work) -> Block:
+def with_known_inputs(block: Block, work: Work) -> Block:
     """A block without what it says of kernels whose time depends on values, where it does not say what inputs they had."""
     by_values = {entry.kernel.id for entry in work.described if entry.kernel.time_by_values}
     return block.model_copy(update={"measurements": tuple(

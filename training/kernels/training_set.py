@@ -53,7 +53,8 @@ class TrainingSet:
         metrics: names of the columns of `load`.
         idle_load: median of each metric without background.
         times_ms: by label, NaN for rows without it; under LAUNCHES the number of launches.
-        drifts: by label, of the unsteady blocks on which times rest (`Block.drift`); 0 for rows that were measured steadily.
+        drifts: by label, of the unsteady blocks on which times rest (`Block.drift`); 0 for rows that were measured steadily. A
+            label without any may be missing.
         flops, bytes_moved: of the kernel of each row.
         dtypes: element types of the kernels.
     """
@@ -90,10 +91,10 @@ class TrainingSet:
     def weights(self, label: str) -> Floats | None:
         """How much each row counts where `label` is learned, 1 in the mean; None where all count alike. Rows that were measured
         on an idle device while it was unsteady count less. Under a load the canary itself varies, so its drift says little."""
-        drifts = self.drifts.get(label, np.zeros(len(self)))[self.idle]
-        if not drifts.any():
+        if label not in self.drifts or not self.drifts[label][self.idle].any():
             return None
-        of_idle, weights = 1.0 / (1.0 + (np.log1p(drifts) / USUAL_ERROR) ** 2), np.ones(len(self))
+        of_idle = 1.0 / (1.0 + (np.log1p(self.drifts[label][self.idle]) / USUAL_ERROR) ** 2)
+        weights = np.ones(len(self))
         weights[self.idle] = of_idle / of_idle.mean()
         return weights
 
