@@ -225,7 +225,7 @@ def run_script(body: str, *arguments: str, workspace: Path | None = None) -> sub
     lines = ["from utils import cli", "from utils.errors import UserError", "from pathlib import Path",
              "def main():", "    parser = cli.parser('what', 'an example')", "    args = parser.parse_args()",
              "    workspace = cli.start(args)", *(f"    {line}" for line in body.splitlines()), "cli.run(main)"]
-    where = [] if "--workspace" in arguments else ["--workspace", str(workspace or "/proc")]  # no log can be written in /proc
+    where = [] if "--workspace" in arguments else ["--workspace", str(workspace or "/proc")]  # no log can be written there
     return subprocess.run([sys.executable, "-c", "\n".join(lines), *where, *arguments], cwd=ROOT,
                           capture_output=True, text=True)
 
