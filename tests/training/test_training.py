@@ -11,7 +11,7 @@ import pytest
 from command import printed, run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
 
-from records.dataset_files import kernel_table_path
+from records.dataset_files import kernel_table_path, note_tables
 from training.kernels import estimators
 from training.kernels.estimators import SHARED, fit_roofline
 from training.kernels.label_training import LeftOut, cross_validate, train_label, type_errors
@@ -168,6 +168,7 @@ def test_impossible_times_are_refused(workspace: Workspace, column: str, value: 
     table = pd.read_csv(path, dtype=str)
     table.loc[3, column] = value
     table.to_csv(path, index=False)
+    note_tables(path.parent)
     with pytest.raises(UserError, match=rf"line 5: {column} is .*positive"):
         read_training_set(workspace, TARGET.name)
 
@@ -209,6 +210,7 @@ def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
     further = [table.assign(Machine=name, **{column: table[column] * ratio for column in times})
                for name, ratio in (("slow", 1.5), ("fast", 0.9))]
     pd.concat([table, *further]).to_csv(path, index=False)
+    note_tables(path.parent)
     rows = read_training_set(workspace, TARGET.name)
     assert len(rows) == 3 * len(table)
     folds = estimators.assign_folds(rows.ids, rows.types, 3, seed=7)
