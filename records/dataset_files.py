@@ -97,7 +97,7 @@ class DatasetHeader(Frozen):
 
 
 class FileDigest(Frozen):
-    """A file's size in bytes, and the SHA-256 of its contents."""
+    """A file's size in bytes, without a line that was cut short, and the SHA-256 of its contents."""
 
     bytes: int
     sha256: str
@@ -105,7 +105,7 @@ class FileDigest(Frozen):
     @classmethod
     def of(cls, path: Path) -> FileDigest:
         """That of a file; NO_FILE where there is none."""
-        return cls(bytes=path.stat().st_size, sha256=files.kept_sha256(path)) if path.is_file() else NO_FILE
+        return cls(bytes=files.complete_bytes(path), sha256=files.kept_sha256(path)) if path.is_file() else NO_FILE
 
 
 NO_FILE = FileDigest(bytes=0, sha256="")
@@ -173,7 +173,7 @@ def read_journal(folder: Path) -> list[Block]:
     path = journal_path(folder)
     blocks = read_blocks(path)
     before = noted_digests(folder).get(path.name, NO_FILE).bytes
-    if (now := path.stat().st_size if path.is_file() else 0) < before:
+    if (now := files.complete_bytes(path) if path.is_file() else 0) < before:
         raise UserError(f"{path}: blocks are missing: it has {now} bytes, and had {before} when the tables were made of it; "
                         f"restore it, or remove {digests_path(folder)} to go on with what is left")
     return blocks

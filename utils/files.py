@@ -163,6 +163,17 @@ def _line_digest(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()[:LINE_DIGITS]
 
 
+def complete_bytes(path: Path) -> int:
+    """The size of a file in bytes, without a last line that a kill cut short."""
+    with path.open("rb") as lines:
+        size = lines.seek(0, os.SEEK_END)
+        lines.seek(max(size - 1, 0))
+        if lines.read(1) in (b"", b"\n"):
+            return size
+        lines.seek(0)
+        return lines.read().rfind(b"\n") + 1
+
+
 def append_records(path: Path, records: Iterable[BaseModel]) -> None:
     """Appends records that belong together as one line, so that an interruption keeps all of them or none."""
     append_line(path, f"[{','.join([record.model_dump_json() for record in records])}]")

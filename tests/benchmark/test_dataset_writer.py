@@ -333,6 +333,18 @@ def test_a_journal_that_lost_blocks_is_refused(folder: Path) -> None:
     assert tables(folder)[0].count("\n") == 1 + 1
 
 
+def test_a_line_that_a_kill_cut_short_is_no_lost_block(folder: Path) -> None:
+    """Tables were made meanwhile; then a shorter line takes its place."""
+    with journal_path(folder).open("a") as journal:
+        journal.write('{"version":2,' + " " * 5000)
+    assert len(read_kernel_table(workspace_of(folder), folder.name)) == 1
+    writer = open_writer(folder, SECOND)
+    writer.append(block_of(SECOND))
+    assert len(read_journal(folder)) == 2
+    writer.write_tables()
+    assert tables(folder) == rewritten(folder)
+
+
 def test_kernels_cut_short_are_reported(folder: Path) -> None:
     path = kernels_path(folder)
     path.write_text(path.read_text()[:-1])

@@ -11,13 +11,13 @@ from made_up_dataset import TARGET, chain, collect, conv, gemm, relu
 
 from recipes.h200.dataset_archives import archives_in, pack_more, unpack_all
 from records.dataset_files import (
-    digests_path,
     journal_path,
     kernel_table_path,
     kernels_path,
     read_header,
     read_journal,
     read_kernels,
+    write_journal,
 )
 from records.dataset_writer import merge_dataset
 from records.kernel_record_files import index_path, read_index, records_in
@@ -93,9 +93,8 @@ def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
 
 def test_packing_never_removes_from_the_archives(workspace: Workspace, tmp_path: Path) -> None:
     """A workspace without a block of the archives is refused: archives are never written again."""
-    path = journal_path(workspace.dataset(NAME))
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    digests_path(path.parent).unlink()  # which would say so before
+    folder = workspace.dataset(NAME)
+    write_journal(folder, read_journal(folder)[1:])
     with pytest.raises(UserError, match=r"measurements\.jsonl: 1 blocks of the archives are not in it"):
         pack_more(workspace, tmp_path / "archives", NAME)
     assert len(archives_in(tmp_path / "archives", NAME)) == 1

@@ -10,7 +10,7 @@ import pytest
 from command import printed
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
-from records.dataset_files import model_table_path
+from records.dataset_files import model_table_path, note_tables
 from training.composition.fitted import Candidate, Kind, composition_path, latency_ms, read_composition
 from training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_line
 from training.composition.formulas import fit_line, leave_out
@@ -184,6 +184,7 @@ def test_the_host_s_pace_is_that_beside_each_model(workspace: Workspace) -> None
     assert fit_target(workspace, TARGET.name, QUICK).probe_us is None
     path = model_table_path(workspace.dataset(TARGET.name))
     pd.read_csv(path).assign(Probe_us=[300.0, 300.0, 330.0]).to_csv(path, index=False)
+    note_tables(path.parent)
     assert fit_target(workspace, TARGET.name, QUICK).probe_us == 300.0
     models = measured_models(workspace, TARGET.name, read_sidecar(workspace.predictors(TARGET.name)))
     assert [model.pace for model in models] == pytest.approx([1.0, 1.0, 1.1])

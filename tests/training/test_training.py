@@ -13,7 +13,7 @@ import pytest
 from command import printed, run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
 
-from records.dataset_files import header_path, kernel_table_path, read_header
+from records.dataset_files import header_path, kernel_table_path, note_tables, read_header
 from training.kernels import estimators
 from training.kernels.boosters import from_forest
 from training.kernels.estimators import FOREST, SHARED, fit_roofline
@@ -227,6 +227,7 @@ def test_impossible_times_are_refused(workspace: Workspace, column: str, value: 
     table = pd.read_csv(path, dtype=str)
     table.loc[3, column] = value
     table.to_csv(path, index=False)
+    note_tables(path.parent)
     with pytest.raises(UserError, match=rf"line 5: {column} is .*positive"):
         read_training_set(workspace, TARGET.name)
 
@@ -268,6 +269,7 @@ def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
     further = [table.assign(Machine=name, **{column: table[column] * ratio for column in times})
                for name, ratio in (("slow", 1.5), ("fast", 0.9))]
     pd.concat([table, *further]).to_csv(path, index=False)
+    note_tables(path.parent)
     rows = read_training_set(workspace, TARGET.name)
     assert len(rows) == 3 * len(table)
     folds = estimators.assign_folds(rows.ids, rows.types, 3, seed=7)
