@@ -170,10 +170,10 @@ class Analyst:
         """
         factor = _factor()
         limit_s = factor * (limit_s + size_gib * LIMIT_S_PER_GIB)
-        self._child.memory_mib = factor * max(LIMIT_MIB, LIMIT_SIZES * 1024 * size_gib)
         with self._lock:
             began_s = time.monotonic()
             self._child.timeout_s = limit_s
+            self._child.memory_mib = factor * max(LIMIT_MIB, LIMIT_SIZES * 1024 * size_gib)
             try:
                 try:
                     reply = self._child.ask(task)

@@ -119,9 +119,9 @@ def failure_of(error: Exception, task: Task) -> Failure:
 def answer(line: bytes) -> str:
     """The reply to a task."""
     task = Task.model_validate_json(line)
-    os.chdir(task.folder)
     with logged() as notes, kept_in(task.kept) if task.kept else nullcontext():
         try:
+            os.chdir(task.folder)
             reply = WORK[task.do](task)
         except Exception as error:  # noqa: BLE001 - the process that asked raises it
             reply = Reply(failure=failure_of(error, task))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 TARGET = local_target("cpu").name
 MODELS, DAMAGES = 40, 6
-SLOW = ("constants folded for hours", "20,000 nodes")
+SLOW = ("constants folded for hours", "20,000 nodes", "constants of 7 GiB in parts")
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import multiprocessing
+
     import ai3
     import matplotlib.patheffects
     import matplotlib.pyplot
@@ -56,8 +58,8 @@ if TYPE_CHECKING:
     import tvm_ffi
     import xgboost
 
-__all__ = ["ai3", "matplotlib", "networkx", "onnx", "onnxruntime", "openvino", "pandas", "pynvml", "requests", "rich", "scipy",
-           "sklearn", "torch", "torchvision", "tvm", "tvm_ffi", "xgboost"]
+__all__ = ["ai3", "matplotlib", "multiprocessing", "networkx", "onnx", "onnxruntime", "openvino", "pandas", "pynvml",
+           "requests", "rich", "scipy", "sklearn", "torch", "torchvision", "tvm", "tvm_ffi", "xgboost"]
 
 
 class LazyPackage:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent import futures  # which loads its pool of processes at the first use
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
@@ -18,6 +16,7 @@ from typing import TypeVar
 
 from utils import cli
 from utils.cli.running import CHILD_GRACE_S, SIGNALS, stop_at_signals
+from utils.lazy import multiprocessing
 from utils.temporary import temporary_folder
 
 T = TypeVar("T")
@@ -67,13 +66,13 @@ def begin_child(temporary: Path | None = None) -> None:
 
 
 @contextmanager
-def process_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+def process_pool(jobs: int) -> Iterator[futures.ProcessPoolExecutor]:
     """`jobs` processes for work with ONNX Runtime: spawned, since a forked runtime would hang. They end with the block, and at
     once if it is interrupted."""
     others = multiprocessing.active_children()
     with temporary_folder() as folder:
-        pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=begin_child,
-                                   initargs=(folder,))
+        pool = futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=begin_child,
+                                           initargs=(folder,))
         try:
             yield pool
         except KeyboardInterrupt:
@@ -103,14 +102,14 @@ def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, cra
         with process_pool(jobs) as pool:
             pending = {number: pool.submit(task, items[number]) for number in left}
             for number, done in cli.progress(list(pending.items()), description):
-                with suppress(BrokenProcessPool):
+                with suppress(futures.BrokenExecutor):
                     results[number] = done.result()
         left = [number for number in left if number not in results]
         for number in left[:jobs + 1]:  # items start in order, so the one that crashed is among these
             with process_pool(1) as pool:
                 try:
                     results[number] = pool.submit(task, items[number]).result()
-                except BrokenProcessPool:
+                except futures.BrokenExecutor:
                     results[number] = crashed(items[number])
         left = left[jobs + 1:]
     return [results[number] for number in range(len(items))]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import small_model
 
-from inference import predict
+from inference import Predictor, predict
 from inference.core import sources
 from records.kernel_record_files import read_model_records
 from runtimes import flavour_of, local_target
@@ -66,6 +67,22 @@ def test_processes_predict_the_same_as_one(workspace: Workspace) -> None:
                                 stdout=subprocess.PIPE, text=True) for _ in range(3)]
     for process in running:
         assert [float(line) for line in process.communicate()[0].split()] == alone
+
+
+def test_many_models_take_one_child(tmp_path: Path) -> None:
+    process, predictor = psutil.Process(), Predictor(target="nvidia-h200")
+
+    def predicted(numbers: range) -> tuple[int, int]:
+        """Descriptors of this process, and bytes of its child."""
+        for number in numbers:
+            model = small_model()
+            model.graph.name = f"m{number}"
+            predictor.predict(model)
+        (child,) = [child for child in process.children() if "runtimes.analysis_worker" in child.cmdline()]
+        return process.num_fds(), child.memory_info().rss
+
+    descriptors, child_bytes = predicted(range(20))
+    assert predicted(range(20, 80)) == (descriptors, pytest.approx(child_bytes, rel=0.1))
 
 
 def test_many_predictions_take_no_more_memory(workspace: Workspace) -> None:
