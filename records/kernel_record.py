@@ -297,6 +297,13 @@ class ModelRecord(Frozen):
         return {f"{node}.{guess.taken}": 1 for node, guess in self.guessed.items() if not guess.taken.isdigit()} | self.dims
 
     @property
+    def dims_otherwise(self) -> dict[str, int]:
+        """The sizes with which every If takes the branch that was not assumed; empty where no branch was assumed."""
+        opposite = {"then": "else", "else": "then"}
+        chosen = {f"{node}.{opposite[guess.taken]}": 1 for node, guess in self.guessed.items() if guess.taken in opposite}
+        return chosen | self.dims if chosen else {}
+
+    @property
     def batch(self) -> int | None:
         """The first dimension of the first input; None for a scalar or where there is no input."""
         first = next(iter(self.inputs.values()), None)

@@ -165,6 +165,8 @@ def advise(message: str) -> str:
           "external_data", "filesystem error"), "its weights lie in a separate file that is missing or too short"),
         (("Failed to construct locale",), "reads text by the rules of a language that is not installed on this machine: "
          "install its locale (Debian: apt-get install locales-all)"),
+        (("Failed to serialize proto",), "its CUDA graph can't be derived here, since the converted weights take over 2 GiB; "
+         "analyse it on a machine with a GPU"),
         (("INVALID_GRAPH", "This is an invalid model"), "not a valid graph"),
         (("Failed to allocate memory", "out of memory", "CUDA_ERROR_OUT_OF_MEMORY"), "does not fit in the memory"),
     )

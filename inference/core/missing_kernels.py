@@ -19,7 +19,7 @@ from benchmark.collecting.config import CollectorConfig, SettingConfig
 from benchmark.collecting.units import Workers, start_workers
 from benchmark.collecting.work import ModelItem
 from inference.core.arguments import checked_dims, checked_target, workspace_at
-from inference.core.sources import Source, record_of
+from inference.core.sources import Source, record_of, record_otherwise
 from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, is_here, local_targets, predictor_folders
 from records.dataset_files import DatasetKernel, header_path, read_journal
 from records.dataset_tables import read_kernel_table
@@ -242,7 +242,7 @@ def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
 
 def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted, workspace: Workspace,
              force: bool, static: bool) -> list[ModelRecord]:
-    """The model's record at each size, checked.
+    """The model's record at each size, checked; where no given size says which branch of an If runs, one for either branch.
 
     Raises:
         UserError: the model can't be analysed, or its graph is not of the target's flavour.
@@ -250,6 +250,7 @@ def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted,
     flavour = fitted.target.flavour
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
     records = [record_of(model, flavour, dims, static) for dims in sizes]
+    records += filter(None, [record_otherwise(model, record, static) for record in records])
     for record in records:
         check_target(record, fitted.target, fitted.predictors.sidecar.dtypes, force)
         if record.flavour != flavour:

@@ -230,6 +230,11 @@ class PredictedRun(NamedTuple):
     alone_ms: float
     fitted: Fitted
 
+    def spanning(self, otherwise: PredictedRun) -> PredictedRun:
+        """The same with an interval that holds that of `otherwise` too: the model with the other branches of its Ifs."""
+        low_ms, high_ms = zip(self.prediction.interval_ms, otherwise.prediction.interval_ms, strict=True)
+        return self._replace(prediction=self.prediction.model_copy(update={"interval_ms": (min(low_ms), max(high_ms))}))
+
 
 class KernelTimes(NamedTuple):
     """The times of a model's kernels, by id and provider.

@@ -80,8 +80,8 @@ def _guessed_warnings(record: ModelRecord) -> list[str]:
                             f"many with --dim {name}.trips=N")
         else:
             other_branch = "else" if guess.taken == "then" else "then"
-            warnings.append(f"which branch {name} takes can't be known; the more expensive one, {guess.taken}, is counted: "
-                            f"say otherwise with --branch {name}={other_branch}")
+            warnings.append(f"which branch {name} takes can't be known; the more expensive one, {guess.taken}, is counted, "
+                            f"and the interval holds both; say otherwise with --branch {name}={other_branch}")
     return warnings
 
 

@@ -25,7 +25,7 @@ from inference.core.kernels_in_model import kernels_in_models
 from inference.core.model_run import PredictedRun, predicted_run
 from inference.core.model_warnings import estimator_warnings, model_warnings
 from inference.core.run_modes import AS_USUAL, RunMode
-from inference.core.sources import Source, needs_analysis, record_of
+from inference.core.sources import Source, needs_analysis, record_of, record_otherwise
 from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders, refuse_other_device
 from inference.sharing.shared_models import (
     PERCENTILE,
@@ -161,8 +161,11 @@ class Predictor:
         Raises:
             UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
         """
-        model = self.workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
-        return record_of(model, self.fitted.target.flavour, checked_dims(dims), static)
+        return record_of(self._model(source), self.fitted.target.flavour, checked_dims(dims), static)
+
+    def _model(self, source: Source) -> Source:
+        """The same with the path of a model file as it is found."""
+        return self.workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
 
     def predict(self, source: Source, **options: Unpack[Options]) -> Prediction:
         """The latency of one model.
@@ -214,7 +217,9 @@ class Predictor:
         used, load = composition or fitted.composition, dict(load or {})
         check_run_mode(run_mode, used, fitted.target.name)
         pace = pace_of(host_pace, fitted, used, run_mode, self.workspace)
-        records = [self.record(source, dims, static) for source in sources]
+        models = [self._model(source) for source in sources]
+        records = [self.record(model, dims, static) for model in models]
+        otherwise = [record_otherwise(model, record, static) for model, record in zip(models, records, strict=True)]
         notices = (*notices, *fitted.notices)
         if run_mode.cuda_graph and host_pace is not None:
             notices = (*notices, "a CUDA graph that is replayed does not wait for its host, so the host's pace changes nothing")
@@ -223,11 +228,13 @@ class Predictor:
         mismatches = [check_target(record, fitted.target, fitted.predictors.sidecar.dtypes, self.force) for record in records]
         conditions = Conditions(fitted, used, run_mode, self.strict, load,
                                 shared_gpu_of(fitted, used, run_mode, load, co_runner), pace)
-        known = kernels_in_models(records, conditions)
-        return [predicted_run(record, known, conditions, (
+        known = kernels_in_models([*records, *filter(None, otherwise)], conditions)
+        runs = [predicted_run(record, known, conditions, (
             *notices, *of_record, *sharing_warning(conditions.shared_gpu), *model_warnings(record, known, run_mode),
             *estimator_warnings(record, known, conditions)))
             for record, of_record in zip(records, mismatches, strict=True)]
+        return [run if record is None else run.spanning(predicted_run(record, known, conditions, ()))
+                for run, record in zip(runs, otherwise, strict=True)]
 
     def shared(self, model: Source | PredictedRun, **options: Unpack[Options]) -> SharedModel:
         """A model that can be put next to co-runners on the target.

@@ -77,6 +77,15 @@ def needs_analysis(source: Source) -> bool:
     return Path(source).suffix != ".json" if isinstance(source, (str, Path)) else not isinstance(source, ModelRecord)
 
 
+def record_otherwise(source: Source, record: ModelRecord, static: bool = False) -> ModelRecord | None:
+    """The record of a model whose Ifs take the branches that its `record` does not assume; None where that assumes none, or
+    where there is no model that could be analysed again."""
+    dims = record.dims_otherwise
+    if not dims or isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
+        return None
+    return record_of(source, record.flavour, dims, static)
+
+
 def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: bool) -> ModelRecord:
     key = (str(path.absolute()), wanted.device, wanted.runtime, wanted.optimization, tuple(sorted(dims.items())), static)
     if kept := _files.get(key):

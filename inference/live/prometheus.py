@@ -22,20 +22,23 @@ from utils.logger import get_logger
 
 log = get_logger("prometheus")
 FOREIGN_SERIES = "prometheus.url: the answer holds a series that no Prometheus sends; set the address of a Prometheus"
-MAX_ANSWER_MB = 8  # MiB, unpacked: a thousand times what a window of samples takes
+MAX_ANSWER_MIB = 8  # unpacked: a thousand times what a window of samples takes
 PIECE_BYTES = 1 << 16
 SHOWN_CHARACTERS = 1000  # of a message, since parts of it may be the server's
 SECRETS = ("password_env", "password_file", "token_env", "token_file")
 
 
 class PrometheusError(UserError):
-    """The server gave no metrics on which a prediction can rest. It is the only failure that `on_failure: idle` accepts.
-
-    What a server sent may be part of the message, so that is cut where it is long, and is always one line."""
+    """The server gave no metrics on which a prediction can rest. It is the only failure that `on_failure: idle` accepts."""
 
     def __init__(self, message: str) -> None:
-        shown = message if len(message) <= SHOWN_CHARACTERS else message[:SHOWN_CHARACTERS] + " …"
-        super().__init__("".join(character if character.isprintable() else "?" for character in shown))
+        super().__init__(shown(message))
+
+
+def shown(message: str) -> str:
+    """A message of which a part may be what a server sent, as one line of a reasonable length."""
+    short = message if len(message) <= SHOWN_CHARACTERS else message[:SHOWN_CHARACTERS] + " …"
+    return "".join(character if character.isprintable() else "?" for character in short)
 
 
 class Device(Config):
@@ -184,7 +187,7 @@ class Server:
         if not all(isinstance(entry, dict) and _are_labels(entry.get("metric")) for entry in series):
             raise PrometheusError(FOREIGN_SERIES)
         if warnings:
-            log.warning("%s", PrometheusError(f"{where} warns: {'; '.join(map(str, warnings))}"))
+            log.warning("%s", shown(f"{where} warns: {'; '.join(map(str, warnings))}"))
         return series
 
     def _get(self, promql: str) -> tuple[int, bytes]:
@@ -199,8 +202,8 @@ class Server:
                 text = bytearray()
                 for piece in response.iter_content(PIECE_BYTES):
                     text += piece
-                    if len(text) > MAX_ANSWER_MB << 20:
-                        raise PrometheusError(f"{where}: HTTP {response.status_code}: its answer is over {MAX_ANSWER_MB} MiB, "
+                    if len(text) > MAX_ANSWER_MIB << 20:
+                        raise PrometheusError(f"{where}: HTTP {response.status_code}: its answer is over {MAX_ANSWER_MIB} MiB, "
                                               "so it is no Prometheus; set its address")
                 return response.status_code, bytes(text)
         except requests.exceptions.SSLError as error:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from inference.live.prometheus import MAX_ANSWER_MB, PrometheusConfig, PrometheusError, Server
+from inference.live.prometheus import MAX_ANSWER_MIB, PrometheusConfig, PrometheusError, Server
 from inference.live.prometheus_readings import PrometheusSource
 
 UTIL = "DCGM_FI_DEV_GPU_UTIL"
@@ -103,7 +103,7 @@ def bomb() -> bytes:
     return b"".join(packer.compress(bytes(1 << 20)) for _ in range(256)) + packer.flush()
 
 
-LATE, LARGE = f"no complete answer within timeout_s {TIMEOUT_S}", f"over {MAX_ANSWER_MB} MiB"
+LATE, LARGE = f"no complete answer within timeout_s {TIMEOUT_S}", f"over {MAX_ANSWER_MIB} MiB"
 UNREADABLE = "what came back can't be read"
 HOSTILE: dict[str, tuple[Pieces, str]] = {
     "silent": (silent, LATE),
@@ -169,7 +169,7 @@ def test_its_answer_takes_little_memory(name: str) -> None:
             peak_mib = tracemalloc.get_traced_memory()[1] / 2**20
         finally:
             tracemalloc.stop()
-    assert peak_mib < 16 * MAX_ANSWER_MB
+    assert peak_mib < 16 * MAX_ANSWER_MIB
 
 
 def test_a_server_is_asked_again_after_a_late_answer() -> None:

@@ -28,7 +28,7 @@ from utils.fingerprint import Flavour, graph_device, has_cuda
 from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.model_files import read_whole_model
-from utils.ort_sessions import open_session
+from utils.ort_sessions import model_errors, open_session
 from utils.temporary import temporary_folder
 
 _kept: Path | None = None  # where optimised graphs are kept, each in a folder of its own (`kept_in`)
@@ -171,7 +171,8 @@ def _optimized(path: Path, source: Source, loadable: Path | bytes, flavour: Flav
         loadable = cover_pools(loadable)
     gpu_only = derived and holds_gpu_only(source.graph_only.graph)
     if gpu_only:
-        loadable = cover(read_whole_model(loadable)).SerializeToString()
+        with model_errors(source.name):  # over 2 GiB, which a serialised model can't have
+            loadable = cover(read_whole_model(loadable)).SerializeToString()
     work = partial(optimize, replace(source, loadable=loadable), flavour, derived, path, static)
     if static or not source.dims:
         work()
@@ -240,7 +241,8 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
     flavour = flavour_of(provider)
     derived = provider == "cuda" and not has_cuda()
     source = read_source(model, dims, name)
-    reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
+    with model_errors(source.name):  # as for `cover`
+        reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
     proto = _optimized(path, source, reduced.model if reduced else source.loadable, flavour, derived, static)
     inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
     refuse_other_caches(proto.graph.node, inferred.tensors, source.open_names, source.name)
