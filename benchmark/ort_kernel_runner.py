@@ -1,8 +1,10 @@
-"""How long ONNX Runtime takes to run an ONNX file, a kernel or a whole model.
+"""How long ONNX Runtime takes to run an ONNX file, a kernel or a whole model; or TVM one operator, or another runtime a model.
 
-Reads the file; prints mean, median, p95, standard deviation, minimum and maximum in ms, with start and end (UTC). Inputs are
-standardised random numbers, or those in a file of yours (--inputs). They lie on the device by default, so that copies from the
-host do not count (IOBinding); `--io host` counts them. Writes nothing except, with `--raw`, the samples.
+Reads the file, and needs no dataset. A function of TVM (`.tvm`, by operator_sampler.py or relax_parser.py) is timed as the
+collector times it: built for this machine, without Python or allocation in its time. Prints mean, median, p95, standard
+deviation, minimum and maximum in ms, with start and end (UTC). Inputs are standardised random numbers, or those in a file of
+yours (--inputs). They lie on the device by default, so that copies from the host do not count (IOBinding); `--io host` counts
+them. Writes nothing except, with `--raw`, the samples.
 """
 
 from __future__ import annotations
@@ -16,19 +18,29 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping
 from typing import Any
 
+from measuring.run_times import Effort
+from measuring.worker_process import WorkerFailed
+from runtimes import MODULES, local_target, runtime_named
 from runtimes.analysis import check_opens
 from runtimes.ort.runner import DEFAULT_LOOPS, DEFAULT_WARMUP, Timing, open_runner
+from runtimes.protocol import Request, Setting, Worker
 from utils import cli, files
-from utils.fingerprint import resolve_device
+from utils.errors import UserError
+from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
 from utils.locks import measuring
 from utils.logger import get_logger
+from utils.paths import Workspace
 
 log = get_logger("runner")
+TIMEOUT_S = 600.0  # of another runtime, which may have to compile the file
+LEAST_RUNS, MOST_RUNS = 3, 1_000_000  # with a budget of seconds
 EXAMPLES = """
 python benchmark/ort_kernel_runner.py --model resnet18.onnx --dim batch=1
 python benchmark/ort_kernel_runner.py --model "$(ls kernel_model/kernel_onnx/*/*.onnx | head -1)" --loops 100
 python benchmark/ort_kernel_runner.py --model resnet18.onnx --budget-s 5 --io host --json
 python benchmark/ort_kernel_runner.py --model trees.onnx --inputs rows.npz  # needs your own
+python benchmark/ort_kernel_runner.py --model kernel_model/kernel_onnx/cpu-avx512-tvm0.27-fused/Conv_Add.tvm  # needs TVM
+python benchmark/ort_kernel_runner.py --model resnet18.onnx --dim batch=1 --runtime tvm  # needs TVM
 """
 
 
@@ -44,17 +56,55 @@ def measure(model: Path, device: str = "auto", *, dims: Mapping[str, int] | None
         warmup=warmup, loops=loops, budget_s=budget_s)
 
 
+def runtime_of(model: Path) -> str:
+    """The name of the runtime whose kernels have such files; ONNX Runtime for all other files."""
+    return next((name for name in MODULES if runtime_named(name).kernel_suffix == model.suffix), DEFAULT_RUNTIME)
+
+
+def measure_by(runtime: str, model: Path, device: str, workspace: Workspace, dims: Mapping[str, int], effort: Effort) -> Timing:
+    """Times a kernel's function or a whole model under another runtime than ONNX Runtime, in a process of its own, on as many
+    threads as the collector takes by default.
+
+    Raises:
+        UserError: the runtime is not installed or has no such device, the file can't be read or run, or sizes are given for a
+            function, which has its own.
+    """
+    described = runtime_named(runtime)
+    described.check()
+    described.on(device)
+    is_kernel = model.suffix == described.kernel_suffix and model.suffix not in described.model_suffixes
+    if is_kernel and dims:
+        raise UserError(f"{model}: a function of {described.title} has fixed sizes: leave --dim out, or make one with other "
+                        "sizes (docs/tvm.md)")
+    setting = Setting.of(local_target(device, runtime), workspace.kernel_onnx)
+    request = Request(do="alone" if is_kernel else "session", device=device, paths=(str(model),), dims=dict(dims),
+                      effort=effort)
+    try:
+        with Worker(TIMEOUT_S, runtime, setting) as worker:
+            reply = worker.ask(request)
+    except WorkerFailed as error:
+        raise UserError(f"{model}: {error}") from None
+    if reply.error:
+        raise UserError(f"{model}: {reply.error}")
+    (measured,) = reply.measurements
+    return Timing(model=model.stem, device=device, runtime=runtime, io="device", warmup=effort.warmup,
+                  samples_ms=measured.samples_ms, started=reply.started, ended=reply.ended)
+
+
 def row(timing: Timing) -> dict[str, Any]:
     """A timing as one row of a table."""
     statistics = timing.statistics
-    return {"model": timing.model, "device": timing.device, "io": timing.io,
+    runtime = {} if timing.runtime == DEFAULT_RUNTIME else {"runtime": timing.runtime}
+    return {"model": timing.model, "device": timing.device, **runtime, "io": timing.io,
             **{key: value for key, value in statistics.model_dump().items() if key != "spread"},
             "started": timing.started, "ended": timing.ended}
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
+    parser.add_argument("--model", type=Path, required=True,
+                        help="an ONNX file, or a function of TVM; a bare name is also looked for in model_zoo")
+    parser.add_argument("--runtime", choices=tuple(MODULES), help="what runs a model (default: ort; tvm for its functions)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     cli.add_run_mode(parser)
     parser.add_argument("--warmup", type=cli.whole, default=DEFAULT_WARMUP, help="untimed runs first; 0 turns them off")
@@ -73,10 +123,20 @@ def main() -> int:
     if args.device == "auto" and device == "cpu":
         log.info("no NVIDIA GPU here: running on the CPU")
     model, dims = workspace.find_model(args.model), cli.one_size_dims(args.dim)
-    check_opens(model, device, dims, args.static)
+    runtime = args.runtime or runtime_of(model)
+    if runtime != DEFAULT_RUNTIME and (args.io != "device" or args.cuda_graph or args.static or args.inputs):
+        parser.error(f"--io host, --cuda-graph, --static and --inputs are of ONNX Runtime; {model.name} is timed by {runtime}")
+    runs = args.loops or DEFAULT_LOOPS
+    least, most = (LEAST_RUNS, MOST_RUNS) if args.budget_s else (runs, runs)
+    effort = Effort(warmup=args.warmup, budget_s=args.budget_s or 0.0, least_runs=least, most_runs=most)
+    if runtime == DEFAULT_RUNTIME:
+        check_opens(model, device, dims, args.static)
     with measuring(device):
-        timing = measure(model, device, dims=dims, warmup=args.warmup, loops=args.loops, budget_s=args.budget_s, io=args.io,
-                         cuda_graph=args.cuda_graph, static=args.static, inputs=args.inputs)
+        if runtime == DEFAULT_RUNTIME:
+            timing = measure(model, device, dims=dims, warmup=args.warmup, loops=args.loops, budget_s=args.budget_s, io=args.io,
+                             cuda_graph=args.cuda_graph, static=args.static, inputs=args.inputs)
+        else:
+            timing = measure_by(runtime, model, device, workspace, dims, effort)
     if timing.statistics.unstable:
         log.warning("unstable: half of the runs differ by %.0f %% of the median; close other work on this device, "
                     "or run longer (--loops, --budget-s)", 100 * timing.statistics.spread)

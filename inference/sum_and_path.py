@@ -5,7 +5,8 @@ whole and by kernels it adds the kernels up, and finds the longest path in linea
 chosen, for each model, by the models of other families; with --choose-by by those of the families named, which then count in
 no mean error. Where a composition was fitted, its prediction for the model (from predicted kernels, with the model's family
 held out of all training) comes next to it. Under a target with searched schedules, `unsearched` kernels count with the times
-that they have without. Of several targets, a last table has each model under all of them. Prints tables; writes nothing.
+that they have without. Mean errors are given for all networks and by `scale`: small, medium and large ones. Of several targets,
+one table has each model under all of them. Prints tables; writes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from records.host_pace import idle_models
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record, record_path
 from runtimes import runtime_named
-from runtimes.tvm.operators import network_kind
+from runtimes.tvm.operators import SCALES, network_kind, network_scale
 from training.composition.fitted import Kind, composition_path, read_composition
 from training.composition.fitting import compose
 from training.kernels.training_set import measured_times
@@ -94,7 +95,7 @@ def model_row(record: ModelRecord, whole_ms: float, times_ms: Mapping[str, float
     path = longest_path(dag, {node.name: times_ms[node.kernel_id] for node in record.nodes})[1]
     return {"model": record.model, "family": record.group,
             "network": network_kind(kernel.op_type for kernel in record.kernels.values()),
-            "nodes": len(record.nodes), "chain": len(path), "whole_ms": whole_ms,
+            "scale": network_scale(len(record.nodes)), "nodes": len(record.nodes), "chain": len(path), "whole_ms": whole_ms,
             **{f"{kind}_ms": composed[kind] for kind in KINDS},
             **{f"{kind}_error_%": error_percent(composed[kind], whole_ms) for kind in KINDS}}
 
@@ -166,6 +167,13 @@ def summary(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> 
     return errors_by_column
 
 
+def by_scale(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """As `summary`, for small, medium and large networks."""
+    return [{"target": rows[0]["target"], "scale": scale, **{name: value for name, value in summary(part, families).items()
+                                                            if name != "target"}}
+            for scale in SCALES if (part := [row for row in rows if row["scale"] == scale])]
+
+
 def comparison(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """One row for each model that several targets have: its latency under each, measured and predicted with its family held
     out, and the error of that prediction.
@@ -202,16 +210,19 @@ def main() -> None:
         raise UserError("no model was measured together with its kernels; measure with: python benchmark/collector.py")
     check_families(tables, args.choose_by)
     summaries = [summary(rows, args.choose_by) for rows in tables]
+    scales = [row for rows in tables for row in by_scale(rows, args.choose_by)]
     targets = [read_header(workspace.dataset(rows[0]["target"])).target for rows in tables]
     compared = comparison(dict(zip(called(targets), tables, strict=True)))
     if args.json:
-        cli.print_json({"targets": summaries, "models": [row for rows in tables for row in rows], "compared": compared})
+        cli.print_json({"targets": summaries, "scales": scales, "models": [row for rows in tables for row in rows],
+                        "compared": compared})
         return
     for rows in tables:
         cli.print_table([{name: value for name, value in row.items() if name not in ("target", "family")} for row in rows],
                         str(rows[0]["target"]))
     if compared:
         cli.print_table(compared, "measured, and predicted with the model's family held out (ms)")
+    cli.print_table(scales, "mean errors against the whole network, by its size")
     cli.print_table(summaries, "mean errors against the whole network")
 
 

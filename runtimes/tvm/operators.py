@@ -13,6 +13,8 @@ from records.operators import operator_row
 
 OperatorKind = Literal["linear", "multiplicative", "nonlinear"]
 NetworkKind = Literal["fully connected", "convolutional", "other"]
+NetworkScale = Literal["small", "medium", "large"]
+SCALES: dict[NetworkScale, float] = {"small": 50, "medium": 150, "large": float("inf")}  # the most nodes of such a network
 ONNX_NAMES = {  # of TVM's operators; the others' are the same but for capitals
     "conv1d": "Conv", "conv2d": "Conv", "conv3d": "Conv", "conv1d_transpose": "ConvTranspose", "conv2d_transpose":
     "ConvTranspose", "conv3d_transpose": "ConvTranspose", "matmul": "MatMul", "subtract": "Sub", "multiply": "Mul", "divide":
@@ -115,6 +117,12 @@ def network_kind(names: Iterable[str]) -> NetworkKind:
     if any(row.dispatch == "convolution" for row in rows):
         return "other" if any(row.linearity == "nonlinear" for row in rows) else "convolutional"
     return "other" if kind_of_all(row.name for row in rows) == "nonlinear" else "fully connected"
+
+
+def network_scale(nodes: int) -> NetworkScale:
+    """The size of a network in the user's document on TVM, by the nodes of its graph, with which the search for paths grows.
+    AlexNet, ResNet-18 and SqueezeNet are small, MobileNet and GoogLeNet medium, RegNet and DenseNet large."""
+    return next(scale for scale, most in SCALES.items() if nodes <= most)
 
 
 def _rank(name: str) -> int:

@@ -7,13 +7,17 @@ import math
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from command import run_script
+from conftest import small_model
 from optional_packages import needs
 
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
+from benchmark.ort_kernel_runner import measure_by, runtime_of
 from kernel_model.sampling.seeds import read_seeds
+from measuring.run_times import Effort
 from records.dataset_files import read_header, read_kernels
 from records.environment import cache_kib, container_limit_mib, environment_of
 from runtimes import flavour_of
@@ -65,6 +69,25 @@ def test_the_environment_of_this_machine(tmp_path: Path) -> None:
     environment = environment_of(target, limit_mib=100)
     assert (environment.threads, environment.cores, environment.memory_limit_mib) == (3, 1, 100)
     assert environment_of(target).memory_limit_mib > 100
+
+
+def test_one_operator_is_timed_without_a_dataset(tmp_path: Path) -> None:
+    """A function of TVM, of the sizes that were asked for, and a whole ONNX file under TVM."""
+    needs("tvm", "requirements-tvm.txt")
+    workspace = Workspace(tmp_path)
+    sample(workspace, OperatorSizes(rows=(6, 6), inner=(32, 32), columns=(24, 24)), 1, ["product"], seed=0)
+    (path,) = workspace.kernel_onnx.glob("*/*.tvm")
+    assert "in1x6x32-32x24" in path.stem or "in6x32-32x24" in path.stem or "in1x2x3x32-32x24" in path.stem
+    assert (runtime_of(path), runtime_of(Path("model.onnx"))) == ("tvm", "ort")
+    effort = Effort(warmup=1, budget_s=0.0, least_runs=5, most_runs=5)
+    timing = measure_by("tvm", path, "cpu", workspace, {}, effort)
+    assert (timing.runtime, timing.model, len(timing.samples_ms)) == ("tvm", path.stem, 5)
+    assert all(0 < sample_ms < 100 for sample_ms in timing.samples_ms)
+    with pytest.raises(UserError, match="a function of TVM has fixed sizes"):
+        measure_by("tvm", path, "cpu", workspace, {"batch": 2}, effort)
+    model = tmp_path / "small.onnx"
+    onnx.save(small_model(batch="batch", channels=4, side=8), model)
+    assert len(measure_by("tvm", model, "cpu", workspace, {"batch": 2}, effort).samples_ms) == 5
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from records.kernel_record_files import read_index, read_model_record, read_mode
 from records.operators import VIEWS
 from runtimes.tvm.functions import function_path, hash_of, read_function
 from runtimes.tvm.lowering import lower, relax_of_torch
-from runtimes.tvm.operators import kind_of_all, network_kind, onnx_name, operator_kind, operator_of_function
+from runtimes.tvm.operators import kind_of_all, network_kind, network_scale, onnx_name, operator_kind, operator_of_function
 from runtimes.tvm.package import FUSED, UNFUSED, check_tvm, llvm_target, tvm_flavour
 from runtimes.tvm.recording import Parsed, graph_of, parse, write_parsed
 from utils.errors import UserError
@@ -173,6 +173,7 @@ def test_classes_of_the_document() -> None:
     assert network_kind(["MatMul", "Add", "Relu", "Softmax"]) == "fully connected"
     assert network_kind(["Conv", "Add", "Relu", "MaxPool", "MatMul"]) == "convolutional"
     assert network_kind(["MatMul", "LayerNormalization", "Softmax"]) == "other"
+    assert [network_scale(nodes) for nodes in (1, 50, 51, 150, 151)] == ["small", "small", "medium", "medium", "large"]
 
 
 def test_names() -> None:

@@ -153,6 +153,9 @@ def test_sum_and_path_in_one_table(measured: tuple[Workspace, dict[str, object]]
     assert row["sum_error_%"] == pytest.approx(100 * (row["sum_ms"] / row["whole_ms"] - 1))
     assert row["peak_MiB"] > 0.75
     assert [(target["target"], target["models"]) for target in report["targets"]] == [(totals["target"], 1)]
+    assert row["scale"] == "small"
+    [small] = report["scales"]
+    assert small == {"target": totals["target"], "scale": "small"} | report["targets"][0]
 
 
 def test_families_that_choose_may_be_missing_under_one_target_but_not_under_all(

@@ -53,8 +53,9 @@ class LeftOut:
     roofline_ms: Floats
 
     def from_ratios(self, other_ms: Floats, plain: LeftOut) -> LeftOut:
-        """The times that predicted ratios to the times of another device give; what is for comparison is taken from `plain`."""
-        return LeftOut(self.shared_ms * other_ms, self.dedicated_ms * other_ms, plain.forest_ms, plain.roofline_ms)
+        """The times that predicted ratios to the times of another device give; those of the roofline, which is for comparison
+        alone, are taken from `plain`."""
+        return LeftOut(self.shared_ms * other_ms, self.dedicated_ms * other_ms, self.forest_ms * other_ms, plain.roofline_ms)
 
     def shipped(self, rows: TrainingSet, chosen: Mapping[str, str]) -> Floats:
         """The times by the predictors that are saved if `chosen` ones (see `fit_kernel_model`) are."""
@@ -93,7 +94,7 @@ def choose_predictors(rows: TrainingSet, label: str, left_out: LeftOut, candidat
     """The predictors that are chosen for kernel types (see `fit_kernel_model`), by their errors on held-out idle rows.
 
     One replaces that before it, in the order shared, dedicated and random forest, where its error is clearly smaller. Without
-    xgboost in the settings the forest predicts all types, and a type needs `own_min_kernels` for any other choice.
+    xgboost in the settings the forest predicts all types.
 
     Args:
         candidates: the types that have enough kernels.
