@@ -178,7 +178,7 @@ class Analyst:
                 try:
                     reply = self._child.ask(task)
                 except WorkerFailed as error:
-                    if error.status != "crashed" or not self._has_served:
+                    if error.status not in ("crashed", "interrupted") or not self._has_served:
                         raise
                     self._child.timeout_s = limit_s - (time.monotonic() - began_s)  # an earlier model may have damaged it
                     reply = self._child.ask(task)

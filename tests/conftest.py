@@ -225,6 +225,11 @@ def workspace(tmp_path: Path) -> Workspace:
 
 @pytest.fixture
 def canary(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """See `steady_canary`."""
+    return steady_canary(monkeypatch)
+
+
+def steady_canary(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times of the collector's canary, ms, made up so that the machine is steady; the last one is repeated."""
     from benchmark.collecting import units
 

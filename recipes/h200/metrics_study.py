@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from graph_model.simulation.sharing import CoRunner
 from inference.core.predictor import Predictor
@@ -34,6 +33,7 @@ from training.sharing.learned import ALWAYS, Sharing
 from training.sharing.shared_runs import SharedRuns, Simulated, alone_ms, errors_of, shared_runs, statistics_of, typical
 from utils import cli
 from utils.errors import UserError
+from utils.lazy import pandas as pd
 from utils.lazy import sklearn
 from utils.paths import Workspace
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import run_script
+from conftest import steady_canary
 from onnx import TensorProto, helper
 
 from graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, dispatched_ms, pipeline_ms, timeline
@@ -164,13 +165,17 @@ def with_host(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
                          record.model_copy(update={"model": f"{record.model}{size}"}))
     write_copies(workspace, target)
     (workspace.root / "training.yaml").write_text("folds: 2\nthreads: 1\nxgboost: {trees: 30, depth: 3}\nforest: {trees: 5}\n")
-    for command in (["recipes/h200/host_kernels.py", "--workspace", workspace.root, "--into", host.root],
-                    ["kernel_model/kernel_builder.py", "--workspace", host.root],
-                    ["benchmark/collector.py", "--workspace", host.root, "--config", "recipes/h200/collect_host_kernels.yaml"],
-                    ["training/train_kernel_model.py", "--workspace", host.root, "--config", workspace.root / "training.yaml"],
-                    ["training/fit_host.py", "--workspace", workspace.root, "--host", host.root]):
-        done = run_script(*command)
-        assert done.returncode == 0, done.stderr
+    commands = (
+        ["recipes/h200/host_kernels.py", "--workspace", workspace.root, "--into", host.root],
+        ["kernel_model/kernel_builder.py", "--workspace", host.root],
+        ["benchmark/collector.py", "--workspace", host.root, "--config", "recipes/h200/collect_host_kernels.yaml"],
+        ["training/train_kernel_model.py", "--workspace", host.root, "--config", workspace.root / "training.yaml"],
+        ["training/fit_host.py", "--workspace", workspace.root, "--host", host.root])
+    with pytest.MonkeyPatch.context() as patch:
+        steady_canary(patch)
+        for command in commands:
+            done = run_script(*command)
+            assert done.returncode == 0, done.stderr
     return workspace
 
 

@@ -60,6 +60,7 @@ def test_a_metric_that_came_late_is_learned_from_once_idle_and_loaded_rows_have_
     for has_it, metrics in ((table.index % 2 == 0, (METRIC, late)), ((table["Level"] == 0) & (table.index > 60), (METRIC,))):
         table[late] = np.where(has_it, table[METRIC] / 2, np.nan)
         table.to_csv(kernel_table_path(workspace.dataset(TARGET.name)), index=False)
+        note_tables(workspace.dataset(TARGET.name))
         caplog.clear()
         rows = read_training_set(workspace, TARGET.name)
         assert rows.metrics == metrics

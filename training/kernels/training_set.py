@@ -14,7 +14,7 @@ from records.dataset_files import DatasetHeader, kernel_table_path, kernels_path
 from records.dataset_tables import UNFINISHED, read_kernel_table
 from records.kernel_record import Kernel
 from records.kernel_types import form_of
-from records.measurement import COLLECT, DRIFT_ADMITTED, LABELS, drift_key, inputs_key
+from records.measurement import COLLECT, DRIFT_ADMITTED, GPU_LABEL, LABELS, drift_key, inputs_key
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import LAUNCHES
@@ -90,8 +90,9 @@ class TrainingSet:
 
     def weights(self, label: str) -> Floats | None:
         """How much each row counts where `label` is learned, 1 in the mean; None where all count alike. Rows that were measured
-        on an idle device while it was unsteady count less. Under a load the canary itself varies, so its drift says little."""
-        if label not in self.drifts or not self.drifts[label][self.idle].any():
+        on an idle device while it was unsteady count less. Under a load the canary itself varies, so its drift says little; and
+        what a GPU's trace says of a kernel hardly depends on the host, which the canary is sensitive to."""
+        if label not in self.drifts or label in (GPU_LABEL, LAUNCHES) or not self.drifts[label][self.idle].any():
             return None
         of_idle = 1.0 / (1.0 + (np.log1p(self.drifts[label][self.idle]) / USUAL_ERROR) ** 2)
         weights = np.ones(len(self))
