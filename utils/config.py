@@ -109,10 +109,16 @@ def _validated(layers: Sequence[_Layer], schema: type[C]) -> C:
         return schema.model_validate(data)
     except ValidationError as error:
         by_source: dict[str, list[str]] = {}
-        for item in error.errors():
+        for item in _without_consequences(error.errors()):
             source = max(reversed(layers), key=lambda layer: _depth(layer.data, item["loc"])).source
             by_source.setdefault(source, []).append(_describe(item, schema))
         raise UserError("; ".join(f"{source}: {'; '.join(lines)}" for source, lines in by_source.items())) from None
+
+
+def _without_consequences(errors: Sequence[Any]) -> list[Any]:
+    """pydantic's errors, without those that say a list is too short because of the entries that are refused already."""
+    return [error for error in errors if error["type"] != "too_short" or not any(
+        len(entry["loc"]) > len(error["loc"]) and entry["loc"][:len(error["loc"])] == error["loc"] for entry in errors)]
 
 
 def _merged(base: Any, changed: Any) -> Any:

@@ -133,13 +133,23 @@ def test_a_forest_predicts_types_where_it_is_clearly_better(rows: TrainingSet) -
     left_out = LeftOut(shared_ms=truth * 1.2, dedicated_ms=truth * 1.1, roofline_ms=truth,
                        forest_ms=truth * np.where(conv_rows, 1.05, 1.0999))
     both = QUICK.model_copy(update={"estimators": ("xgboost", "random_forest")})
-    assert choose_predictors(rows, "run", left_out, ["Conv", "Relu"], both) == {"Conv": FOREST, "Relu": "Relu"}
+    assert choose_predictors(rows, "run", left_out, ["Conv", "Relu", "Gemm"], both) == {
+        "Conv": FOREST, "Relu": "Relu", "Gemm": "Gemm"}
     assert choose_predictors(rows, "run", left_out, ["Conv"], QUICK) == {"Conv": "Conv"}
     forest = QUICK.model_copy(update={"estimators": ("random_forest",)})
     assert choose_predictors(rows, "run", left_out, [], forest) == dict.fromkeys(["Conv", "Gemm", "Relu"], FOREST)
     errors = type_errors(rows, "run", left_out, {"Conv": FOREST, "Relu": "Relu"}, 0.02)
     assert {e.type: (e.predictor, round(e.mape, 3)) for e in errors if e.rows_of == "idle" and e.type != "all"} == {
         "Conv": (FOREST, 0.05), "Relu": ("Relu", 0.1), "Gemm": (SHARED, 0.2)}
+
+
+def test_types_with_few_kernels_get_the_forest_together(rows: TrainingSet) -> None:
+    truth, relu_rows = rows.times_ms["run"], rows.types == "Relu"
+    both = QUICK.model_copy(update={"estimators": ("xgboost", "random_forest")})
+    for relu, expected in ((1.25, {"Gemm": FOREST, "Relu": FOREST}), (1.9, {})):  # Gemm: 1.05, clearly better than 1.2
+        left_out = LeftOut(shared_ms=truth * 1.2, dedicated_ms=np.full(len(truth), np.nan), roofline_ms=truth,
+                           forest_ms=truth * np.where(relu_rows, relu, np.where(rows.types == "Conv", 1.3, 1.05)))
+        assert choose_predictors(rows, "run", left_out, ["Conv"], both) == expected
 
 
 def test_a_forest_that_is_chosen_is_saved(rows: TrainingSet, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class Inner(Config):
 
 
 class Outer(Config):
-    levels: tuple[float, ...] = (0.0,)
+    levels: tuple[float, ...] = Field((0.0,), min_length=1)
     kernel: Inner = Inner()
     limit_s: float | None = None
     device: str = Field("auto", pattern="^(auto|cpu|cuda)$")
@@ -43,6 +43,15 @@ def test_config_errors_name_file_key_and_what_is_allowed(tmp_path: Path, text: s
     with pytest.raises(UserError) as raised:
         read_config(path, Outer)
     assert all(part in str(raised.value) for part in [str(path), *expected]), raised.value
+
+
+def test_a_list_is_not_called_too_short_because_of_an_entry_that_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for text, expected in (("levels: [high]", "got 'high'"), ("levels: []", "at least 1 item")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=expected) as raised:
+            read_config(path, Outer)
+        assert ("at least" in str(raised.value)) == (text == "levels: []")
 
 
 def test_config_read(tmp_path: Path) -> None:

@@ -93,26 +93,33 @@ def choose_predictors(rows: TrainingSet, label: str, left_out: LeftOut, candidat
                       config: TrainingConfig) -> dict[str, str]:
     """The predictors that are chosen for kernel types (see `fit_kernel_model`), by their errors on held-out idle rows.
 
-    One replaces that before it, in the order shared, dedicated and random forest, where its error is clearly smaller. Without
-    xgboost in the settings the forest predicts all types.
+    One replaces that before it, in the order shared, dedicated and random forest, where its error is clearly smaller. Types
+    with few kernels get the forest all together, or none of them. Without xgboost in the settings the forest predicts all types.
 
     Args:
         candidates: the types that have enough kernels.
     """
+    types = sorted(set(rows.types.tolist()))
     if "xgboost" not in config.estimators:
-        return dict.fromkeys(sorted(set(rows.types.tolist())), FOREST)
+        return dict.fromkeys(types, FOREST)
     measured, chosen, which = rows.times_ms[label], {}, config.booster(label).own_predictors
 
-    def error(times_ms: Floats, name: str) -> float:
-        mask = (rows.types == name) & rows.idle & np.isfinite(times_ms)
+    def error(times_ms: Floats, *names: str) -> float:
+        mask = np.isin(rows.types, names) & rows.idle & np.isfinite(times_ms)
         return float(np.abs(times_ms[mask] / measured[mask] - 1).mean()) if mask.any() else np.inf
+
+    def forest_is_better(than: float, *names: str) -> bool:
+        return FOREST in config.estimators and error(left_out.forest_ms, *names) < MARGIN * than
 
     for name in candidates:
         best, dedicated = error(left_out.shared_ms, name), error(left_out.dedicated_ms, name)
         if which == "all" or (which == "better" and dedicated < MARGIN * best):
             chosen[name], best = name, dedicated
-        if FOREST in config.estimators and error(left_out.forest_ms, name) < MARGIN * best:
+        if forest_is_better(best, name):
             chosen[name] = FOREST
+    few = [name for name in types if name not in candidates]
+    if forest_is_better(error(left_out.shared_ms, *few), *few):
+        chosen |= dict.fromkeys(few, FOREST)
     return chosen
 
 
