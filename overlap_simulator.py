@@ -3,7 +3,7 @@
 Reads a profile that ONNX Runtime wrote (--profile), or runs a model under its profiler (--model). Prints how much the events
 of nodes overlap and how long the device pauses between them. Then it compares the critical path, the longest chain of
 dependent kernels, with the sum of all kernels. The graph of a profile is in a file that dag_critical_path.py wrote (--dag), or
-it is that of the kernel record with the same node names (--record, or the first one in ort_analysis/ort_kernel_record that
+it is that of the kernel record with the same nodes (--record, or the first one in ort_analysis/ort_kernel_record that
 fits). Writes nothing.
 
 On CUDA the event of a node is the host's time to dispatch it; the GPU works through one stream, in that order.
@@ -11,7 +11,8 @@ On CUDA the event of a node is the host's time to dispatch it; the GPU works thr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +31,7 @@ from graph_model.simulation.dag import (
     record_paths,
 )
 from measuring.run_times import Effort
-from records.kernel_record import REMAKE, ModelRecord
+from records.kernel_record import REMAKE
 from records.kernel_record_files import read_model_record
 from records.operators import CONTROL_FLOW
 from runtimes.analysis import check_opens
@@ -169,11 +170,44 @@ def whole_times_ms(graph: DagFile, times_ms: Mapping[str, float]) -> dict[str, f
             for node in graph.nodes if node.name in times_ms}
 
 
-def graph_of_profile(named: set[str], dag: Path | None, record: Path | None, workspace: Workspace) -> DagFile | None:
-    """The graph of the model that a profile is of; None, with a warning, where no file is given and no record fits.
+def with_names_of(graph: DagFile, runs: Sequence[ProfiledRun]) -> list[ProfiledRun] | None:
+    """The runs with the names that the nodes have in the graph; None where the runs are those of another graph.
+
+    Hase itself names nodes without a name, and those that ONNX Runtime names in another order each time. So events with names
+    that the graph does not have are taken for the nodes that have no event, in this order. Where no run of the graph could go
+    like that, since both number their nodes, all events are taken for the nodes of the graph, in this order.
+    """
+    known, seen = {node.name for node in graph.nodes}, {event.node for run in runs for event in run.nodes}
+    return _named_in_order(graph, runs, known & seen) or _named_in_order(graph, runs, set())
+
+
+def _named_in_order(graph: DagFile, runs: Sequence[ProfiledRun], kept: Set[str]) -> list[ProfiledRun] | None:
+    """The runs with the events that are not in `kept` named like the other nodes of the graph, in this order; None where their
+    number or operators differ, or a node would run before one that it needs."""
+    others = [node.name for node in graph.nodes if node.name not in kept]
+    named = []
+    for run in runs:
+        renamed = [event for event in run.nodes if event.node not in kept]
+        if len(renamed) != len(others) or not all(
+                name == event.node or name.startswith((f"{event.op_type}_", f"{event.node}_"))
+                for event, name in zip(renamed, others, strict=True)):
+            return None
+        names = iter(others)
+        events = [event if event.node in kept else replace(event, node=next(names)) for event in run.nodes]
+        first_us = {event.node: event.start_us for event in reversed(events)}  # loops run their nodes more than once
+        if any(first_us.get(edge.producer, 0.0) > first_us.get(edge.consumer, float("inf")) for edge in graph.edges):
+            return None
+        named.append(replace(run, nodes=tuple(events)))
+    return named
+
+
+def graph_of_profile(runs: Sequence[ProfiledRun], dag: Path | None, record: Path | None,
+                     workspace: Workspace) -> tuple[DagFile, list[ProfiledRun]] | None:
+    """The graph of the model that a profile is of, and the runs with the names of its nodes; None, with a warning, where no
+    file is given and no record fits.
 
     Args:
-        named: the nodes in the profile.
+        runs: in the profile.
         dag, record: the file with the graph, or the kernel record, if the user gave one.
         workspace: whose records are looked through otherwise.
 
@@ -182,23 +216,16 @@ def graph_of_profile(named: set[str], dag: Path | None, record: Path | None, wor
     """
     if dag or record:
         graph = read_dag(dag) if dag else dag_file(read_model_record(record or Path()))
-        if {node.name for node in graph.nodes} != named:
-            raise UserError(f"{dag or record}: its nodes are not those of the profile; give the file of the model and flavour "
-                            "that was profiled, or let --model profile it")
-        return graph
-    fitting = matching_record(record_paths(workspace), named)
-    if fitting is None:
-        log.warning("no kernel record names this profile's nodes, so its graph and critical path are unknown; make the "
-                    "record (%s) and profile the graph that ORT saves, or use --model", REMAKE)
-    return dag_file(fitting) if fitting else None
-
-
-def matching_record(paths: Iterable[Path], nodes: set[str]) -> ModelRecord | None:
-    """The first record that names exactly `nodes`."""
-    for path in paths:
-        record = read_model_record(path)
-        if {node.name for node in record.nodes} == nodes:
-            return record
+        if named := with_names_of(graph, runs):
+            return graph, named
+        raise UserError(f"{dag or record}: its nodes are not those of the profile; give the file of the model and flavour "
+                        "that was profiled, or let --model profile it")
+    for path in record_paths(workspace):
+        graph = dag_file(read_model_record(path))
+        if named := with_names_of(graph, runs):
+            return graph, named
+    log.warning("no kernel record has this profile's nodes, so its graph and critical path are unknown; make the record of the "
+                "model that was profiled (%s), or use --model", REMAKE)
     return None
 
 
@@ -247,7 +274,7 @@ def main() -> int:
         graph = dag_file(record_of(optimized))
     else:
         runs = read_profile(args.profile)
-        graph = graph_of_profile(set(node_times_ms(runs)), args.dag, args.record, workspace)
+        graph, runs = graph_of_profile(runs, args.dag, args.record, workspace) or (None, runs)
     overlap = overlap_of(runs)
     path = critical_path(graph, whole_times_ms(graph, node_times_ms(runs))) if graph else None
     if args.json:

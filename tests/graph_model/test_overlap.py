@@ -10,13 +10,14 @@ import pytest
 from command import printed, run_script
 from conftest import small_model
 from onnx import TensorProto, helper
+from trained_workspace import conv_net
 
-from graph_model.simulation.dag import DagFile, DagNode, dag_file
+from graph_model.simulation.dag import DagEdge, DagFile, DagNode, dag_file
 from measuring.run_times import Effort
-from overlap_simulator import critical_path, matching_record, node_times_ms, overlap_of, whole_times_ms
+from overlap_simulator import critical_path, node_times_ms, overlap_of, whole_times_ms, with_names_of
 from records.kernel_record_files import record_path
 from runtimes.ort.graph.analysis import analyze, record_of
-from runtimes.ort.profile import NodeEvent, ProfiledRun, profile_model
+from runtimes.ort.profile import NodeEvent, ProfiledRun, profile_model, read_profile
 from utils import files
 from utils.paths import Workspace
 
@@ -122,10 +123,9 @@ def test_the_command_reads_a_profile_and_finds_its_record(workspace: Workspace) 
     command = ("overlap_simulator.py", "--workspace", workspace.root, "--profile", profile, "--json")
     done = run_script(*command)
     assert json.loads(done.stdout)["critical_path"] is None
-    assert "no kernel record names" in done.stderr
+    assert "no kernel record has" in done.stderr
     path = record_path(workspace, record.flavour, record.model)
     files.write_json(path, record)
-    assert matching_record([path], {node.name for node in record.nodes}) == record
     report = json.loads(printed(*command))
     assert report["critical_path"]["sum_ms"] == pytest.approx(len(record.nodes) * 0.0195)
     path.unlink()
@@ -136,6 +136,39 @@ def test_the_command_reads_a_profile_and_finds_its_record(workspace: Workspace) 
     done = run_script(*command, "--dag", dag)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"{dag}: its nodes are not those of the profile" in done.stderr
+
+
+def test_a_profile_of_the_users_own_session(workspace: Workspace) -> None:
+    """ONNX Runtime calls nodes without names, and some of its own, otherwise than their record does."""
+    import numpy as np
+    import onnxruntime
+
+    model = conv_net(workspace.models / "net.onnx", channels=16)
+    options = onnxruntime.SessionOptions()
+    options.enable_profiling, options.profile_file_prefix = True, str(workspace.root / "own")
+    session = onnxruntime.InferenceSession(str(model), options)
+    for _ in range(2):
+        session.run(None, {"x": np.zeros((1, 8, 16, 16), np.float32)})
+    runs, record = read_profile(Path(session.end_profiling())), analyze(model, "cpu")
+    in_order = [node.name for node in record.nodes]
+    assert [node.node for node in runs[0].nodes] != in_order
+    for run in with_names_of(dag_file(record), runs) or []:
+        assert [node.node for node in run.nodes] == in_order
+    assert with_names_of(dag_file(analyze(conv_net(workspace.models / "more.onnx", extra="Sigmoid"), "cpu")), runs) is None
+    assert with_names_of(dag_file(analyze(branches(), "cpu", name="branches")), runs) is None
+    files.write_json(workspace.root / "dag.json", dag_file(record))
+    (profile,) = workspace.root.glob("own*.json")
+    report = json.loads(printed("overlap_simulator.py", "--workspace", workspace.root, "--profile", profile, "--dag",
+                                workspace.root / "dag.json", "--json"))
+    assert [node["node"] for node in report["critical_path"]["path"]] == in_order
+
+
+def test_two_numberings_are_not_mixed_up() -> None:
+    nodes = tuple(DagNode(name=name, kernel_id=name, type="Gemm") for name in ("Gemm_3", "Gemm_5"))
+    graph = DagFile(model="m", flavour="f", nodes=nodes, edges=(
+        DagEdge(producer="Gemm_3", consumer="Gemm_5", tensor="t", bytes=4),))
+    (named,) = with_names_of(graph, [run(event("Gemm_5", 0, 10, "Gemm"), event("Gemm_7", 20, 30, "Gemm"))]) or []
+    assert [(node.node, node.duration_us) for node in named.nodes] == [("Gemm_3", 10), ("Gemm_5", 30)]
 
 
 def test_loops_count_all_their_runs() -> None:
