@@ -85,7 +85,7 @@ def measure_by(runtime: str, model: Path, device: str, workspace: Workspace, dim
     except WorkerFailed as error:
         raise UserError(f"{model}: {error}") from None
     if reply.error:
-        raise UserError(f"{model}: {reply.error}")
+        raise UserError(reply.error if str(model) in reply.error else f"{model}: {reply.error}")
     (measured,) = reply.measurements
     return Timing(model=model.stem, device=device, runtime=runtime, io="device", warmup=effort.warmup,
                   samples_ms=measured.samples_ms, started=reply.started, ended=reply.ended)
@@ -124,6 +124,8 @@ def main() -> int:
         log.info("no NVIDIA GPU here: running on the CPU")
     model, dims = workspace.find_model(args.model), cli.one_size_dims(args.dim)
     runtime = args.runtime or runtime_of(model)
+    if runtime_of(model) not in (DEFAULT_RUNTIME, runtime):
+        parser.error(f"{model.name} is a function of {runtime_of(model)}, which no other runtime runs; leave --runtime out")
     if runtime != DEFAULT_RUNTIME and (args.io != "device" or args.cuda_graph or args.static or args.inputs):
         parser.error(f"--io host, --cuda-graph, --static and --inputs are of ONNX Runtime; {model.name} is timed by {runtime}")
     runs = args.loops or DEFAULT_LOOPS

@@ -1,4 +1,5 @@
-"""The function of a kernel in a file of its own, from which TVM builds it anywhere."""
+"""The function of a kernel in a file of its own, from which TVM builds it anywhere: a line that describes the kernel, as JSON,
+and TVM's own text of the function."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from utils.fingerprint import Flavour
 from utils.lazy import tvm, tvm_ffi
 from utils.paths import Workspace
 
-SUFFIX = ".tvm"  # of a kernel's function; the kernel itself is in the JSON file next to it
+SUFFIX = ".tvm"
 MAIN = "main"
+REMAKE = "remove it, and make it anew with: python tvm_analysis/relax_parser.py"
 
 
 def hash_of(function: Any) -> str:
@@ -31,7 +33,7 @@ def function_path(workspace: Workspace, flavour: Flavour, kernel: str) -> Path:
 
 def write_functions(workspace: Workspace, flavour: Flavour, kernels: Mapping[str, Kernel],
                     functions: Mapping[str, Any]) -> None:
-    """Writes the functions of kernels, by id, with the kernels; those that are there are left as they are."""
+    """Writes the functions of kernels, by id; those that are there are left as they are."""
     for name, function in functions.items():
         path = function_path(workspace, flavour, name)
         if not path.is_file():
@@ -42,21 +44,34 @@ def write_function(path: Path, kernel: Kernel, function: Any) -> None:
     """Writes one function and its kernel, in place of what is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     module = tvm.IRModule({MAIN: function.without_attr("global_symbol")})
-    files.write_text(path.with_suffix(".json"), kernel.model_dump_json())
-    files.write_text(path, str(tvm.ir.save_json(module)))
+    files.write_text(path, f"{kernel.model_dump_json()}\n{tvm.ir.save_json(module)}")
+
+
+def _lines(path: Path) -> tuple[str, str]:
+    """The two parts of the file of a function: the kernel, and the function.
+
+    Raises:
+        UserError: it is missing, or no such file.
+    """
+    try:
+        kernel, _, function = path.read_text(encoding="utf-8").partition("\n")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such function; make it with: python tvm_analysis/relax_parser.py") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a function of TVM ({error}); {REMAKE}") from None
+    return kernel, function
 
 
 def read_kernel(path: Path) -> Kernel:
     """The kernel that the function in a file computes.
 
     Raises:
-        UserError: its description is missing or damaged.
+        UserError: the file is missing, or describes no kernel.
     """
     try:
-        return Kernel.model_validate_json(path.with_suffix(".json").read_bytes())
-    except (FileNotFoundError, ValidationError) as error:
-        raise UserError(f"{path.with_suffix('.json')}: describes no kernel ({str(error).splitlines()[0]}); remove both files, "
-                        "and make them anew with: python tvm_analysis/relax_parser.py") from None
+        return Kernel.model_validate_json(_lines(path)[0])
+    except ValidationError as error:
+        raise UserError(f"{path}: its first line describes no kernel ({error.errors()[0]['msg']}); {REMAKE}") from None
 
 
 def read_function(path: Path) -> Any:
@@ -66,9 +81,6 @@ def read_function(path: Path) -> Any:
         UserError: it is missing, or no function of this TVM.
     """
     try:
-        return tvm.ir.load_json(path.read_text(encoding="utf-8"))[MAIN]
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such function; make it with: python tvm_analysis/relax_parser.py") from None
+        return tvm.ir.load_json(_lines(path)[1])[MAIN]
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
-        raise UserError(f"{path}: not a function of this TVM ({error}); remove it, and make it anew with: "
-                        "python tvm_analysis/relax_parser.py") from None
+        raise UserError(f"{path}: not a function of this TVM ({error}); {REMAKE}") from None

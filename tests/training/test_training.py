@@ -146,9 +146,9 @@ def test_a_forest_predicts_types_where_it_is_clearly_better(rows: TrainingSet) -
 def test_types_with_few_kernels_get_the_forest_together(rows: TrainingSet) -> None:
     truth, relu_rows = rows.times_ms["run"], rows.types == "Relu"
     both = QUICK.model_copy(update={"estimators": ("xgboost", "random_forest")})
-    for relu, expected in ((1.25, {"Gemm": FOREST, "Relu": FOREST}), (1.9, {})):  # Gemm: 1.05, clearly better than 1.2
+    for ratio, expected in ((1.25, {"Gemm": FOREST, "Relu": FOREST}), (1.9, {})):  # Gemm: 1.05, clearly better than 1.2
         left_out = LeftOut(shared_ms=truth * 1.2, dedicated_ms=np.full(len(truth), np.nan), roofline_ms=truth,
-                           forest_ms=truth * np.where(relu_rows, relu, np.where(rows.types == "Conv", 1.3, 1.05)))
+                           forest_ms=truth * np.where(relu_rows, ratio, np.where(rows.types == "Conv", 1.3, 1.05)))
         assert choose_predictors(rows, "run", left_out, ["Conv"], both) == expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,8 @@ def test_one_operator_is_timed_without_a_dataset(tmp_path: Path) -> None:
     timing = measure_by("tvm", path, "cpu", workspace, {}, effort)
     assert (timing.runtime, timing.model, len(timing.samples_ms)) == ("tvm", path.stem, 5)
     assert all(0 < sample_ms < 100 for sample_ms in timing.samples_ms)
+    alone = shutil.copy(path, tmp_path / "copied.tvm")  # needs no other file
+    assert measure_by("tvm", Path(alone), "cpu", workspace, {}, effort).model == "copied"
     with pytest.raises(UserError, match="a function of TVM has fixed sizes"):
         measure_by("tvm", path, "cpu", workspace, {"batch": 2}, effort)
     model = tmp_path / "small.onnx"
