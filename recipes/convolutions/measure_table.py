@@ -4,7 +4,7 @@ Each model is built once, and each combination is profiled as convolutions/run_p
 layer that can run under an algorithm is timed. Energy is measured only where all layers can. Models of more than 0.1 s are run
 less often. Writes to convolutions/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes on, on another
 machine of the same kind too; with --minutes it begins no combination after that time. Prints one row for each model and
-algorithm.
+algorithm, with five of its sizes (--json: all).
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def measure(workspace: Workspace, args: argparse.Namespace, device: str) -> list
     return folders
 
 
-def summary_row(folder: Path) -> dict[str, Any] | None:
-    """One combination: how many layers could run and why not the others, and time and energy at each size; None if nothing was
-    measured."""
+def summary_row(folder: Path, most_sizes: int | None = None) -> dict[str, Any] | None:
+    """One combination: how many layers could run and why not the others, and time and energy at each size, or at `most_sizes` of
+    them, evenly spread; None if nothing was measured."""
     tables = [next(folder.glob(f"*_{kind}.csv"), None) for kind in ("overall", "layers")]
     if tables[0] is None or tables[1] is None:
         return None
@@ -105,8 +105,9 @@ def summary_row(folder: Path) -> dict[str, Any] | None:
            "not supported": overall[0]["layers_not_supported"], "why": ", ".join(reasons) or None,
            "other kernels than expected": unexpected}
     columns = {"(ms)": "mean", "(J)": "energy_per_inference_j", "events/CUPTI": "layers_to_cupti"}
-    for run in overall:
-        row |= {f"{run['input_size']} {shown}": float(run[name]) if run[name] else None for shown, name in columns.items()}
+    shown = len(overall) if most_sizes is None else min(most_sizes, len(overall))
+    for run in (overall[round(place * (len(overall) - 1) / max(shown - 1, 1))] for place in range(shown)):
+        row |= {f"{run['input_size']} {column}": float(run[name]) if run[name] else None for column, name in columns.items()}
     return row
 
 
@@ -130,7 +131,8 @@ def main() -> None:
     if args.num_sizes:
         args.sizes = even_sizes(args.num_sizes, DEFAULT_SMALLEST, DEFAULT_LARGEST)
     folders = measure(workspace, args, resolve_device(args.device))
-    cli.print_rows([row for folder in folders if (row := summary_row(folder))], args.json)
+    most_sizes = None if args.json else len(SIZES)
+    cli.print_rows([row for folder in folders if (row := summary_row(folder, most_sizes))], args.json)
 
 
 if __name__ == "__main__":

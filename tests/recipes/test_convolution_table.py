@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from command import printed, run_script
 
+from recipes.convolutions.measure_table import summary_row
+
 pytestmark = pytest.mark.slow
 
 SCRIPT, PACK = "recipes/convolutions/measure_table.py", "recipes/convolutions/pack.py"
@@ -26,6 +28,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "squeezenet1_1", "default", "26", "0", None)
     assert row["64 (ms)"] > 0
     assert row["72 (ms)"] > 0
+    (fewer,) = filter(None, [summary_row(folder_in(workspace), most_sizes=1)])
+    assert set(row) - set(fewer) == {"72 (ms)", "72 (J)", "72 events/CUPTI"}
     return workspace
 
 
