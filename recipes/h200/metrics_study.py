@@ -3,7 +3,8 @@
 Reads the kernel records of --workspace (`learn.sh out/h200 unpack` writes them), predictions of the shipped predictors, and the
 models measured next to co-runners in the workspaces --beside. Where such a workspace has `metrics.csv`, a row for each tenth of
 a second, how metrics change within two seconds counts too. The idle latency is the measured one, so that only what is said of
-the co-runner can be wrong, and each kind of co-runner is left out of what the others teach. Prints the errors; writes nothing.
+the co-runner can be wrong, and each kind of co-runner is left out of what the others teach. Prints the errors, and what
+metrics show of each kind; writes nothing.
 
 Each way guesses the co-runner's busy share, how long one waits for its turns, or both. The floor takes the waits that the
 sharing probe measured: no metrics can do better, as long as the busy share comes from them.
@@ -149,6 +150,19 @@ class Study:
         return learned
 
 
+def kind_rows(runs: Sequence[SharedRuns]) -> list[dict[str, Any]]:
+    """What metrics show of each kind of co-runner, by the time that it is at work, and how long one waits for it by the probe;
+    medians over its runs."""
+    rows = []
+    for kind in sorted({run.background for run in runs}):
+        of_kind = [run for run in runs if run.background == kind]
+        means = np.median([means_of(run) for run in of_kind], axis=0)
+        wait_ms = float(np.median([run.co_runner.waits_ms.mean() for run in of_kind]))
+        rows.append({"co-runner": kind, "runs": len(of_kind), **{field.removeprefix("DCGM_FI_PROF_"): float(value) for field, value
+                     in zip(RATIOS, means, strict=False)}, "wait_ms": wait_ms})
+    return rows
+
+
 def with_waits(share: float, waits_ms: Floats, learned: Sharing) -> CoRunner:
     """A co-runner that is busy for a share of the time, with these waits and the usual cycle."""
     if share > ALWAYS:
@@ -201,9 +215,10 @@ def main() -> int:
         sets |= {"their changes": changed, "means and changes": np.hstack([*sets.values(), changed])}
     rows = study(runs, sets, simulated(workspace, runs), alone, fitted.sharing.slice_ms)
     if args.json:
-        cli.print_json(rows)
+        cli.print_json({"latency": rows, "kinds": kind_rows(runs)})
     else:
         cli.print_table(rows)
+        cli.print_table(kind_rows(runs), "what metrics show of each kind for each second at work, and how long one waits for it")
     return 0
 
 
