@@ -90,8 +90,8 @@ def measure(workspace: Workspace, args: argparse.Namespace, device: str) -> list
 
 
 def summary_row(folder: Path, most_sizes: int | None = None) -> dict[str, Any] | None:
-    """One combination: how many layers could run and why not the others, and time and energy at each size, or at `most_sizes` of
-    them, evenly spread; None if nothing was measured."""
+    """One combination: how many layers could run and why not the others, and time and energy at each size, or at
+    `most_sizes` of them, evenly spread; None if nothing was measured."""
     tables = [next(folder.glob(f"*_{kind}.csv"), None) for kind in ("overall", "layers")]
     if tables[0] is None or tables[1] is None:
         return None

@@ -158,8 +158,8 @@ def kind_rows(runs: Sequence[SharedRuns]) -> list[dict[str, Any]]:
         of_kind = [run for run in runs if run.background == kind]
         means = np.median([means_of(run) for run in of_kind], axis=0)
         wait_ms = float(np.median([run.co_runner.waits_ms.mean() for run in of_kind]))
-        rows.append({"co-runner": kind, "runs": len(of_kind), **{field.removeprefix("DCGM_FI_PROF_"): float(value) for field, value
-                     in zip(RATIOS, means, strict=False)}, "wait_ms": wait_ms})
+        shown = {field.removeprefix("DCGM_FI_PROF_"): float(mean) for field, mean in zip(RATIOS, means, strict=False)}
+        rows.append({"co-runner": kind, "runs": len(of_kind), **shown, "wait_ms": wait_ms})
     return rows
 
 
@@ -218,7 +218,7 @@ def main() -> int:
         cli.print_json({"latency": rows, "kinds": kind_rows(runs)})
     else:
         cli.print_table(rows)
-        cli.print_table(kind_rows(runs), "what metrics show of each kind for each second at work, and how long one waits for it")
+        cli.print_table(kind_rows(runs), "each kind by its metrics for each second at work, and how long one waits for it")
     return 0
 
 
