@@ -124,8 +124,9 @@ def main() -> int:
         log.info("no NVIDIA GPU here: running on the CPU")
     model, dims = workspace.find_model(args.model), cli.one_size_dims(args.dim)
     runtime = args.runtime or runtime_of(model)
-    if runtime_of(model) not in (DEFAULT_RUNTIME, runtime):
-        parser.error(f"{model.name} is a function of {runtime_named(runtime_of(model)).title}, which no other runtime runs; leave --runtime out")
+    if (of_file := runtime_of(model)) not in (DEFAULT_RUNTIME, runtime):
+        parser.error(f"{model.name} is a function of {runtime_named(of_file).title}, which no other runtime runs; leave "
+                     "--runtime out")
     if runtime != DEFAULT_RUNTIME and (args.io != "device" or args.cuda_graph or args.static or args.inputs):
         parser.error(f"--io host, --cuda-graph, --static and --inputs are of ONNX Runtime; {model.name} is timed by {runtime}")
     runs = args.loops or DEFAULT_LOOPS

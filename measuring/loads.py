@@ -190,8 +190,8 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
         log.warning("%d units were interrupted, by a lack of disk space, memory or open files, or from outside; run again to "
                     "measure them: %s", len(totals.interrupted), cli.first_of(list(totals.interrupted)))
     if totals.unsteady_blocks:
-        log.warning("%d blocks kept, and marked, although the machine was unsteady by more than %.0f %%",
-                    totals.unsteady_blocks, 100 * bench.steadiness.drift)
+        log.warning("%d block%s kept, and marked, although the machine was unsteady by more than %.0f %%",
+                    totals.unsteady_blocks, "s" * (totals.unsteady_blocks != 1), 100 * bench.steadiness.drift)
     return totals
 
 

@@ -50,6 +50,8 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     ("ort_analysis/ort_graph_parser.py --model {here}/pointer.onnx", 1, "this is a git-lfs pointer"),
     ("benchmark/ort_kernel_runner.py --model {here}/pointer.onnx --device cpu", 1, "this is a git-lfs pointer"),
     ("inference/predict_model_latency.py --model {here}/text.json --target h200", 1, "text.json: not valid JSON"),
+    ("inference/predict_model_latency.py --model {here}/empty.onnx --target h200", 1, "this is an empty file"),
+    ("inference/predict_model_latency.py --model {here}/any.json --target h200", 1, "any.json: not a file that Hase wrote"),
     (f"{H200} --dim batch", 1, "--dim batch: write NAME=SIZE"),
     (f"{H200} --dim batch=x", 1, "--dim batch=x: write NAME=SIZE"),
     (f"{H200} --dim batch=-1", 1, "--dim batch=-1: write NAME=SIZE"),
@@ -123,6 +125,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "logs").mkdir()
     for name in ("text.onnx", "text.json"):
         (folder / name).write_text("just a text\n")
+    (folder / "empty.onnx").touch()
+    (folder / "any.json").write_text('{"a": 1}')
     (folder / "pointer.onnx").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 46828\n")
     (folder / "page.onnx").write_text("\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n")
     for name, old in (("net.pt", False), ("old.pt", True)):

@@ -260,6 +260,8 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
     except UserError as error:
         raise UserError(f"{error}; make it{'' if not path.exists() else ' anew'} with: {remake}") from None
     written = data.get("version") if isinstance(data, dict) else None
+    if written is None:
+        raise UserError(f"{path}: not a file that Hase wrote, as it has no version; make it anew: {remake}")
     if written != version:
         raise UserError(f"{path}: version {written}, this Hase reads version {version}; make it anew: {remake}")
     digest = data.pop(DIGEST, None)

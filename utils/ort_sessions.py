@@ -124,7 +124,7 @@ def kind_of_file(path: Path) -> str:
             start = file.read(FILE_START).lower()
     except (OSError, ValueError):  # ValueError: a name that no file can have
         return ""
-    return next((kind for begins, place, kind in FILE_KINDS
+    return "an empty file" if not start else next((kind for begins, place, kind in FILE_KINDS
                  if (begins in start if place is None else start.startswith(begins, place))), "")
 
 

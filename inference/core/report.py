@@ -102,7 +102,7 @@ def log_measured(filled: Filled) -> None:
     else:
         log.info("nothing to measure: all kernels were measured before, or failed")
     if filled.unsteady:
-        log.warning("the machine was unsteady: %d kernels wait for a better measurement; repeat the command when nothing else "
-                    "runs: %s", len(filled.unsteady), cli.first_of(filled.unsteady))
+        log.warning("the machine was unsteady while it measured %s; repeat the command when nothing else runs",
+                    cli.first_of(filled.unsteady))
     if filled.left:
         log.warning("%d kernels could not be measured and stay predicted: %s", len(filled.left), ", ".join(filled.left))

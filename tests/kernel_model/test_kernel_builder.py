@@ -336,7 +336,7 @@ def test_the_command_takes_a_kernel_a_record_and_the_index(workspace: Workspace)
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ('{"op_type": "Conv"}', "not a kernel: "), ("{}", "version None"), ("[", "not valid JSON")])
+    ('{"op_type": "Conv"}', "not a kernel: "), ("{}", "it has no version"), ("[", "not valid JSON")])
 def test_the_command_and_bad_json(workspace: Workspace, text: str, message: str) -> None:
     path = workspace.root / "bad.json"
     path.write_text(text)

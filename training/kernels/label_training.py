@@ -93,8 +93,8 @@ def choose_predictors(rows: TrainingSet, label: str, left_out: LeftOut, candidat
                       config: TrainingConfig) -> dict[str, str]:
     """The predictors that are chosen for kernel types (see `fit_kernel_model`), by their errors on held-out idle rows.
 
-    One replaces that before it, in the order shared, dedicated and random forest, where its error is clearly smaller. Types
-    with few kernels get the forest all together, or none of them. Without xgboost in the settings the forest predicts all types.
+    One replaces that before it, in the order shared, dedicated and random forest, where its error is clearly smaller. The types
+    with few kernels all get the forest, or none of them. Without xgboost in the settings the forest predicts all types.
 
     Args:
         candidates: the types that have enough kernels.

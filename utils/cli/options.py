@@ -199,7 +199,7 @@ def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
     for text in texts:
         name, _, sizes = text.partition("=")
         if "=" in sizes and "," in sizes:
-            repeated = " ".join(f"--dim {part}" for part in re.split(r",(?=[^,]*=)", text))
+            repeated = " ".join(f"--dim {part.strip()}" for part in re.split(r",(?=[^,]*=)", text))
             raise UserError(f"--dim {text}: repeat --dim for each dimension: {repeated}")
         try:
             values = [int(size) for size in sizes.split(",")]
