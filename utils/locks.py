@@ -46,7 +46,15 @@ _guard = threading.Lock()
 
 
 class InUse(UserError):
-    """Another process holds a lock."""
+    """Another process holds a lock.
+
+    Attributes:
+        by: what is in use by which process; the message says what to do, too.
+    """
+
+    def __init__(self, by: str, advice: str) -> None:
+        super().__init__(f"{by}; {advice}")
+        self.by = by
 
 
 def wait_for_locks() -> None:
@@ -107,7 +115,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
         except InUse as error:
             if not os.environ.get(WAIT_VARIABLE):
                 raise
-            if said != (said := str(error)):
+            if said != (said := error.by):
                 log.warning("waiting: %s", said)
         time.sleep(LOOK_EVERY_S)
     try:
@@ -145,7 +153,7 @@ def _acquire(path: Path, what: str) -> int:
     except OSError as error:
         raise UserError(f"{path}: can't be locked ({error.strerror}); remove it, unless another process uses it") from None
     if descriptor is None:
-        raise InUse(f"{what} is in use by {_holder(path)}; wait until that has ended (--wait does), or end it")
+        raise InUse(f"{what} is in use by {_holder(path)}", "wait until that has ended (--wait does), or end it")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "command": " ".join(sys.argv)[:COMMAND_CHARACTERS],
                                       "since": datetime.now(UTC).isoformat(timespec="seconds")}).encode(), 0)
@@ -164,8 +172,8 @@ def _of_another_user(path: Path, what: str) -> UserError:
         return UserError(f"{path}: can't be read, so it is not known whether a process of user {owner} is running; ask them, "
                          "and remove it if none is")
     if descriptor is None:
-        return InUse(f"{what} is in use by {_holder(path)} of user {owner}; wait until that has ended (--wait does), or ask "
-                     "them to end it")
+        return InUse(f"{what} is in use by {_holder(path)} of user {owner}",
+                     "wait until that has ended (--wait does), or ask them to end it")
     os.close(descriptor)
     return UserError(f"{path}: can't be written, since it is user {owner}'s; no process holds it: remove it, or ask them to")
 

@@ -89,6 +89,7 @@ def test_a_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     said = [entry.getMessage() for entry in caplog.records]
     assert len(said) == 1
     assert said[0].startswith(f"waiting: {tmp_path / 'data'}: this folder is in use by process {process.pid}")
+    assert "wait until" not in said[0]
 
 
 def test_the_option_says_that_locks_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
