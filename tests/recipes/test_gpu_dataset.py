@@ -20,7 +20,7 @@ from command import run_script
 from conftest import TORCH_MODELS
 
 from inference import predict
-from recipes.h200.metrics_study import changes_before, means_of, simulated, study
+from recipes.h200.metrics_study import changes_before, kind_rows, means_of, simulated, study
 from records.dataset_files import (
     header_path,
     journal_path,
@@ -211,6 +211,11 @@ def test_no_metrics_tell_how_long_one_waits(part: Workspace, tmp_path: Path) -> 
     changes = {block.load: changes_before(block, series) for block in blocks if block.level}
     assert len(runs) == len(changes) == 24
     assert {changed[-1] for changed in changes.values()} == {3.0}
+    of_kind = {row["co-runner"]: row for row in kind_rows(runs)}
+    short, deep = of_kind["compute"], of_kind["compute_deep"]
+    assert {name for name, row in of_kind.items() if row["SM_OCCUPANCY"] == pytest.approx(short["SM_OCCUPANCY"], abs=0.01)} == {
+        "compute", "compute_5ms", "compute_deep"}
+    assert deep["wait_ms"] > 3 * short["wait_ms"]
     sets = {"means": np.array([means_of(run) for run in runs]),
             "changes": np.array([changes[run.level, run.background] for run in runs])}
     probed, usual, floor, _, *learned = study(runs, sets, simulated(part, runs), alone, slice_ms=2.1)
