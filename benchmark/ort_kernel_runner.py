@@ -1,7 +1,8 @@
-"""How long ONNX Runtime takes to run an ONNX file, a kernel or a whole model; or TVM one operator, or another runtime a model.
+"""How long one file takes on this machine: an ONNX file (a kernel or a whole model), or an operator as a function of TVM.
 
-Reads the file, and needs no dataset. A function of TVM (`.tvm`, by operator_sampler.py or relax_parser.py) is timed as the
-collector times it: built for this machine, without Python or allocation in its time. Prints mean, median, p95, standard
+Reads the file, and needs no dataset. ONNX Runtime runs ONNX files, unless --runtime names another runtime. A function of TVM
+(`.tvm`, by operator_sampler.py or relax_parser.py) is timed as the collector times it: built for this machine, without Python
+or allocation in its time. Prints mean, median, p95, standard
 deviation, minimum and maximum in ms, with start and end (UTC). Inputs are standardised random numbers, or those in a file of
 yours (--inputs). They lie on the device by default, so that copies from the host do not count (IOBinding); `--io host` counts
 them. Writes nothing except, with `--raw`, the samples.
