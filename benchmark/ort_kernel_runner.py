@@ -2,10 +2,9 @@
 
 Reads the file, and needs no dataset. ONNX Runtime runs ONNX files, unless --runtime names another runtime. A function of TVM
 (`.tvm`, by operator_sampler.py or relax_parser.py) is timed as the collector times it: built for this machine, without Python
-or allocation in its time. Prints mean, median, p95, standard
-deviation, minimum and maximum in ms, with start and end (UTC). Inputs are standardised random numbers, or those in a file of
-yours (--inputs). They lie on the device by default, so that copies from the host do not count (IOBinding); `--io host` counts
-them. Writes nothing except, with `--raw`, the samples.
+or allocation in its time. Prints mean, median, p95, standard deviation, minimum and maximum in ms, with start and end (UTC).
+Inputs are standardised random numbers, or those in a file of yours (--inputs). They lie on the device by default, so that
+copies from the host do not count (IOBinding); `--io host` counts them. Writes nothing except, with `--raw`, the samples.
 """
 
 from __future__ import annotations
