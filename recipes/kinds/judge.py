@@ -1,11 +1,11 @@
 """Asks Hase about the models of `make_models.py` as a user would, measures them here, and compares.
 
-For each model: a prediction for the shipped H200; one for this machine's CPU; two alternating measurements on it, whose
-difference is the noise; and a prediction after --measure-missing. Every step is a separate command with a time limit, so that a
-crash affects one step. Writes judgement.jsonl into the models' folder, one line per step; a second run continues there. Prints
-one row per model and target, and a summary against the limits that Hase has to meet. --measure-missing adds to the dataset of
---workspace, so give a copy. --gpu reads what compare_on_gpu.py measured on a GPU machine: latencies, and the host pace for each
-model. The H200's predictions are then made at that pace (again, if they were made at another).
+For each model: a prediction for the shipped H200; one for this machine's CPU; a measurement on it; a prediction after
+--measure-missing; and a second measurement, whose difference from the first is the noise. Every step is a separate command with
+a time limit, so that a crash affects one step. Writes judgement.jsonl into the models' folder, one line per step; a second run
+continues there. Prints one row per model and target, and a summary against the limits that Hase has to meet. --measure-missing
+adds to the dataset of --workspace, so give a copy. --gpu reads what compare_on_gpu.py measured on a GPU machine: latencies, and
+the host pace for each model. The H200's predictions are then made at that pace (again, if they were made at another).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import contextlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -29,7 +30,18 @@ from typing import Any
 
 from inference.core.host_pace import ratio_of
 from inference.core.targets import fitted_for
-from recipes.kinds.judgement import JUDGEMENT, SAID, Step, StepResult, page, read_judgement, rows_of, shown, summary
+from recipes.kinds.judgement import (
+    JUDGEMENT,
+    MEASUREMENTS,
+    SAID,
+    Step,
+    StepResult,
+    page,
+    read_judgement,
+    rows_of,
+    shown,
+    summary,
+)
 from recipes.kinds.manifest import MadeModel, read_manifest
 from utils import cli, files
 from utils.errors import UserError
@@ -48,7 +60,7 @@ python recipes/kinds/make_models.py --out out/kinds --large
 python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu  # on the machine with the GPU
 mkdir -p out/kinds_cpu  # a workspace without a dataset: nothing was learned of this CPU
 python recipes/kinds/judge.py out/kinds --workspace out/kinds_cpu --gpu out/kinds_on_gpu/on_gpu.json --docs docs/kinds.md"""
-STEPS: tuple[Step, ...] = ("h200", "cpu", "measured", "cpu_filled")
+STEPS: tuple[Step, ...] = ("h200", "cpu", "measured", "cpu_filled", "measured_again")
 ASKED_FIRST: tuple[Step, ...] = ("h200", "cpu")  # before kernels are measured that other models share
 EXAMPLES = """
 python recipes/kinds/judge.py out/kinds --workspace out/demo
@@ -134,22 +146,21 @@ def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s
         "message": "" if ended.outcome == "answered" else ended.message, "host_pace": host_pace, **figures})
 
 
-def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s: float, workspace: Path) -> StepResult:
-    """Measures a model twice, `rounds` sessions of `budget_s` seconds each time, alternating, so that drift affects both
-    equally."""
-    samples: tuple[list[float], list[float]] = ([], [])
+def measured(model: MadeModel, path: Path, step: Step, rounds: int, budget_s: float, limit_s: float,
+             workspace: Path) -> StepResult:
+    """Measures a model in `rounds` sessions of `budget_s` seconds."""
+    samples_ms: list[float] = []
     seconds = 0.0
-    for turn in range(2 * rounds):
+    for _ in range(rounds):
         ended = run_in_turn([MEASURE, "--model", str(path), *model.dim_options, "--device", "cpu", "--budget-s", str(budget_s),
                              "--workspace", str(workspace), "--json"], limit_s)
         seconds += ended.seconds
         if ended.outcome != "answered":
-            return StepResult.model_validate({"model": model.name, "step": "measured", "outcome": ended.outcome,
-                                         "message": ended.message, "seconds": round(seconds, 2)})
-        samples[turn % 2].extend(json.loads(ended.out)["samples_ms"])
-    first, second = (round(statistics.median(times_ms), 6) for times_ms in samples)
-    return StepResult(model=model.name, step="measured", outcome="answered", seconds=round(seconds, 2), first_ms=first,
-                 second_ms=second)
+            return StepResult.model_validate({"model": model.name, "step": step, "outcome": ended.outcome,
+                                              "message": ended.message, "seconds": round(seconds, 2)})
+        samples_ms.extend(json.loads(ended.out)["samples_ms"])
+    return StepResult(model=model.name, step=step, outcome="answered", seconds=round(seconds, 2),
+                      measured_ms=round(statistics.median(samples_ms), 6))
 
 
 def on_gpu(path: Path | None) -> dict[str, float]:
@@ -184,6 +195,8 @@ def main() -> int:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="what to do (default: all)")
     parser.add_argument("--again", nargs="+", choices=STEPS, default=[], metavar="STEP", help="steps to do anew")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="sessions of each measurement (default: 3)")
+    parser.add_argument("--minutes", type=cli.positive, metavar="M",
+                        help="begin no further model after so long; a second run continues")
     parser.add_argument("--budget-s", type=cli.positive, default=0.7, metavar="S", help="for each session (default: 0.7)")
     parser.add_argument("--limit-s", type=cli.positive, default=300.0, metavar="S", help="for each command (default: 300)")
     parser.add_argument("--table-only", action="store_true", help="run nothing; print the results so far")
@@ -206,9 +219,14 @@ def main() -> int:
     steps = [] if args.table_only else args.steps
     todo = [(model, step) for asked in (ASKED_FIRST, tuple(set(STEPS) - set(ASKED_FIRST))) for model in models
             for step in STEPS if step in asked and step in steps and (step in args.again or not is_done(model.name, step))]
+    until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+    begun = ""
     for model, step in cli.progress(todo, "judging"):
-        path = (args.folder / model.file).resolve()
-        result = (measured(model, path, args.rounds, args.budget_s, args.limit_s, workspace) if step == "measured" else
+        if model.name != begun and time.monotonic() > until:
+            log.warning("%g minutes are over; the same command continues with %s", args.minutes, model.name)
+            break
+        begun, path = model.name, (args.folder / model.file).resolve()
+        result = (measured(model, path, step, args.rounds, args.budget_s, args.limit_s, workspace) if step in MEASUREMENTS else
                   predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None))
         files.append_line(args.folder / JUDGEMENT, result.model_dump_json())
         if result.outcome != "answered":

@@ -14,22 +14,26 @@ from utils import cli, files
 from utils.errors import UserError
 
 JUDGEMENT = "judgement.jsonl"
-JUDGEMENT_VERSION = 1
+JUDGEMENT_VERSION = 2
 PACE = "host pace"  # a column
-Step = Literal["h200", "cpu", "cpu_filled", "measured"]
+Step = Literal["h200", "cpu", "measured", "cpu_filled", "measured_again"]
+MEASUREMENTS: tuple[Step, Step] = ("measured", "measured_again")
 SAID: dict[Step, str] = {"h200": "nvidia-h200", "cpu": "this CPU", "cpu_filled": "this CPU, kernels measured"}
 CLASSIFICATION = "torchvision classification"
 SHORT_MS = 1.0  # below this a run's own cost dominates the latency; errors are also given without such models
 MOST_OFF = 0.30  # largest error of an unmarked answer
 CLOSE = 0.15  # a marked answer with a smaller error needed no mark
-BARS = {"median": 0.08, "mean": 0.15, "close": 1 / 3, "held": 0.90}
+AGREES = 0.10  # largest difference between two measurements that agree: a greater one says nothing of the answer between them
+# width: what the answers of a CPU had in the median before measurements in unsteady times were marked
+BARS = {"median": 0.08, "mean": 0.15, "close": 1 / 3, "held": 0.90, "marked": 0.15, "width": 0.55}
 
 
 class StepResult(BaseModel):
     """One step of one model.
 
     Attributes:
-        step: a prediction for a target (`cpu_filled`: after its missing kernels were measured), or the model's measurement.
+        step: a prediction for a target (`cpu_filled`: after its missing kernels were measured), or one of two measurements of
+            the model, before and after that.
         outcome: `answered`; `refused`: an error for the user; `traceback`; `died`: by a signal or without a message; `too
             long`.
         message: if there was no answer: the last line on stderr.
@@ -39,7 +43,7 @@ class StepResult(BaseModel):
         host_pace: at which a prediction for a GPU was made, a ratio; None if it was not known.
         rough: whether the prediction is marked as a rough estimate; None without a prediction.
         operators: those that were never measured, and measured ones that may still change the answer.
-        first_ms, second_ms: medians of two alternating measurements.
+        measured_ms: of a measurement, the median.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,8 +61,7 @@ class StepResult(BaseModel):
     host_pace: float | None = None
     rough: bool | None = None
     operators: tuple[str, ...] = ()
-    first_ms: float | None = None
-    second_ms: float | None = None
+    measured_ms: float | None = None
 
     @property
     def description(self) -> str:
@@ -93,6 +96,11 @@ class Row(BaseModel):
         return abs(self.error or 0.0)
 
     @property
+    def agrees(self) -> bool | None:
+        """Whether the second measurement agrees with the first; None if there are not two."""
+        return None if self.second_difference is None else abs(self.second_difference) <= AGREES
+
+    @property
     def interval_width(self) -> float | None:
         """The width of the prediction interval over the prediction, a ratio."""
         if self.result.interval_ms is None or not self.result.latency_ms:
@@ -115,6 +123,7 @@ class Row(BaseModel):
             "90 % between (ms)": f"{between[0]:.4g} and {between[1]:.4g}" if between else None, "said": self.result.description,
             "measured (ms)": self.measured_ms, "error": percent(self.error),
             "second measurement": percent(self.second_difference),
+            "agrees": {True: "yes", False: "no", None: None}[self.agrees],
         }
 
 
@@ -159,8 +168,8 @@ def rows_of(models: Sequence[MadeModel], results: Mapping[tuple[str, Step], Step
     """
     rows = []
     for model in models:
-        measured = results.get((model.name, "measured"))
-        first, second = (measured.first_ms, measured.second_ms) if measured else (None, None)
+        first, second = (measured.measured_ms if (measured := results.get((model.name, step))) else None
+                         for step in MEASUREMENTS)
         for step in SAID:
             if result := results.get((model.name, step)):
                 measured_here = step != "h200"
@@ -208,7 +217,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, str]]:
     unmarked = [row for row in compared if not row.result.rough]
     marked = [row for row in compared if row.result.rough]
     close = [row for row in marked if row.off <= CLOSE]
-    lines = filled_lines([row for row in compared if row.step == "cpu_filled"])
+    lines = filled_lines([row for row in rows if row.step == "cpu_filled" and row.result.outcome == "answered"])
     lines += [Line.none_of(f"answers: {outcome}", [row for row in rows if row.result.outcome == outcome])
               for outcome in ("traceback", "died", "too long")]
     lines.append(Line("answers: refused", "", named([row for row in rows if row.result.outcome == "refused"]), None))
@@ -224,10 +233,24 @@ def summary(rows: Sequence[Row]) -> list[dict[str, str]]:
     return [line.columns() for line in lines]
 
 
-def filled_lines(rows: Sequence[Row]) -> list[Line]:
-    """The errors of models whose kernels were measured first; once more without short models, for which there is no bar."""
-    lines: list[Line] = []
-    for title, chosen in (("this CPU, kernels measured", rows), (
+def filled_lines(answered: Sequence[Row]) -> list[Line]:
+    """How models fare whose kernels were measured first: what is confident and wrong, marked, or wide; and the errors, once
+    more without short models, for which there is no bar."""
+    if not answered:
+        return []
+    rows = [row for row in answered if row.error is not None]
+    sure = [row for row in rows if row.agrees and not row.result.rough]
+    marked = [row for row in answered if row.result.rough]
+    widths = [row.interval_width for row in answered if row.interval_width is not None]
+    name = SAID["cpu_filled"]
+    lines = [Line.none_of(f"{name}: of {len(sure)} unmarked answers whose two measurements agree, off by more than "
+                          f"{MOST_OFF:.0%}", [row for row in sure if row.off > MOST_OFF]),
+             Line.at_most(f"{name}: of {len(answered)} answers marked", BARS["marked"], len(marked) / len(answered),
+                          f", {named(marked)}")]
+    if widths:
+        lines.append(Line.at_most(f"{name}: interval's width over the prediction, median", BARS["width"],
+                                  statistics.median(widths)))
+    for title, chosen in ((name, rows), (
             f"… models of {SHORT_MS:g} ms and more", [row for row in rows if (row.measured_ms or 0.0) >= SHORT_MS])):
         if not chosen:
             continue
@@ -296,8 +319,10 @@ def page(rows: Sequence[Row], command: str, context: str) -> str:
     return "\n".join((
         "# Models of every kind", "", opening.strip(), "", context, "", "Made by:", "", "```sh", command, "```", "",
         "## Against the bars", "", table(summary(rows)), "", "## Every model", "",
-        "*Said*: an answer is unmarked, a rough estimate, or refused with a reason. *Second measurement*: how far it was from "
-        f"the first; both alternate.{words}", "", table(shown(rows)), ""))
+        "*Said*: an answer is unmarked, a rough estimate, or refused with a reason. *Error*: on the CPU against the first of "
+        "two measurements, which was taken before the kernels were measured. *Second measurement*: how far the one after that "
+        f"was from the first. They *agree* within {AGREES:.0%}; else the machine changed meanwhile, and the error says "
+        f"little.{words}", "", table(shown(rows)), ""))
 
 
 def table(rows: Sequence[Mapping[str, Any]], cell: Callable[[Any], str] = cli.cell) -> str:
