@@ -1,11 +1,13 @@
 """Asks Hase about the models of `make_models.py` as a user would, measures them here, and compares.
 
 For each model: a prediction for the shipped H200; one for this machine's CPU; a measurement on it; a prediction after
---measure-missing; and a second measurement, whose difference from the first is the noise. Every step is a separate command with
-a time limit, so that a crash affects one step. Writes judgement.jsonl into the models' folder, one line per step; a second run
-continues there. Prints one row per model and target, and a summary against the limits that Hase has to meet. --measure-missing
-adds to the dataset of --workspace, so give a copy. --gpu reads what compare_on_gpu.py measured on a GPU machine: latencies, and
-the host pace for each model. The H200's predictions are then made at that pace (again, if they were made at another).
+--measure-missing; and a second measurement, whose difference from the first is the noise. Both measurements wait until the
+machine is as fast as at its best. Every step is a separate process with a time limit, so that a crash affects one step. Writes
+judgement.jsonl into the models' folder, one line per step; a second run continues there, and measures again what was measured
+while the machine was slower. Prints one row per model and target, and a summary against the limits that Hase has to meet.
+--measure-missing adds to the dataset of --workspace, so give a copy. --gpu reads what compare_on_gpu.py measured on a GPU
+machine: latencies, and the host pace for each model. The H200's predictions are then made at that pace (again, if they were
+made at another).
 """
 
 from __future__ import annotations
@@ -26,10 +28,15 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from inference.core.host_pace import ratio_of
 from inference.core.targets import fitted_for
+from inference.evaluation.evaluate import LEAST_RUNS, MOST_RUNS, PATIENCE_S, STEADY, WARMUP, MeasuringPlan
+from measuring.bench import Canary
+from measuring.run_times import Effort
+from measuring.worker_process import WorkerFailed
 from recipes.kinds.judgement import (
     JUDGEMENT,
     MEASUREMENTS,
@@ -39,22 +46,23 @@ from recipes.kinds.judgement import (
     page,
     read_judgement,
     rows_of,
+    shortest_canary_ms,
     shown,
     summary,
 )
 from recipes.kinds.manifest import MadeModel, read_manifest
+from runtimes.protocol import Request, Worker
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import machine, ort_version
+from utils.locks import measuring
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
 
 log = get_logger("kinds")
 
 H200 = "nvidia-h200"
-PREDICT, MEASURE = "inference/predict_model_latency.py", "benchmark/ort_kernel_runner.py"
-IN_USE = "it is in use by process"  # the message of a command that finds the device or dataset in use
-WAIT_S = 2.0
+PREDICT = "inference/predict_model_latency.py"
 COMMANDS = """\
 python recipes/kinds/make_models.py --out out/kinds --large
 python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu  # on the machine with the GPU
@@ -99,16 +107,6 @@ class Ended:
         return tuple(line.removeprefix("warning: ") for line in self.err.splitlines() if line.startswith("warning: "))
 
 
-def run_in_turn(command: Sequence[str], limit_s: float) -> Ended:
-    """Like `run_limited`, but waits up to `limit_s` while another process uses the device or the dataset."""
-    until = time.monotonic() + limit_s
-    while True:
-        ended = run_limited(command, limit_s)
-        if IN_USE not in ended.err or time.monotonic() > until:
-            return ended
-        time.sleep(WAIT_S)
-
-
 def run_limited(command: Sequence[str], limit_s: float) -> Ended:
     """Runs a script of this repository; after `limit_s` seconds it is ended, with its child processes."""
     began = time.monotonic()
@@ -132,7 +130,7 @@ def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s
     options = {"h200": ["--target", H200], "cpu": [], "cpu_filled": ["--measure-missing"]}[step]
     if host_pace is not None:
         options += ["--host-pace", f"{host_pace:g}"]
-    ended = run_in_turn([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
+    ended = run_limited([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
                         limit_s)
     figures: dict[str, Any] = {}
     if ended.outcome == "answered":
@@ -146,21 +144,31 @@ def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s
         "message": "" if ended.outcome == "answered" else ended.message, "host_pace": host_pace, **figures})
 
 
-def measured(model: MadeModel, path: Path, step: Step, rounds: int, budget_s: float, limit_s: float,
-             workspace: Path) -> StepResult:
-    """Measures a model in `rounds` sessions of `budget_s` seconds."""
-    samples_ms: list[float] = []
-    seconds = 0.0
-    for _ in range(rounds):
-        ended = run_in_turn([MEASURE, "--model", str(path), *model.dim_options, "--device", "cpu", "--budget-s", str(budget_s),
-                             "--workspace", str(workspace), "--json"], limit_s)
-        seconds += ended.seconds
-        if ended.outcome != "answered":
-            return StepResult.model_validate({"model": model.name, "step": step, "outcome": ended.outcome,
-                                              "message": ended.message, "seconds": round(seconds, 2)})
-        samples_ms.extend(json.loads(ended.out)["samples_ms"])
-    return StepResult(model=model.name, step=step, outcome="answered", seconds=round(seconds, 2),
-                      measured_ms=round(statistics.median(samples_ms), 6))
+def measured(model: MadeModel, path: Path, step: Step, plan: MeasuringPlan, best_canary_ms: float) -> StepResult:
+    """Measures a model in `plan.rounds` sessions of a new process. Before each it waits until the machine is as fast as at its
+    best, when the canary took `best_canary_ms`, for `plan.patience_s` seconds at most."""
+    began, samples_ms, canaries_ms = time.monotonic(), list[float](), list[float]()
+    outcome, message = "answered", ""
+    with measuring("cpu"), Worker(plan.timeout_s) as worker:
+        canary = Canary(partial(worker.canary_ms, "cpu"), best_ms=best_canary_ms)
+        try:
+            for _ in range(plan.rounds):
+                canaries_ms.append(canary.steady_ms(STEADY, plan.patience_s))
+                reply = worker.ask(Request(
+                    do="session", device="cpu", paths=(str(path),), dims=model.dims, labels=("latency",),
+                    effort=Effort(warmup=WARMUP, budget_s=plan.budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)))
+                canaries_ms.append(canary.now_ms())
+                if reply.error:
+                    outcome, message = "refused", reply.error
+                    break
+                samples_ms += reply.measurements[0].samples_ms
+        except WorkerFailed as error:
+            outcome, message = ("too long" if error.status == "timeout" else "died"), str(error)
+    return StepResult.model_validate({
+        "model": model.name, "step": step, "outcome": outcome, "message": message,
+        "seconds": round(time.monotonic() - began, 2),
+        "measured_ms": round(statistics.median(samples_ms), 6) if outcome == "answered" else None,
+        "canaries_ms": canaries_ms})
 
 
 def on_gpu(path: Path | None) -> dict[str, float]:
@@ -198,6 +206,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=cli.positive, metavar="M",
                         help="begin no further model after so long; a second run continues")
     parser.add_argument("--budget-s", type=cli.positive, default=0.7, metavar="S", help="for each session (default: 0.7)")
+    parser.add_argument("--patience-s", type=cli.positive, default=PATIENCE_S, metavar="S",
+                        help="how long to wait before each until the machine is as fast as at its best (default: "
+                             f"{PATIENCE_S:g})")
     parser.add_argument("--limit-s", type=cli.positive, default=300.0, metavar="S", help="for each command (default: 300)")
     parser.add_argument("--table-only", action="store_true", help="run nothing; print the results so far")
     parser.add_argument("--gpu", type=Path, metavar="FILE", help="what compare_on_gpu.py wrote")
@@ -212,22 +223,29 @@ def main() -> int:
     judged, paces = read_judgement(args.folder), paces_on_gpu(args.gpu, workspace)
 
     def is_done(model: str, step: Step) -> bool:
-        """Whether a step is done; a prediction for another host pace than the measured one is not."""
-        return (model, step) in judged and (
-            step != "h200" or model not in paces or judged[model, step].host_pace == paces[model])
+        """Whether a step is done. A prediction for another host pace than the measured one is not, nor is a measurement while
+        the machine was slower than at its best."""
+        result = judged.get((model, step))
+        if result is None or (step in MEASUREMENTS and result.slowed(shortest_canary_ms(judged.values())) > STEADY):
+            return False
+        return step != "h200" or model not in paces or result.host_pace == paces[model]
 
     steps = [] if args.table_only else args.steps
     todo = [(model, step) for asked in (ASKED_FIRST, tuple(set(STEPS) - set(ASKED_FIRST))) for model in models
             for step in STEPS if step in asked and step in steps and (step in args.again or not is_done(model.name, step))]
     until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
-    begun = ""
+    plan = MeasuringPlan(args.rounds, args.budget_s, args.patience_s, args.limit_s)
+    begun, results = "", list[StepResult]()
     for model, step in cli.progress(todo, "judging"):
         if model.name != begun and time.monotonic() > until:
             log.warning("%g minutes are over; the same command continues with %s", args.minutes, model.name)
             break
         begun, path = model.name, (args.folder / model.file).resolve()
-        result = (measured(model, path, step, args.rounds, args.budget_s, args.limit_s, workspace) if step in MEASUREMENTS else
-                  predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None))
+        if step in MEASUREMENTS:
+            result = measured(model, path, step, plan, shortest_canary_ms([*judged.values(), *results]))
+        else:
+            result = predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None)
+        results.append(result)
         files.append_line(args.folder / JUDGEMENT, result.model_dump_json())
         if result.outcome != "answered":
             log.info("%s, %s: %s", model.name, SAID.get(step, step), result.description)

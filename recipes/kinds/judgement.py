@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from inference.evaluation.evaluate import STEADY
 from recipes.kinds.manifest import MadeModel
 from utils import cli, files
 from utils.errors import UserError
@@ -44,6 +45,7 @@ class StepResult(BaseModel):
         rough: whether the prediction is marked as a rough estimate; None without a prediction.
         operators: those that were never measured, and measured ones that may still change the answer.
         measured_ms: of a measurement, the median.
+        canaries_ms: of a measurement, the canary's times before and after each session.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,6 +64,11 @@ class StepResult(BaseModel):
     rough: bool | None = None
     operators: tuple[str, ...] = ()
     measured_ms: float | None = None
+    canaries_ms: tuple[float, ...] = ()
+
+    def slowed(self, best_canary_ms: float) -> float:
+        """How much slower than at its best the machine was during a measurement, a ratio; 0 where the canary is not known."""
+        return max(self.canaries_ms) / best_canary_ms - 1.0 if self.canaries_ms and best_canary_ms else 0.0
 
     @property
     def description(self) -> str:
@@ -72,8 +79,18 @@ class StepResult(BaseModel):
         return f"rough estimate{operators}" if self.rough else "unmarked"
 
 
+def shortest_canary_ms(results: Iterable[StepResult]) -> float:
+    """The canary's shortest time around any measurement; 0 if there is none."""
+    return min((time_ms for result in results for time_ms in result.canaries_ms), default=0.0)
+
+
 class Row(BaseModel):
-    """One model on one target: predicted and measured. Errors are ratios, None if one of the two is missing."""
+    """One model on one target: predicted and measured. Errors are ratios, None if one of the two is missing.
+
+    Attributes:
+        second_difference: between the two measurements, a ratio.
+        slowed: how much slower than at its best the machine was during one of them, a ratio.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -83,6 +100,7 @@ class Row(BaseModel):
     result: StepResult
     measured_ms: float | None
     second_difference: float | None
+    slowed: float = 0.0
 
     @property
     def error(self) -> float | None:
@@ -97,8 +115,8 @@ class Row(BaseModel):
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the second measurement agrees with the first; None if there are not two."""
-        return None if self.second_difference is None else abs(self.second_difference) <= AGREES
+        """Whether the second measurement agrees with the first, both on a machine at its best; None if there are not two."""
+        return None if self.second_difference is None else abs(self.second_difference) <= AGREES and self.slowed <= STEADY
 
     @property
     def interval_width(self) -> float | None:
@@ -166,17 +184,19 @@ def rows_of(models: Sequence[MadeModel], results: Mapping[tuple[str, Step], Step
     Args:
         on_gpu_ms: latencies of the models on an NVIDIA H200 in ms, by name.
     """
-    rows = []
+    rows, best_ms = [], shortest_canary_ms(results.values())
     for model in models:
-        first, second = (measured.measured_ms if (measured := results.get((model.name, step))) else None
-                         for step in MEASUREMENTS)
+        measured = [results.get((model.name, step)) for step in MEASUREMENTS]
+        first_ms, second_ms = (result.measured_ms if result else None for result in measured)
+        slowed = max((result.slowed(best_ms) for result in measured if result), default=0.0)
         for step in SAID:
             if result := results.get((model.name, step)):
                 measured_here = step != "h200"
                 rows.append(Row(
                     model=model.name, kind=model.kind, step=step, result=result,
-                    measured_ms=first if measured_here else (on_gpu_ms or {}).get(model.name),
-                    second_difference=second / first - 1.0 if measured_here and first and second else None))
+                    measured_ms=first_ms if measured_here else (on_gpu_ms or {}).get(model.name),
+                    second_difference=second_ms / first_ms - 1.0 if measured_here and first_ms and second_ms else None,
+                    slowed=slowed))
     return rows
 
 
@@ -321,8 +341,8 @@ def page(rows: Sequence[Row], command: str, context: str) -> str:
         "## Against the bars", "", table(summary(rows)), "", "## Every model", "",
         "*Said*: an answer is unmarked, a rough estimate, or refused with a reason. *Error*: on the CPU against the first of "
         "two measurements, which was taken before the kernels were measured. *Second measurement*: how far the one after that "
-        f"was from the first. They *agree* within {AGREES:.0%}; else the machine changed meanwhile, and the error says "
-        f"little.{words}", "", table(shown(rows)), ""))
+        f"was from the first. They *agree* within {AGREES:.0%}, with a machine as fast as at its best; else it changed "
+        f"meanwhile, and the error says little.{words}", "", table(shown(rows)), ""))
 
 
 def table(rows: Sequence[Mapping[str, Any]], cell: Callable[[Any], str] = cli.cell) -> str:

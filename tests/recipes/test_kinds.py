@@ -158,6 +158,9 @@ def test_what_is_confident_and_wrong_where_measurements_agree() -> None:
               answer("c", "cpu_filled", 14.0, interval_ms=(7.0, 28.0), rough=True), *timed("c", 10.0, 10.0)]
     results = {(step.model, step.step): step for step in filled}
     assert [row.agrees for row in rows_of(MODELS, results)] == [True, False, True]
+    with_canaries = {key: step.model_copy(update={"canaries_ms": (1.05, 1.2 if key == ("c", "measured") else 1.0)})
+                     for key, step in results.items()}
+    assert [row.agrees for row in rows_of(MODELS, with_canaries)] == [True, False, False], "it was slower than at its best"
     lines = {line["what"].removeprefix("this CPU, kernels measured: "): line for line in summary(rows_of(MODELS, results))}
     wrong = lines["of 1 unmarked answers whose two measurements agree, off by more than 30%"]
     assert (wrong["reached"], wrong["met"]) == ("1: a (this CPU, kernels measured, +40.0%)", "no")

@@ -2,8 +2,9 @@
 
 There, the CPU provider optimises the graph and infers its shapes, and it refuses an operator without a kernel. So each such
 node is covered: an If with the same outputs stands for it. No optimiser changes that, since its condition is an input of the
-graph. Both branches hold the same small graph, which reads what the node reads and has its outputs' shapes. ONNX Runtime may
-rename what the branches read; `uncover` puts the node back with these names.
+graph. Both branches hold the same small graph, which reads what the node reads and has its outputs' shapes: it computes them
+(COVERS), or it declares those of the operator's schema. ONNX Runtime may rename what the branches read; `uncover` puts the node
+back with these names.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ def _as_first_input(node: onnx.NodeProto, reads: Sequence[str], opset: int) -> l
     return [_made("Identity", reads[:1], out) for out in node.output if out]
 
 
+def _as_queries_and_keys(node: onnx.NodeProto, reads: Sequence[str], opset: int) -> list[onnx.NodeProto]:
+    """The first output has the shape of the second input, and the second output that of the fourth."""
+    return [_made("Identity", [read], out) for read, out in zip(reads[1::2], node.output, strict=False) if out]
+
+
 def _half(node: onnx.NodeProto, reads: Sequence[str], opset: int) -> list[onnx.NodeProto]:
     """The output is half as long as the input on the last axis."""
     parts: dict[str, Any] = {"num_outputs": 2} if opset >= SPLIT_BY_NUMBER else {}
@@ -54,15 +60,20 @@ def _channels_last(node: onnx.NodeProto, reads: Sequence[str], opset: int) -> li
             made, _made("Transpose", [result], node.output[0], perm=[0, 2, 3, 1])]
 
 
-COVERS: dict[str, Branch] = {  # operators of CONTRIB; the CUDA provider has kernels of them, the CPU provider has none
+# Operators of CONTRIB; the CUDA provider has kernels of them, the CPU provider has none. First those of which it is known how the
+# shapes of the outputs follow from those of the inputs; of the others ONNX Runtime is asked, as far as the schemas tell.
+COVERS: dict[str, Branch] = {
     "BiasAdd": _as_first_input, "BiasSoftmax": _as_first_input, "BiasSplitGelu": _half, "ComplexMul": _sum,
-    "ComplexMulConj": _sum, "GroupNorm": _as_first_input, "NhwcConv": _channels_last, "SkipGroupNorm": _as_first_input,
+    "ComplexMulConj": _sum, "GemmaRotaryEmbedding": _as_queries_and_keys, "GroupNorm": _as_first_input,
+    "NhwcConv": _channels_last, "SkipGroupNorm": _as_first_input,
 }
+BY_SCHEMA: frozenset[str] = frozenset({
+})
 
 
 def is_gpu_only(node: onnx.NodeProto) -> bool:
     """Whether a node must be covered where there is no GPU."""
-    return node.domain == CONTRIB and node.op_type in COVERS
+    return node.domain == CONTRIB and (node.op_type in COVERS or node.op_type in BY_SCHEMA)
 
 
 def holds_gpu_only(graph: onnx.GraphProto) -> bool:
@@ -84,34 +95,56 @@ def check_on_gpu(name: str, nodes: Sequence[onnx.NodeProto], providers: Sequence
                             f"{node.op_type} of {' and '.join(types)}, and the CPU provider has none at all")
 
 
-def cover(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Covers the nodes of a model that only GPUs run, in place, those in bodies too; returns the model."""
+def cover(model: onnx.ModelProto, declared: Mapping[str, onnx.TypeProto]) -> onnx.ModelProto:
+    """Covers the nodes of a model that only GPUs run, in place, those in bodies too; returns the model.
+
+    Args:
+        model: the model.
+        declared: the types and shapes of tensors by name, as far as the schemas tell (`types_by_schema`).
+    """
     if holds_gpu_only(model.graph):
         opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
         model.graph.input.append(onnx.helper.make_tensor_value_info(CONDITION, onnx.TensorProto.BOOL, []))
-        _cover_nodes(model.graph, opset)
+        _cover_nodes(model.graph, opset, declared)
     return model
 
 
-def _cover_nodes(graph: onnx.GraphProto, opset: int) -> None:
+def _cover_nodes(graph: onnx.GraphProto, opset: int, declared: Mapping[str, onnx.TypeProto]) -> None:
     for node in graph.node:
         if is_gpu_only(node):
-            node.CopyFrom(_covering(node, opset))
+            node.CopyFrom(_covering(node, opset, declared))
         for body in bodies_of(node).values():
-            _cover_nodes(body, opset)
+            _cover_nodes(body, opset, declared)
 
 
-def _covering(node: onnx.NodeProto, opset: int) -> onnx.NodeProto:
+def _covering(node: onnx.NodeProto, opset: int, declared: Mapping[str, onnx.TypeProto]) -> onnx.NodeProto:
     """The If that stands for a node."""
     reads = {place: f"{node.output[0]}{READ}{place}" for place, name in enumerate(node.input) if name}
     # no optimiser computes random numbers beforehand, so what is read keeps its own name
     nodes = [_made("RandomNormalLike", [node.input[place]], read, dtype=onnx.TensorProto.FLOAT)
              for place, read in reads.items()]
-    nodes += COVERS[node.op_type](node, list(reads.values()), opset)
     outputs = [*(out for out in node.output if out), *reads.values()]
+    types = dict.fromkeys(outputs, onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None))
+    if (computed := COVERS.get(node.op_type)) is not None:
+        nodes += computed(node, list(reads.values()), opset)
+    else:
+        types |= {out: declared[out] for out in outputs if out in declared}
+        nodes += _of_any_shape(node, list(reads.values()), types)
     branch = onnx.helper.make_graph(nodes, f"{node.output[0]}/hase.branch", [], [
-        onnx.helper.make_tensor_value_info(out, onnx.TensorProto.FLOAT, None) for out in outputs])
+        onnx.helper.make_value_info(out, types[out]) for out in outputs])
     return onnx.helper.make_node("If", [CONDITION], outputs, name=node.name, then_branch=branch, else_branch=branch)
+
+
+def _of_any_shape(node: onnx.NodeProto, reads: Sequence[str], types: Mapping[str, onnx.TypeProto]) -> list[onnx.NodeProto]:
+    """Outputs of shapes that no inference can tell, so that those which the branch declares hold."""
+    places, minus_one, shape = (f"{node.output[0]}/{part}" for part in ("places", "minus_one", "shape"))
+    last = onnx.helper.make_tensor(minus_one, onnx.TensorProto.INT64, [1], [-1])
+    nodes = [_made("NonZero", reads[:1], places), _made("Constant", [], minus_one, value=last),
+             _made("Reshape", [places, minus_one], shape)]  # a vector of unknown length, so a shape of unknown rank
+    for out in filter(None, node.output):
+        nodes += [_made("Reshape", [reads[0], shape], f"{out}/any"),
+                  _made("Cast", [f"{out}/any"], out, to=types[out].tensor_type.elem_type)]
+    return nodes
 
 
 def uncover(graph: onnx.GraphProto, original: onnx.GraphProto) -> None:
