@@ -91,8 +91,8 @@ def open_session(
 
 
 def outputs_by_schema(model: bytes) -> list[onnxruntime.NodeArg]:
-    """A model's outputs with the types and shapes that ONNX Runtime infers from the operators' schemas while it loads the model.
-    It need not have kernels of these operators. Empty where it refuses the model: opening a session says why."""
+    """A model's outputs with the types and shapes that ONNX Runtime infers from the operators' schemas while it loads the
+    model. It need not have kernels of these operators. Empty where it refuses the model: opening a session says why."""
     runtime = _load_runtime("cpu")
     options = runtime.SessionOptions()
     options.log_severity_level = FATAL

@@ -137,7 +137,7 @@ def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s
         answer = json.loads(ended.out)
         answer = answer[0] if isinstance(answer, list) else answer
         figures = {"latency_ms": answer["latency_ms"], "interval_ms": answer["interval_ms"], "time_share": answer["time_share"],
-                "rough": answer["rough_estimate"],
+                "unsteady_share": answer["unsteady_share"], "rough": answer["rough_estimate"],
                 "operators": (*answer["estimated_operators"], *answer["doubtful_operators"])}
     return StepResult.model_validate({
         "model": model.name, "step": step, "outcome": ended.outcome, "seconds": ended.seconds, "warnings": ended.warnings,
@@ -223,10 +223,10 @@ def main() -> int:
     judged, paces = read_judgement(args.folder), paces_on_gpu(args.gpu, workspace)
 
     def is_done(model: str, step: Step) -> bool:
-        """Whether a step is done. A prediction for another host pace than the measured one is not, nor is a measurement while
-        the machine was slower than at its best."""
+        """Whether a step is done. A prediction for another host pace than the measured one is not, nor is a measurement, of the
+        model or its kernels, while the machine was slower than at its best."""
         result = judged.get((model, step))
-        if result is None or (step in MEASUREMENTS and result.slowed(shortest_canary_ms(judged.values())) > STEADY):
+        if result is None or result.unsteady_share or result.slowed(shortest_canary_ms(judged.values())) > STEADY:
             return False
         return step != "h200" or model not in paces or result.host_pace == paces[model]
 

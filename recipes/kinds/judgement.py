@@ -40,7 +40,7 @@ class StepResult(BaseModel):
         message: if there was no answer: the last line on stderr.
         warnings: of the command.
         seconds: time of the command.
-        latency_ms, interval_ms, time_share: of a prediction, as in its JSON.
+        latency_ms, interval_ms, time_share, unsteady_share: of a prediction, as in its JSON.
         host_pace: at which a prediction for a GPU was made, a ratio; None if it was not known.
         rough: whether the prediction is marked as a rough estimate; None without a prediction.
         operators: those that were never measured, and measured ones that may still change the answer.
@@ -60,6 +60,7 @@ class StepResult(BaseModel):
     latency_ms: float | None = None
     interval_ms: tuple[float, float] | None = None
     time_share: dict[str, float] = {}
+    unsteady_share: float = 0.0
     host_pace: float | None = None
     rough: bool | None = None
     operators: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from utils.lazy import onnx
 
 CONDITION = "hase.covered"  # the condition of every If that covers a node
 READ = "/hase.read."  # <first output of the node>/hase.read.<number of an input>: an output of the If, made from that input
+CACHE = 4  # an input of DecoderMaskedSelfAttention
 SPLIT_BY_NUMBER = 18  # since this operator set, Split needs the number of its parts
 
 # Makes the nodes of a branch, from the node that is covered, the names of what it reads, and the version of ONNX's operators.
@@ -35,15 +36,20 @@ def _as_first_input(node: onnx.NodeProto, reads: Sequence[str], opset: int) -> l
     return [_made("Identity", reads[:1], out) for out in node.output if out]
 
 
-def _as_queries_and_keys(node: onnx.NodeProto, reads: Sequence[str], opset: int) -> list[onnx.NodeProto]:
-    """The first output has the shape of the second input, and the second output that of the fourth."""
-    return [_made("Identity", [read], out) for read, out in zip(reads[1::2], node.output, strict=False) if out]
-
-
 def _half(node: onnx.NodeProto, reads: Sequence[str], opset: int) -> list[onnx.NodeProto]:
     """The output is half as long as the input on the last axis."""
     parts: dict[str, Any] = {"num_outputs": 2} if opset >= SPLIT_BY_NUMBER else {}
     return [onnx.helper.make_node("Split", reads[:1], [node.output[0], f"{node.output[0]}/rest"], axis=-1, **parts)]
+
+
+def _attention_with_cache(node: onnx.NodeProto, reads: Sequence[str], opset: int) -> list[onnx.NodeProto]:
+    """The output is a third of the input's product with the weights, and the second one has the shape of the cache."""
+    product, rest = f"{node.output[0]}/product", [f"{node.output[0]}/{part}" for part in ("keys", "values")]
+    parts: dict[str, Any] = {"num_outputs": 3} if opset >= SPLIT_BY_NUMBER else {}
+    cache = len([name for name in node.input[:CACHE] if name])  # the mask before it may be left out
+    return [_made("MatMul", reads[:2], product),
+            onnx.helper.make_node("Split", [product], [node.output[0], *rest], axis=-1, **parts),
+            *(_made("Identity", [reads[cache]], out) for out in node.output[1:] if out)]
 
 
 def _sum(node: onnx.NodeProto, reads: Sequence[str], opset: int) -> list[onnx.NodeProto]:
@@ -60,14 +66,20 @@ def _channels_last(node: onnx.NodeProto, reads: Sequence[str], opset: int) -> li
             made, _made("Transpose", [result], node.output[0], perm=[0, 2, 3, 1])]
 
 
-# Operators of CONTRIB; the CUDA provider has kernels of them, the CPU provider has none. First those of which it is known how the
-# shapes of the outputs follow from those of the inputs; of the others ONNX Runtime is asked, as far as the schemas tell.
+# Operators of CONTRIB; the CUDA provider has kernels of them, the CPU provider has none: recipes/cuda_kernels/probe_kernels.py
+# opened no graph with them on a machine without a GPU. Of the first ones the outputs' shapes are computed from the inputs', of
+# the others they are those of their schemas.
 COVERS: dict[str, Branch] = {
     "BiasAdd": _as_first_input, "BiasSoftmax": _as_first_input, "BiasSplitGelu": _half, "ComplexMul": _sum,
-    "ComplexMulConj": _sum, "GemmaRotaryEmbedding": _as_queries_and_keys, "GroupNorm": _as_first_input,
+    "ComplexMulConj": _sum, "DecoderMaskedSelfAttention": _attention_with_cache, "GroupNorm": _as_first_input,
     "NhwcConv": _channels_last, "SkipGroupNorm": _as_first_input,
 }
-BY_SCHEMA: frozenset[str] = frozenset({
+BY_SCHEMA = frozenset({
+    "BiasDropout", "BitmaskBiasDropout", "BitmaskDropout", "DecoderAttention", "DequantizeWithOrder",
+    "DynamicSparseAttention", "GatedDeltaNet", "GatedRelativePositionBias", "GemmFloat8", "Irfft",
+    "LongformerAttention", "MatMulBlockQuantizedFp4Weight", "MatMulBlockQuantizedFp8Weight", "PackedAttention",
+    "PackedMultiHeadAttention", "PagedAttention", "QOrderedGelu", "QOrderedLayerNormalization", "QuantizeWithOrder",
+    "RelativePositionBias", "RemovePadding", "RestorePadding", "Rfft", "SparsePagedAttention", "VarlenCausalConvWithState",
 })
 
 
