@@ -64,6 +64,16 @@ def test_a_block_says_that_the_machine_was_unsteady(tmp_path: Path) -> None:
     assert not block(drift=BAD).model_copy(update={"drift_admitted": 4.0}).unsteady  # so a config may ask
 
 
+@pytest.mark.parametrize(("busy", "level", "drift"), [(0.8, 0.0, 0.8), (0.15, 0.0, 0.0), (0.8, 0.6, 0.0)])
+def test_other_work_on_an_idle_cpu_makes_a_block_unsteady(busy: float, level: float, drift: float) -> None:
+    """Also where it runs all the time, so that no canary differs from the others."""
+    beside = block(timed(1.0), level=level).model_copy(update={"background": {"DCGM_FI_DEV_CPU_UTIL_TOTAL": busy}})
+    assert beside.drift == drift
+    assert beside.unsteady == bool(drift)
+    [row] = kernel_rows([beside], DESCRIBED)
+    assert row["Unsteady"] == ("node_span:0.8" if drift else "")
+
+
 def test_labels_and_drifts_as_text() -> None:
     assert unsteady_labels({"run": BAD, "gpu": 0.07123}) == "gpu:0.07123|run:3.45"
     assert labels_unsteady("gpu:0.07123|run:3.45") == {"run": BAD, "gpu": 0.07123}
