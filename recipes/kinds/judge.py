@@ -67,7 +67,9 @@ COMMANDS = """\
 python recipes/kinds/make_models.py --out out/kinds --large
 python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu  # on the machine with the GPU
 mkdir -p out/kinds_cpu  # a workspace without a dataset: nothing was learned of this CPU
-python recipes/kinds/judge.py out/kinds --workspace out/kinds_cpu --gpu out/kinds_on_gpu/on_gpu.json --docs docs/kinds.md"""
+# again until it measures nothing any more: what was measured while the machine was slower is measured again
+python recipes/kinds/judge.py out/kinds --workspace out/kinds_cpu --steps h200 measured cpu_filled measured_again \\
+  --rounds 2 --budget-s 0.5 --patience-s 60 --gpu out/kinds_on_gpu/on_gpu.json --docs docs/kinds.md"""
 STEPS: tuple[Step, ...] = ("h200", "cpu", "measured", "cpu_filled", "measured_again")
 ASKED_FIRST: tuple[Step, ...] = ("h200", "cpu")  # before kernels are measured that other models share
 EXAMPLES = """
@@ -127,7 +129,7 @@ def run_limited(command: Sequence[str], limit_s: float) -> Ended:
 def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s: float,
               host_pace: float | None = None) -> StepResult:
     """Asks for a prediction, as step `h200` (at the host pace, if that is known), `cpu` or `cpu_filled`."""
-    options = {"h200": ["--target", H200], "cpu": [], "cpu_filled": ["--measure-missing"]}[step]
+    options = {"h200": ["--target", H200], "cpu": ["--target", "cpu"], "cpu_filled": ["--measure-missing"]}[step]
     if host_pace is not None:
         options += ["--host-pace", f"{host_pace:g}"]
     ended = run_limited([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
