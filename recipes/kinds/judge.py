@@ -1,7 +1,7 @@
 """Asks Hase about the models of `make_models.py` as a user would, measures them here, and compares.
 
 For each model: a prediction for the shipped H200; one for this machine's CPU; a measurement on it; a prediction after
---measure-missing; and a second measurement, whose difference from the first is the noise. Both measurements wait until the
+--measure-missing; and a second measurement, whose difference from the first is the noise. All measurements wait until the
 machine is as fast as at its best. Every step is a separate process with a time limit, so that a crash affects one step. Writes
 judgement.jsonl into the models' folder, one line per step; a second run continues there, and measures again what was measured
 while the machine was slower. Prints one row per model and target, and a summary against the limits that Hase has to meet.
@@ -146,9 +146,15 @@ def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s
         "message": "" if ended.outcome == "answered" else ended.message, "host_pace": host_pace, **figures})
 
 
+def wait_until_best(plan: MeasuringPlan, best_canary_ms: float) -> None:
+    """Waits until the machine is as fast as at its best, when the canary took `best_canary_ms`; for `plan.patience_s` seconds
+    at most."""
+    with measuring("cpu"), Worker(plan.timeout_s) as worker:
+        Canary(partial(worker.canary_ms, "cpu"), best_ms=best_canary_ms).steady_ms(STEADY, plan.patience_s)
+
+
 def measured(model: MadeModel, path: Path, step: Step, plan: MeasuringPlan, best_canary_ms: float) -> StepResult:
-    """Measures a model in `plan.rounds` sessions of a new process. Before each it waits until the machine is as fast as at its
-    best, when the canary took `best_canary_ms`, for `plan.patience_s` seconds at most."""
+    """Measures a model in `plan.rounds` sessions of a new process. Before each it waits as `wait_until_best` does."""
     began, samples_ms, canaries_ms = time.monotonic(), list[float](), list[float]()
     outcome, message = "answered", ""
     with measuring("cpu"), Worker(plan.timeout_s) as worker:
@@ -243,9 +249,12 @@ def main() -> int:
             log.warning("%g minutes are over; the same command continues with %s", args.minutes, model.name)
             break
         begun, path = model.name, (args.folder / model.file).resolve()
+        best_ms = shortest_canary_ms([*judged.values(), *results])
         if step in MEASUREMENTS:
-            result = measured(model, path, step, plan, shortest_canary_ms([*judged.values(), *results]))
+            result = measured(model, path, step, plan, best_ms)
         else:
+            if step == "cpu_filled":
+                wait_until_best(plan, best_ms)
             result = predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None)
         results.append(result)
         files.append_line(args.folder / JUDGEMENT, result.model_dump_json())
