@@ -18,7 +18,7 @@ from measuring.pending import Planned, Unit
 from measuring.stress import Stress, stress
 from records.backgrounds import COMPUTE, Background
 from records.blocks import Block, Journal
-from records.measurement import BELOW_BEST, Measurement
+from records.measurement import BELOW_BEST, BUSY_ADMITTED, Measurement
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -74,8 +74,9 @@ def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Meas
         if not block.unsteady:
             return block
         unsteady.append(block)
-        log.info("%s at %s: the machine was unsteady by %.0f %% (canary %.3f to %.3f ms)%s", key,
+        log.info("%s at %s: the machine was unsteady by %.0f %% (canary %.3f to %.3f ms%s)%s", key,
                  describe_load(*block.load), 100 * block.drift, block.canary_before_ms, block.canary_after_ms,
+                 f"; {block.busy:.0%} busy with other work" if block.busy > BUSY_ADMITTED else "",
                  "; measuring again" if len(unsteady) < attempts else "")
     return min(unsteady, key=lambda block: block.drift).model_copy(update={"attempts": attempts})
 

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from records.measurement import BELOW_BEST, DATASET_VERSION, DRIFT_ADMITTED, Measurement, Milliseconds
+from records.measurement import (
+    BELOW_BEST,
+    BUSY_ADMITTED,
+    CPU_BUSY,
+    DATASET_VERSION,
+    DRIFT_ADMITTED,
+    Measurement,
+    Milliseconds,
+)
 from records.probe_reading import ProbeReading
 from utils import files
 from utils.errors import UserError
@@ -65,17 +73,25 @@ class Block(Frozen):
 
     @cached_property
     def drift(self) -> float:
-        """How unsteady the machine was, a ratio. It is the largest of three:
+        """How unsteady the machine was, a ratio. It is the largest of four:
 
-        the difference of the two canaries; how much slower than at its best the canary was, beyond BELOW_BEST; and the
-        difference between the halves of a whole model's latencies (or host times), which are taken before and after its
-        profile.
+        the difference of the two canaries; how much slower than at its best the canary was, beyond BELOW_BEST; the difference
+        between the halves of a whole model's latencies (or host times), which are taken before and after its profile; and the
+        share of a CPU's time that other work took although the device was to be idle, beyond BUSY_ADMITTED. Where that goes on
+        all the time, each canary is as slow as the best.
         """
         canaries = abs(self.canary_after_ms / self.canary_before_ms - 1.0) if self.canary_before_ms else 0.0
         slowest = max(self.canary_before_ms, self.canary_after_ms)
         excess = slowest / self.canary_best_ms - 1.0 - BELOW_BEST if self.canary_best_ms else 0.0
-        return max([canaries, excess, *(halves_drift(m.samples_ms) for m in self.measurements
-                                          if m.label == "latency" or (m.subject, m.label) == ("model", "host"))])
+        busy = self.busy if self.busy > BUSY_ADMITTED else 0.0
+        return max([canaries, excess, busy, *(halves_drift(m.samples_ms) for m in self.measurements
+                                              if m.label == "latency" or (m.subject, m.label) == ("model", "host"))])
+
+    @property
+    def busy(self) -> float:
+        """The share of a CPU's time, 0–1, that work took just before the block while no load was to run; 0 under a load, and
+        where it was not measured."""
+        return 0.0 if self.level else self.background.get(CPU_BUSY, 0.0)
 
     @property
     def unsteady(self) -> bool:

@@ -100,6 +100,14 @@ def own_locks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def beside_each_other() -> Iterator[None]:
+    """Tests keep the CPU busy for each other. What they measure is not marked for that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("records.blocks.BUSY_ADMITTED", 1.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def compiled_once() -> Iterator[None]:
     """The hundreds of processes that tests start share what Python compiled of Hase, even where the environment has Python keep
     nothing: compiling takes each of them a quarter of a second."""

@@ -12,6 +12,8 @@ from utils.lazy import onnx, onnxruntime
 
 if TYPE_CHECKING:
     import numpy as np
+    import onnx
+    import onnxruntime
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
 CUDA_GRAPH = {"enable_cuda_graph": "1"}  # options of the CUDA provider: capture a model once, then replay it
@@ -86,6 +88,19 @@ def open_session(
         raise UserError("the CUDA provider of ONNX Runtime did not come up, only the CPU's; "
                         "it needs the CUDA 13 libraries that torch's wheels bring and a driver that knows CUDA 13")
     return session
+
+
+def outputs_by_schema(model: bytes) -> list[onnxruntime.NodeArg]:
+    """A model's outputs with the types and shapes that ONNX Runtime infers from the operators' schemas while it loads the
+    model. It need not have kernels of these operators. Empty where it refuses the model: opening a session says why."""
+    runtime = _load_runtime("cpu")
+    options = runtime.SessionOptions()
+    options.log_severity_level = FATAL
+    try:
+        # what onnxruntime.InferenceSession does before it chooses kernels
+        return list(runtime.capi._pybind_state.InferenceSession(options, model, False, False).outputs_meta)
+    except Exception:  # noqa: BLE001 - ONNX Runtime raises any exception
+        return []
 
 
 def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Sequence[int], device: str,

@@ -28,6 +28,7 @@ from measuring.metrics.dcgm import DcgmMissing, DcgmSource
 from measuring.metrics.names import NAMES, in_unit
 from measuring.metrics.nvml import CountersMissing, NvmlSource
 from measuring.metrics.source import MetricSource, Window
+from records.measurement import CPU_BUSY
 from utils.errors import UserError
 from utils.fingerprint import resolve_device
 from utils.logger import get_logger
@@ -51,7 +52,7 @@ class CpuSource(MetricSource):
 
     def __init__(self, fields: Sequence[str] | None = None) -> None:
         counted = psutil.cpu_times()._fields
-        super().__init__(["DCGM_FI_DEV_CPU_UTIL_TOTAL"] + [
+        super().__init__([CPU_BUSY] + [
             field for field, counters in COUNTERS.items() if any(counter in counted for counter in counters)], fields)
 
     def _read(self) -> Any:
@@ -64,7 +65,7 @@ class CpuSource(MetricSource):
         total = sum(spent.values()) or float("nan")
         means = {field: sum(spent.get(counter, 0.0) for counter in counters) / total
                  for field, counters in COUNTERS.items()}
-        means["DCGM_FI_DEV_CPU_UTIL_TOTAL"] = 1.0 - sum(spent.get(name, 0.0) for name in NOT_BUSY) / total
+        means[CPU_BUSY] = 1.0 - sum(spent.get(name, 0.0) for name in NOT_BUSY) / total
         return {field: [mean] for field, mean in means.items()}
 
 

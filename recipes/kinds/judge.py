@@ -1,11 +1,13 @@
 """Asks Hase about the models of `make_models.py` as a user would, measures them here, and compares.
 
-For each model: a prediction for the shipped H200; one for this machine's CPU; two alternating measurements on it, whose
-difference is the noise; and a prediction after --measure-missing. Every step is a separate command with a time limit, so that a
-crash affects one step. Writes judgement.jsonl into the models' folder, one line per step; a second run continues there. Prints
-one row per model and target, and a summary against the limits that Hase has to meet. --measure-missing adds to the dataset of
---workspace, so give a copy. --gpu reads what compare_on_gpu.py measured on a GPU machine: latencies, and the host pace for each
-model. The H200's predictions are then made at that pace (again, if they were made at another).
+For each model: a prediction for the shipped H200; one for this machine's CPU; a measurement on it; a prediction after
+--measure-missing; and a second measurement, whose difference from the first is the noise. All measurements wait until the
+machine is as fast as at its best. Every step is a separate process with a time limit, so that a crash affects one step. Writes
+judgement.jsonl into the models' folder, one line per step; a second run continues there, and measures again what was measured
+while the machine was slower. Prints one row per model and target, and a summary against the limits that Hase has to meet.
+--measure-missing adds to the dataset of --workspace, so give a copy. --gpu reads what compare_on_gpu.py measured on a GPU
+machine: latencies, and the host pace for each model. The H200's predictions are then made at that pace (again, if they were
+made at another).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import contextlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -25,30 +28,49 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from inference.core.host_pace import ratio_of
 from inference.core.targets import fitted_for
-from recipes.kinds.judgement import JUDGEMENT, SAID, Step, StepResult, page, read_judgement, rows_of, shown, summary
+from inference.evaluation.evaluate import LEAST_RUNS, MOST_RUNS, PATIENCE_S, STEADY, WARMUP, MeasuringPlan
+from measuring.bench import Canary
+from measuring.run_times import Effort
+from measuring.worker_process import WorkerFailed
+from recipes.kinds.judgement import (
+    JUDGEMENT,
+    MEASUREMENTS,
+    SAID,
+    Step,
+    StepResult,
+    page,
+    read_judgement,
+    rows_of,
+    shortest_canary_ms,
+    shown,
+    summary,
+)
 from recipes.kinds.manifest import MadeModel, read_manifest
+from runtimes.protocol import Request, Worker
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import machine, ort_version
+from utils.locks import measuring
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
 
 log = get_logger("kinds")
 
 H200 = "nvidia-h200"
-PREDICT, MEASURE = "inference/predict_model_latency.py", "benchmark/ort_kernel_runner.py"
-IN_USE = "it is in use by process"  # the message of a command that finds the device or dataset in use
-WAIT_S = 2.0
+PREDICT = "inference/predict_model_latency.py"
 COMMANDS = """\
 python recipes/kinds/make_models.py --out out/kinds --large
 python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu  # on the machine with the GPU
 mkdir -p out/kinds_cpu  # a workspace without a dataset: nothing was learned of this CPU
-python recipes/kinds/judge.py out/kinds --workspace out/kinds_cpu --gpu out/kinds_on_gpu/on_gpu.json --docs docs/kinds.md"""
-STEPS: tuple[Step, ...] = ("h200", "cpu", "measured", "cpu_filled")
+# again until it measures nothing any more: what was measured while the machine was slower is measured again
+python recipes/kinds/judge.py out/kinds --workspace out/kinds_cpu --steps h200 measured cpu_filled measured_again \\
+  --rounds 2 --budget-s 0.5 --patience-s 60 --gpu out/kinds_on_gpu/on_gpu.json --docs docs/kinds.md"""
+STEPS: tuple[Step, ...] = ("h200", "cpu", "measured", "cpu_filled", "measured_again")
 ASKED_FIRST: tuple[Step, ...] = ("h200", "cpu")  # before kernels are measured that other models share
 EXAMPLES = """
 python recipes/kinds/judge.py out/kinds --workspace out/demo
@@ -87,16 +109,6 @@ class Ended:
         return tuple(line.removeprefix("warning: ") for line in self.err.splitlines() if line.startswith("warning: "))
 
 
-def run_in_turn(command: Sequence[str], limit_s: float) -> Ended:
-    """Like `run_limited`, but waits up to `limit_s` while another process uses the device or the dataset."""
-    until = time.monotonic() + limit_s
-    while True:
-        ended = run_limited(command, limit_s)
-        if IN_USE not in ended.err or time.monotonic() > until:
-            return ended
-        time.sleep(WAIT_S)
-
-
 def run_limited(command: Sequence[str], limit_s: float) -> Ended:
     """Runs a script of this repository; after `limit_s` seconds it is ended, with its child processes."""
     began = time.monotonic()
@@ -117,39 +129,54 @@ def run_limited(command: Sequence[str], limit_s: float) -> Ended:
 def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s: float,
               host_pace: float | None = None) -> StepResult:
     """Asks for a prediction, as step `h200` (at the host pace, if that is known), `cpu` or `cpu_filled`."""
-    options = {"h200": ["--target", H200], "cpu": [], "cpu_filled": ["--measure-missing"]}[step]
+    options = {"h200": ["--target", H200], "cpu": ["--target", "cpu"], "cpu_filled": ["--measure-missing"]}[step]
     if host_pace is not None:
         options += ["--host-pace", f"{host_pace:g}"]
-    ended = run_in_turn([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
+    ended = run_limited([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
                         limit_s)
     figures: dict[str, Any] = {}
     if ended.outcome == "answered":
         answer = json.loads(ended.out)
         answer = answer[0] if isinstance(answer, list) else answer
         figures = {"latency_ms": answer["latency_ms"], "interval_ms": answer["interval_ms"], "time_share": answer["time_share"],
-                "rough": answer["rough_estimate"],
+                "unsteady_share": answer["unsteady_share"], "rough": answer["rough_estimate"],
                 "operators": (*answer["estimated_operators"], *answer["doubtful_operators"])}
     return StepResult.model_validate({
         "model": model.name, "step": step, "outcome": ended.outcome, "seconds": ended.seconds, "warnings": ended.warnings,
         "message": "" if ended.outcome == "answered" else ended.message, "host_pace": host_pace, **figures})
 
 
-def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s: float, workspace: Path) -> StepResult:
-    """Measures a model twice, `rounds` sessions of `budget_s` seconds each time, alternating, so that drift affects both
-    equally."""
-    samples: tuple[list[float], list[float]] = ([], [])
-    seconds = 0.0
-    for turn in range(2 * rounds):
-        ended = run_in_turn([MEASURE, "--model", str(path), *model.dim_options, "--device", "cpu", "--budget-s", str(budget_s),
-                             "--workspace", str(workspace), "--json"], limit_s)
-        seconds += ended.seconds
-        if ended.outcome != "answered":
-            return StepResult.model_validate({"model": model.name, "step": "measured", "outcome": ended.outcome,
-                                         "message": ended.message, "seconds": round(seconds, 2)})
-        samples[turn % 2].extend(json.loads(ended.out)["samples_ms"])
-    first, second = (round(statistics.median(times_ms), 6) for times_ms in samples)
-    return StepResult(model=model.name, step="measured", outcome="answered", seconds=round(seconds, 2), first_ms=first,
-                 second_ms=second)
+def wait_until_best(plan: MeasuringPlan, best_canary_ms: float) -> None:
+    """Waits until the machine is as fast as at its best, when the canary took `best_canary_ms`; for `plan.patience_s` seconds
+    at most."""
+    with measuring("cpu"), Worker(plan.timeout_s) as worker:
+        Canary(partial(worker.canary_ms, "cpu"), best_ms=best_canary_ms).steady_ms(STEADY, plan.patience_s)
+
+
+def measured(model: MadeModel, path: Path, step: Step, plan: MeasuringPlan, best_canary_ms: float) -> StepResult:
+    """Measures a model in `plan.rounds` sessions of a new process. Before each it waits as `wait_until_best` does."""
+    began, samples_ms, canaries_ms = time.monotonic(), list[float](), list[float]()
+    outcome, message = "answered", ""
+    with measuring("cpu"), Worker(plan.timeout_s) as worker:
+        canary = Canary(partial(worker.canary_ms, "cpu"), best_ms=best_canary_ms)
+        try:
+            for _ in range(plan.rounds):
+                canaries_ms.append(canary.steady_ms(STEADY, plan.patience_s))
+                reply = worker.ask(Request(
+                    do="session", device="cpu", paths=(str(path),), dims=model.dims, labels=("latency",),
+                    effort=Effort(warmup=WARMUP, budget_s=plan.budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)))
+                canaries_ms.append(canary.now_ms())
+                if reply.error:
+                    outcome, message = "refused", reply.error
+                    break
+                samples_ms += reply.measurements[0].samples_ms
+        except WorkerFailed as error:
+            outcome, message = ("too long" if error.status == "timeout" else "died"), str(error)
+    return StepResult.model_validate({
+        "model": model.name, "step": step, "outcome": outcome, "message": message,
+        "seconds": round(time.monotonic() - began, 2),
+        "measured_ms": round(statistics.median(samples_ms), 6) if outcome == "answered" else None,
+        "canaries_ms": canaries_ms})
 
 
 def on_gpu(path: Path | None) -> dict[str, float]:
@@ -184,7 +211,12 @@ def main() -> int:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="what to do (default: all)")
     parser.add_argument("--again", nargs="+", choices=STEPS, default=[], metavar="STEP", help="steps to do anew")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="sessions of each measurement (default: 3)")
+    parser.add_argument("--minutes", type=cli.positive, metavar="M",
+                        help="begin no further model after so long; a second run continues")
     parser.add_argument("--budget-s", type=cli.positive, default=0.7, metavar="S", help="for each session (default: 0.7)")
+    parser.add_argument("--patience-s", type=cli.positive, default=PATIENCE_S, metavar="S",
+                        help="how long to wait before each until the machine is as fast as at its best (default: "
+                             f"{PATIENCE_S:g})")
     parser.add_argument("--limit-s", type=cli.positive, default=300.0, metavar="S", help="for each command (default: 300)")
     parser.add_argument("--table-only", action="store_true", help="run nothing; print the results so far")
     parser.add_argument("--gpu", type=Path, metavar="FILE", help="what compare_on_gpu.py wrote")
@@ -199,17 +231,32 @@ def main() -> int:
     judged, paces = read_judgement(args.folder), paces_on_gpu(args.gpu, workspace)
 
     def is_done(model: str, step: Step) -> bool:
-        """Whether a step is done; a prediction for another host pace than the measured one is not."""
-        return (model, step) in judged and (
-            step != "h200" or model not in paces or judged[model, step].host_pace == paces[model])
+        """Whether a step is done. A prediction for another host pace than the measured one is not, nor is a measurement, of the
+        model or its kernels, while the machine was slower than at its best."""
+        result = judged.get((model, step))
+        if result is None or result.unsteady_share or result.slowed(shortest_canary_ms(judged.values())) > STEADY:
+            return False
+        return step != "h200" or model not in paces or result.host_pace == paces[model]
 
     steps = [] if args.table_only else args.steps
     todo = [(model, step) for asked in (ASKED_FIRST, tuple(set(STEPS) - set(ASKED_FIRST))) for model in models
             for step in STEPS if step in asked and step in steps and (step in args.again or not is_done(model.name, step))]
+    until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+    plan = MeasuringPlan(args.rounds, args.budget_s, args.patience_s, args.limit_s)
+    begun, results = "", list[StepResult]()
     for model, step in cli.progress(todo, "judging"):
-        path = (args.folder / model.file).resolve()
-        result = (measured(model, path, args.rounds, args.budget_s, args.limit_s, workspace) if step == "measured" else
-                  predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None))
+        if model.name != begun and time.monotonic() > until:
+            log.warning("%g minutes are over; the same command continues with %s", args.minutes, model.name)
+            break
+        begun, path = model.name, (args.folder / model.file).resolve()
+        best_ms = shortest_canary_ms([*judged.values(), *results])
+        if step in MEASUREMENTS:
+            result = measured(model, path, step, plan, best_ms)
+        else:
+            if step == "cpu_filled":
+                wait_until_best(plan, best_ms)
+            result = predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None)
+        results.append(result)
         files.append_line(args.folder / JUDGEMENT, result.model_dump_json())
         if result.outcome != "answered":
             log.info("%s, %s: %s", model.name, SAID.get(step, step), result.description)

@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from inference.evaluation.evaluate import STEADY
 from recipes.kinds.manifest import MadeModel
 from utils import cli, files
 from utils.errors import UserError
 
 JUDGEMENT = "judgement.jsonl"
-JUDGEMENT_VERSION = 1
+JUDGEMENT_VERSION = 2
 PACE = "host pace"  # a column
-Step = Literal["h200", "cpu", "cpu_filled", "measured"]
+Step = Literal["h200", "cpu", "measured", "cpu_filled", "measured_again"]
+MEASUREMENTS: tuple[Step, Step] = ("measured", "measured_again")
 SAID: dict[Step, str] = {"h200": "nvidia-h200", "cpu": "this CPU", "cpu_filled": "this CPU, kernels measured"}
 CLASSIFICATION = "torchvision classification"
 SHORT_MS = 1.0  # below this a run's own cost dominates the latency; errors are also given without such models
 MOST_OFF = 0.30  # largest error of an unmarked answer
 CLOSE = 0.15  # a marked answer with a smaller error needed no mark
-BARS = {"median": 0.08, "mean": 0.15, "close": 1 / 3, "held": 0.90}
+AGREES = 0.10  # largest difference between two measurements that agree: a greater one says nothing of the answer between them
+# width: what the answers of a CPU had in the median before measurements in unsteady times were marked
+BARS = {"median": 0.08, "mean": 0.15, "close": 1 / 3, "held": 0.90, "marked": 0.15, "width": 0.55}
 
 
 class StepResult(BaseModel):
     """One step of one model.
 
     Attributes:
-        step: a prediction for a target (`cpu_filled`: after its missing kernels were measured), or the model's measurement.
+        step: a prediction for a target (`cpu_filled`: after its missing kernels were measured), or one of two measurements of
+            the model, before and after that.
         outcome: `answered`; `refused`: an error for the user; `traceback`; `died`: by a signal or without a message; `too
             long`.
         message: if there was no answer: the last line on stderr.
         warnings: of the command.
         seconds: time of the command.
-        latency_ms, interval_ms, time_share: of a prediction, as in its JSON.
+        latency_ms, interval_ms, time_share, unsteady_share: of a prediction, as in its JSON.
         host_pace: at which a prediction for a GPU was made, a ratio; None if it was not known.
         rough: whether the prediction is marked as a rough estimate; None without a prediction.
         operators: those that were never measured, and measured ones that may still change the answer.
-        first_ms, second_ms: medians of two alternating measurements.
+        measured_ms: of a measurement, the median.
+        canaries_ms: of a measurement, the canary's times before and after each session.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,11 +60,16 @@ class StepResult(BaseModel):
     latency_ms: float | None = None
     interval_ms: tuple[float, float] | None = None
     time_share: dict[str, float] = {}
+    unsteady_share: float = 0.0
     host_pace: float | None = None
     rough: bool | None = None
     operators: tuple[str, ...] = ()
-    first_ms: float | None = None
-    second_ms: float | None = None
+    measured_ms: float | None = None
+    canaries_ms: tuple[float, ...] = ()
+
+    def slowed(self, best_canary_ms: float) -> float:
+        """How much slower than at its best the machine was during a measurement, a ratio; 0 where the canary is not known."""
+        return max(self.canaries_ms) / best_canary_ms - 1.0 if self.canaries_ms and best_canary_ms else 0.0
 
     @property
     def description(self) -> str:
@@ -69,8 +80,18 @@ class StepResult(BaseModel):
         return f"rough estimate{operators}" if self.rough else "unmarked"
 
 
+def shortest_canary_ms(results: Iterable[StepResult]) -> float:
+    """The canary's shortest time around any measurement; 0 if there is none."""
+    return min((time_ms for result in results for time_ms in result.canaries_ms), default=0.0)
+
+
 class Row(BaseModel):
-    """One model on one target: predicted and measured. Errors are ratios, None if one of the two is missing."""
+    """One model on one target: predicted and measured. Errors are ratios, None if one of the two is missing.
+
+    Attributes:
+        second_difference: between the two measurements, a ratio.
+        slowed: how much slower than at its best the machine was during one of them, a ratio.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -80,6 +101,7 @@ class Row(BaseModel):
     result: StepResult
     measured_ms: float | None
     second_difference: float | None
+    slowed: float = 0.0
 
     @property
     def error(self) -> float | None:
@@ -91,6 +113,11 @@ class Row(BaseModel):
     def off(self) -> float:
         """The absolute error; 0 if there is none."""
         return abs(self.error or 0.0)
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the second measurement agrees with the first, both on a machine at its best; None if there are not two."""
+        return None if self.second_difference is None else abs(self.second_difference) <= AGREES and self.slowed <= STEADY
 
     @property
     def interval_width(self) -> float | None:
@@ -115,6 +142,7 @@ class Row(BaseModel):
             "90 % between (ms)": f"{between[0]:.4g} and {between[1]:.4g}" if between else None, "said": self.result.description,
             "measured (ms)": self.measured_ms, "error": percent(self.error),
             "second measurement": percent(self.second_difference),
+            "agrees": {True: "yes", False: "no", None: None}[self.agrees],
         }
 
 
@@ -157,17 +185,19 @@ def rows_of(models: Sequence[MadeModel], results: Mapping[tuple[str, Step], Step
     Args:
         on_gpu_ms: latencies of the models on an NVIDIA H200 in ms, by name.
     """
-    rows = []
+    rows, best_ms = [], shortest_canary_ms(results.values())
     for model in models:
-        measured = results.get((model.name, "measured"))
-        first, second = (measured.first_ms, measured.second_ms) if measured else (None, None)
+        measured = [results.get((model.name, step)) for step in MEASUREMENTS]
+        first_ms, second_ms = (result.measured_ms if result else None for result in measured)
+        slowed = max((result.slowed(best_ms) for result in measured if result), default=0.0)
         for step in SAID:
             if result := results.get((model.name, step)):
                 measured_here = step != "h200"
                 rows.append(Row(
                     model=model.name, kind=model.kind, step=step, result=result,
-                    measured_ms=first if measured_here else (on_gpu_ms or {}).get(model.name),
-                    second_difference=second / first - 1.0 if measured_here and first and second else None))
+                    measured_ms=first_ms if measured_here else (on_gpu_ms or {}).get(model.name),
+                    second_difference=second_ms / first_ms - 1.0 if measured_here and first_ms and second_ms else None,
+                    slowed=slowed))
     return rows
 
 
@@ -208,7 +238,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, str]]:
     unmarked = [row for row in compared if not row.result.rough]
     marked = [row for row in compared if row.result.rough]
     close = [row for row in marked if row.off <= CLOSE]
-    lines = filled_lines([row for row in compared if row.step == "cpu_filled"])
+    lines = filled_lines([row for row in rows if row.step == "cpu_filled" and row.result.outcome == "answered"])
     lines += [Line.none_of(f"answers: {outcome}", [row for row in rows if row.result.outcome == outcome])
               for outcome in ("traceback", "died", "too long")]
     lines.append(Line("answers: refused", "", named([row for row in rows if row.result.outcome == "refused"]), None))
@@ -224,10 +254,24 @@ def summary(rows: Sequence[Row]) -> list[dict[str, str]]:
     return [line.columns() for line in lines]
 
 
-def filled_lines(rows: Sequence[Row]) -> list[Line]:
-    """The errors of models whose kernels were measured first; once more without short models, for which there is no bar."""
-    lines: list[Line] = []
-    for title, chosen in (("this CPU, kernels measured", rows), (
+def filled_lines(answered: Sequence[Row]) -> list[Line]:
+    """How models fare whose kernels were measured first: what is confident and wrong, marked, or wide; and the errors, once
+    more without short models, for which there is no bar."""
+    if not answered:
+        return []
+    rows = [row for row in answered if row.error is not None]
+    sure = [row for row in rows if row.agrees and not row.result.rough]
+    marked = [row for row in answered if row.result.rough]
+    widths = [row.interval_width for row in answered if row.interval_width is not None]
+    name = SAID["cpu_filled"]
+    lines = [Line.none_of(f"{name}: of {len(sure)} unmarked answers whose two measurements agree, off by more than "
+                          f"{MOST_OFF:.0%}", [row for row in sure if row.off > MOST_OFF]),
+             Line.at_most(f"{name}: of {len(answered)} answers marked", BARS["marked"], len(marked) / len(answered),
+                          f", {named(marked)}")]
+    if widths:
+        lines.append(Line.at_most(f"{name}: interval's width over the prediction, median", BARS["width"],
+                                  statistics.median(widths)))
+    for title, chosen in ((name, rows), (
             f"… models of {SHORT_MS:g} ms and more", [row for row in rows if (row.measured_ms or 0.0) >= SHORT_MS])):
         if not chosen:
             continue
@@ -296,8 +340,10 @@ def page(rows: Sequence[Row], command: str, context: str) -> str:
     return "\n".join((
         "# Models of every kind", "", opening.strip(), "", context, "", "Made by:", "", "```sh", command, "```", "",
         "## Against the bars", "", table(summary(rows)), "", "## Every model", "",
-        "*Said*: an answer is unmarked, a rough estimate, or refused with a reason. *Second measurement*: how far it was from "
-        f"the first; both alternate.{words}", "", table(shown(rows)), ""))
+        "*Said*: an answer is unmarked, a rough estimate, or refused with a reason. *Error*: on the CPU against the first of "
+        "two measurements, which was taken before the kernels were measured. *Second measurement*: how far the one after that "
+        f"was from the first. They *agree* within {AGREES:.0%}, with a machine as fast as at its best; else it changed "
+        f"meanwhile, and the error says little.{words}", "", table(shown(rows)), ""))
 
 
 def table(rows: Sequence[Mapping[str, Any]], cell: Callable[[Any], str] = cli.cell) -> str:

@@ -16,7 +16,7 @@ from measuring.quiet_host import off_the_workers_cores
 from measuring.run_times import Effort
 from records.kernel_record import Tensor, numpy_dtype, session_dtype, zeros
 from records.measurement import now
-from runtimes.ort.building.dummy_data import dummy_inputs, input_ranges, random_floats
+from runtimes.ort.building.dummy_data import dummy_inputs, input_ranges, looked_up, random_floats
 from runtimes.ort.building.kernel_models import kernel_in, open_kernel
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.bodies import open_branches
@@ -167,7 +167,8 @@ def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] |
                 inputs: Path | None = None) -> dict[str, np.ndarray]:
     """A value for every input of a session: standardised random floats, zeros for whole numbers.
 
-    Whole-number inputs of a model are indices or masks, and 0 is always a valid one.
+    Whole-number inputs of a model are indices or masks, and 0 is always a valid one. Where they are nothing but places in
+    tables of the model's weights, they are random ones.
 
     Args:
         session: open.
@@ -180,13 +181,16 @@ def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] |
     Raises:
         UserError: the values in `inputs` don't fit the model.
     """
-    feed, ranges = {}, input_ranges(graph) if graph is not None else {}
+    feed, ranges, places = {}, input_ranges(graph) if graph is not None else {}, looked_up(graph) if graph is not None else {}
+    generator = np.random.default_rng(0)
     for value in session.get_inputs():
         dtype = session_dtype(value.type)
         shape = tuple((dims or {}).get(size, size) for size in value.shape)
         feed[value.name] = random_floats(shape, dtype) if "float" in dtype else zeros(shape, dtype)
         if value.name in ranges and "float" in dtype and shape:
             feed[value.name] = ranges[value.name].around(feed[value.name]).astype(numpy_dtype(dtype))
+        if value.name in places:
+            feed[value.name] = generator.integers(0, places[value.name], shape).astype(numpy_dtype(dtype))
         if value.name in (steering or {}):
             feed[value.name] = np.full(shape, (steering or {})[value.name], numpy_dtype(dtype))
     return feed | (read_inputs(inputs, {value.name: Tensor(dtype=session_dtype(value.type), shape=feed[value.name].shape)

@@ -104,6 +104,28 @@ def test_random_numbers_are_standardised_and_in_no_order() -> None:
     assert (np.diff(np.sign(numbers.ravel())) != 0).mean() == pytest.approx(0.5, abs=0.02)
 
 
+def test_places_in_a_table_are_drawn_and_other_whole_numbers_are_zeros(tmp_path: Path) -> None:
+    """A large table is slower where rows differ. `both` also is an index of an activation, which may have fewer rows."""
+    names = {"words": [64, 8], "kinds": [64, 8], "both": [8], "mask": [64, 8]}
+    weights = {"large": np.ones((500, 4), np.float32), "small": np.ones((3, 4), np.float32), "one": np.array([1])}
+    nodes = [helper.make_node("Unsqueeze", ["words", "one"], ["w"]), helper.make_node("Gather", ["large", "w"], ["a"]),
+             helper.make_node("Gather", ["large", "kinds"], ["b"]), helper.make_node("Gather", ["small", "kinds"], ["c"]),
+             helper.make_node("Gather", ["a", "both"], ["d"]), helper.make_node("Gather", ["large", "both"], ["e"]),
+             helper.make_node("Cast", ["mask"], ["f"], to=TensorProto.FLOAT),
+             helper.make_node("Equal", ["words", "kinds"], ["g"])]
+    graph = helper.make_graph(nodes, "places", [helper.make_tensor_value_info(name, TensorProto.INT64, shape)
+                                                for name, shape in names.items()],
+                              [helper.make_empty_tensor_value_info(name) for name in "bcdefg"],
+                              [onnx.numpy_helper.from_array(value, name) for name, value in weights.items()])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "places.onnx")
+    runner = open_runner(tmp_path / "places.onnx", "cpu", io="host")
+    runner.run_once()
+    assert runner.feed["words"].max() > 400
+    assert set(runner.feed["kinds"].ravel()) == {0, 1, 2}
+    assert not runner.feed["both"].any()
+    assert not runner.feed["mask"].any()
+
+
 def kernel_of(op: str, shape: list[int], tmp_path: Path, dims: dict[str, int] | None = None) -> Kernel:
     graph = helper.make_graph([helper.make_node(op, ["x"], ["y"])], op,
                               [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],

@@ -23,7 +23,7 @@ from records.dataset_files import DatasetKernel, journal_path, kernel_table_path
 from records.dataset_tables import kernel_rows, model_rows, model_sessions, read_kernel_table
 from records.dataset_writer import write_tables
 from records.host_pace import idle_models
-from records.measurement import Label, Measurement, Place, drift_key
+from records.measurement import BUSY_ADMITTED, Label, Measurement, Place, drift_key
 from runtimes import local_target
 from training.admission.interface import Estimator, Measured
 from training.estimators.neural_network import NeuralNetwork
@@ -62,6 +62,18 @@ def test_a_block_says_that_the_machine_was_unsteady(tmp_path: Path) -> None:
     assert old.unsteady
     assert not block(drift=0.04).unsteady
     assert not block(drift=BAD).model_copy(update={"drift_admitted": 4.0}).unsteady  # so a config may ask
+
+
+@pytest.mark.parametrize(("busy", "level", "drift"), [(0.8, 0.0, 0.8), (0.15, 0.0, 0.0), (0.8, 0.6, 0.0)])
+def test_other_work_on_an_idle_cpu_makes_a_block_unsteady(busy: float, level: float, drift: float,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it runs all the time, so that no canary differs from the others."""
+    monkeypatch.setattr("records.blocks.BUSY_ADMITTED", BUSY_ADMITTED)  # conftest.py admits more
+    beside = block(timed(1.0), level=level).model_copy(update={"background": {"DCGM_FI_DEV_CPU_UTIL_TOTAL": busy}})
+    assert beside.drift == drift
+    assert beside.unsteady == bool(drift)
+    [row] = kernel_rows([beside], DESCRIBED)
+    assert row["Unsteady"] == ("node_span:0.8" if drift else "")
 
 
 def test_labels_and_drifts_as_text() -> None:

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from inference import predict
 from records.kernel_record import ModelRecord
-from runtimes.ort.cuda.gpu_only import COVERS
+from runtimes.ort.cuda.gpu_only import BY_SCHEMA, COVERS
 from runtimes.ort.cuda.placement import cuda_kernel
 from runtimes.ort.graph.analysis import analyze
 from utils.errors import UserError
@@ -76,8 +76,52 @@ def test_an_operator_for_gpus_only(name: str, opset: int) -> None:
     assert (origin.name, origin.op_type) == (name.lower(), name)
 
 
+def attention(op_type: str, inputs: Sequence[str], output: str = "y", **attributes: Any) -> tuple[
+        onnx.NodeProto, dict[str, np.ndarray]]:
+    """A node with 4 heads of 8 numbers each, and its weights."""
+    return of(op_type, inputs, output, num_heads=4, **attributes), {"w": np.ones((32, 96)), "b": np.ones(96)}
+
+
+@without_gpu
+def test_shapes_from_schemas() -> None:
+    """Operators of which only ONNX Runtime's schemas tell the shapes, in a chain and at any batch."""
+    layers: list[onnx.NodeProto] = []
+    for number, (before, after) in enumerate((("x", "a1"), ("a1", "a2"))):
+        longformer, weights = attention("LongformerAttention", [before, "w", "b", "m", "w", "b", "g"], f"l{number}", window=8)
+        longformer.name = f"longformer{number}"
+        layers += [longformer, helper.make_node("Add", [f"l{number}", before], [after], name=f"add{number}")]
+    layers.append(helper.make_node("Relu", ["a2"], ["y"]))
+    built = model(layers, {"x": ("batch", 16, 32), "m": ("batch", 16)}, weights)
+    built.graph.input.append(helper.make_tensor_value_info("g", TensorProto.INT32, ["batch", 16]))
+    for static in (False, True):
+        record = analyze(built, "cuda", {"batch": 2}, "schemas", static=static)
+        assert outputs(record) == [(name, "float16", (2, 16, 32), "cuda") for name in (
+            *("LongformerAttention", "Add") * 2, "Relu")]
+    with pytest.raises(UserError, match="holds an operator that this ONNX Runtime can't run"):
+        analyze(built, "cpu", {"batch": 2}, "refused")
+
+
+@without_gpu
+def test_more_outputs_and_sizes_by_data() -> None:
+    """A cache that stays as long as it is; and a size that depends on data, which the user gives."""
+    node, weights = attention("DecoderMaskedSelfAttention", ["x", "w", "b", "", "c"], past_present_share_buffer=1)
+    node.output.append("after")
+    cache = (2, 2, 4, 20, 8)
+    built = model([node], {"x": (2, 1, 32), "c": cache}, weights)
+    built.graph.output.append(helper.make_tensor_value_info("after", TensorProto.FLOAT16, None))
+    (kernel,) = analyze(built, "cuda", name="masked").kernels.values()
+    assert [tensor.shape for tensor in kernel.outputs] == [(2, 1, 32), cache]
+    built = model([of("RemovePadding", ["x", "n"], "p"), helper.make_node("Relu", ["p"], ["y"])], {"x": (2, 16, 32)}, {})
+    built.graph.node[0].output.extend(["places", "before", "longest"])
+    built.graph.input.append(helper.make_tensor_value_info("n", TensorProto.INT32, [2]))
+    with pytest.raises(UserError, match=r"tensor p \(\[\?, 32\]\) depends on data .* --dim p.0=100"):
+        analyze(built, "cuda", name="padding")
+    record = analyze(built, "cuda", {"p.0": 20, "longest.0": 1}, "padding")
+    assert outputs(record)[-1] == ("Relu", "float16", (20, 32), "cuda")
+
+
 def test_the_gpu_has_a_kernel_for_each() -> None:
-    assert {name for name in COVERS if cuda_kernel(name, CONTRIB, 1, (), ()) is None} == set()
+    assert {name for name in COVERS.keys() | BY_SCHEMA if cuda_kernel(name, CONTRIB, 1, (), ()) is None} == set()
 
 
 @without_gpu

@@ -14,7 +14,7 @@ from command import run_script
 from recipes.kinds.compare_on_gpu import compare_all, difference_rows
 from recipes.kinds.gpu_latency import gpu_latency
 from recipes.kinds.judge import Ended
-from recipes.kinds.judgement import JUDGEMENT, StepResult, page, read_judgement, rows_of, summary
+from recipes.kinds.judgement import JUDGEMENT, MEASUREMENTS, StepResult, page, read_judgement, rows_of, summary
 from recipes.kinds.manifest import MadeModel, read_manifest
 from recipes.kinds.node_lists import NodeList, NodeRow, compare, derived_nodes, every_node, feed_of, named
 from training.composition.fitted import read_composition
@@ -110,15 +110,18 @@ def answer(model: str, step: str, latency_ms: float, **more: object) -> StepResu
                                       "latency_ms": latency_ms, **more})
 
 
-def timed(model: str, first_ms: float, second_ms: float) -> StepResult:
-    return StepResult(model=model, step="measured", outcome="answered", seconds=1.0, first_ms=first_ms, second_ms=second_ms)
+def timed(model: str, first_ms: float, second_ms: float) -> list[StepResult]:
+    """Both measurements of a model."""
+    return [StepResult.model_validate({"model": model, "step": step, "outcome": "answered", "seconds": 1.0,
+                                       "measured_ms": time_ms})
+            for step, time_ms in zip(MEASUREMENTS, (first_ms, second_ms), strict=True)]
 
 
 def test_the_summary_counts_what_was_asked(tmp_path: Path) -> None:
     steps = [
-        answer("a", "cpu", 15.0, interval_ms=(5.0, 20.0)), answer("a", "cpu_filled", 10.5), timed("a", 10.0, 11.0),
-        answer("b", "cpu", 2.1, rough=True, operators=("LSTM",)), answer("b", "cpu_filled", 2.4), timed("b", 2.0, 2.0),
-        answer("c", "h200", 1.0, rough=True), answer("c", "cpu", 1.2, rough=True), timed("c", 1.0, 1.0),
+        answer("a", "cpu", 15.0, interval_ms=(5.0, 20.0)), answer("a", "cpu_filled", 10.5), *timed("a", 10.0, 11.0),
+        answer("b", "cpu", 2.1, rough=True, operators=("LSTM",)), answer("b", "cpu_filled", 2.4), *timed("b", 2.0, 2.0),
+        answer("c", "h200", 1.0, rough=True), answer("c", "cpu", 1.2, rough=True), *timed("c", 1.0, 1.0),
         StepResult(model="d", step="h200", outcome="traceback", seconds=1.0, message="KeyError: 'x'"),
     ]
     (tmp_path / JUDGEMENT).write_text("".join(step.model_dump_json() + "\n" for step in steps) + '{"torn')
@@ -145,7 +148,27 @@ def test_the_summary_counts_what_was_asked(tmp_path: Path) -> None:
     assert text.startswith(
         "# Models of every kind\n\nHase was asked about 4 models of 4 kinds. On nvidia-h200: 1 of 2 were answered, 1 of these "
         "as rough estimates, 0 refused with a reason, 1 failed; median error 28.6%, ")
-    assert "| b | LSTM | this CPU | 2.1 | - | rough estimate (LSTM) | 2 | +5.0% | +0.0% |" in text
+    assert "| b | LSTM | this CPU | 2.1 | - | rough estimate (LSTM) | 2 | +5.0% | +0.0% | yes |" in text
+
+
+def test_what_is_confident_and_wrong_where_measurements_agree() -> None:
+    """On a CPU whose kernels were measured first: `a` is wrong, `b` was measured while the machine changed, `c` is marked."""
+    filled = [answer("a", "cpu_filled", 14.0, interval_ms=(10.0, 18.0)), *timed("a", 10.0, 10.9),
+              answer("b", "cpu_filled", 14.0, interval_ms=(12.0, 18.0)), *timed("b", 10.0, 11.1),
+              answer("c", "cpu_filled", 14.0, interval_ms=(7.0, 28.0), rough=True), *timed("c", 10.0, 10.0)]
+    results = {(step.model, step.step): step for step in filled}
+    assert [row.agrees for row in rows_of(MODELS, results)] == [True, False, True]
+    with_canaries = {key: step.model_copy(update={"canaries_ms": (1.05, 1.2 if key == ("c", "measured") else 1.0)})
+                     for key, step in results.items()}
+    assert [row.agrees for row in rows_of(MODELS, with_canaries)] == [True, False, False], "it was slower than at its best"
+    lines = {line["what"].removeprefix("this CPU, kernels measured: "): line for line in summary(rows_of(MODELS, results))}
+    wrong = lines["of 1 unmarked answers whose two measurements agree, off by more than 30%"]
+    assert (wrong["reached"], wrong["met"]) == ("1: a (this CPU, kernels measured, +40.0%)", "no")
+    marked = lines["of 3 answers marked"]
+    assert (marked["bar"], marked["met"]) == ("at most 15%", "no")
+    assert marked["reached"] == "33.3%, 1: c (this CPU, kernels measured, +40.0%)"
+    width = lines["interval's width over the prediction, median"]
+    assert (width["bar"], width["reached"], width["met"]) == ("at most 55%", "57.1%", "no")
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
@@ -175,7 +198,7 @@ def test_models_are_judged_and_a_second_run_asks_nothing(made: Path, tmp_path: P
     assert row["target"] == "nvidia-h200"
     assert 0.001 < row["predicted (ms)"] < 1.0
     judgement = read_judgement(made)
-    assert judgement["tiny_add", "measured"].first_ms is not None
+    assert judgement["tiny_add", "measured"].measured_ms is not None
     lines = (made / JUDGEMENT).read_text()
     assert command("judge.py", *options).returncode == 0
     assert (made / JUDGEMENT).read_text() == lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,8 @@ import numpy as np
 
 from records.kernel_record import Kernel, KernelInput, numpy_dtype
 from records.operators import operator_row
-from runtimes.ort.graph.nodes import attribute_value, first_taught
+from runtimes.ort.graph.bodies import PASSED_ON, captured
+from runtimes.ort.graph.nodes import attribute_value, bodies_of, first_taught
 
 if TYPE_CHECKING:
     import onnx
@@ -27,6 +29,7 @@ POOL_ELEMENTS = 1 << 22
 LEAST = 1e-3  # smaller numbers could make quotients and powers overflow
 ML = "ai.onnx.ml"
 TREES = ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor")
+COMPARING = ("Shape", "Size", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")  # they take any whole number
 PASSING = ("Identity", "Cast", "Imputer")  # operators that leave the range of a column as it is
 
 
@@ -130,6 +133,27 @@ def input_ranges(graph: onnx.GraphProto) -> dict[str, ColumnRanges]:
                 spread = np.divide(1.0, scale, out=np.ones_like(scale), where=scale != 0)
                 ranges.setdefault(source, ColumnRanges(np.asarray(attributes["offset"], float), spread))
     return ranges
+
+
+def looked_up(graph: onnx.GraphProto) -> dict[str, int]:
+    """The inputs of a model that are nothing but places in tables of its weights, such as the numbers of words; and how many
+    places the smallest of these tables has. Of a large table, one row that is read again and again is faster than many."""
+    rows = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    source_of = {value.name: value.name for value in graph.input if value.name not in rows}
+    places, otherwise = dict[str, int](), set[str]()
+    for node in graph.node:
+        inner = [name for body in bodies_of(node).values() for name in captured(body)]
+        for position, name in enumerate([*node.input, *inner]):
+            if not (source := source_of.get(name, "")) or node.op_type in COMPARING:
+                continue
+            if node.op_type in PASSED_ON and not position:
+                source_of[node.output[0]] = source
+            elif node.op_type == "Gather" and position == 1 and node.input[0] in rows:
+                axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+                places[source] = min(rows[node.input[0]][axis], places.get(source, sys.maxsize))
+            else:
+                otherwise.add(source)
+    return {name: count for name, count in places.items() if name not in otherwise}
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from records.kernel_record import KernelInput
 from runtimes.ort.graph.open_shapes import Shape
-from runtimes.ort.graph.tensor_shapes import ask, shape_query
+from runtimes.ort.graph.tensor_shapes import ask, shape_query, without_weights
 from utils.errors import UserError
 from utils.lazy import onnx
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import onnx
 
 Size = int | str  # an unknown one is its name, or ""
-SMALL_BYTES = 1024  # a larger constant is left out of a shape query
 TRIED_SIZES = (1, 32, 224, 512)  # for a dimension of which nothing is known: tokens, samples, the side of an image
 CACHES = {  # by attention operator: the places of its caches of keys and values, and the attribute with their number of heads
     ("com.microsoft", "GroupQueryAttention"): ((3, 4), "kv_num_heads"),
@@ -118,7 +117,7 @@ def fitting_sizes(proto: onnx.ModelProto, missing: Sequence[str], given: Mapping
         given: the sizes of other dimensions.
         name: of the model.
     """
-    light = _without_weights(proto)
+    light = without_weights(proto)
     try:
         set_by_model = _sizes_set(light, ask(shape_query(light, {}), "cpu", name, fold=False).shapes)
     except UserError:  # whatever it is that ONNX Runtime can't open is told when all sizes are given
@@ -142,19 +141,6 @@ def _unknown(proto: onnx.ModelProto, dims: Mapping[str, int], name: str) -> int 
         return len(ask(shape_query(proto, dims), "cpu", name, fold=False).unknown({}))
     except UserError:
         return None
-
-
-def _without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A model whose large constants have a shape, and no values."""
-    light = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
-    graph = proto.graph
-    light.graph.MergeFrom(onnx.GraphProto(name=graph.name, node=graph.node, input=graph.input, output=graph.output,
-                                          value_info=graph.value_info))
-    for tensor in graph.initializer:
-        small = tensor.data_location != onnx.TensorProto.EXTERNAL and tensor.ByteSize() <= SMALL_BYTES
-        light.graph.initializer.append(tensor if small else onnx.TensorProto(
-            name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=onnx.TensorProto.EXTERNAL))
-    return light
 
 
 def _sizes_set(proto: onnx.ModelProto, shapes: Mapping[str, Shape]) -> dict[str, int]:

@@ -22,7 +22,13 @@ from runtimes.ort.graph.fitting_sizes import refuse_other_caches
 from runtimes.ort.graph.nodes import ParsedNode, name_nodes
 from runtimes.ort.graph.open_shapes import Body, InferredTensors, Shape, Values
 from runtimes.ort.graph.source import Source, open_dims, read_source, tensor_of_size
-from runtimes.ort.graph.tensor_shapes import infer_tensors, shapes_of_any_size
+from runtimes.ort.graph.tensor_shapes import (
+    infer_tensors,
+    shape_query,
+    shapes_of_any_size,
+    types_by_schema,
+    without_weights,
+)
 from utils.errors import UserError
 from utils.fingerprint import Flavour, graph_device, has_cuda
 from utils.lazy import onnx
@@ -172,7 +178,8 @@ def _optimized(path: Path, source: Source, loadable: Path | bytes, flavour: Flav
     gpu_only = derived and holds_gpu_only(source.graph_only.graph)
     if gpu_only:
         with model_errors(source.name):  # over 2 GiB, which a serialised model can't have
-            loadable = cover(read_whole_model(loadable)).SerializeToString()
+            whole = read_whole_model(loadable)
+            loadable = cover(whole, types_by_schema(shape_query(without_weights(whole), {}))).SerializeToString()
     work = partial(optimize, replace(source, loadable=loadable), flavour, derived, path, static)
     if static or not source.dims:
         work()

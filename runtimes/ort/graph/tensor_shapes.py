@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from records.kernel_record import KernelInput, type_code, type_name
+from records.kernel_record import KernelInput, session_dtype, type_code, type_name
 from records.operators import operator_row
-from runtimes.ort.cuda.gpu_only import cover
+from runtimes.ort.cuda.gpu_only import cover, holds_gpu_only, is_gpu_only
 from runtimes.ort.graph.bodies import captured, hold
 from runtimes.ort.graph.nodes import ONNX_DOMAINS, bodies_of
 from runtimes.ort.graph.open_shapes import (
@@ -34,10 +34,11 @@ from runtimes.ort.graph.open_shapes import (
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.model_files import with_values
-from utils.ort_sessions import PROVIDER_NAMES, open_session
+from utils.ort_sessions import PROVIDER_NAMES, open_session, outputs_by_schema
 from utils.temporary import temporary_folder
 
 SMALL_INTS = 64  # the values of integer constants up to this many elements are kept: shapes, axes, splits
+SMALL_BYTES = 1024  # a larger constant is left out of a shape query
 # An additional input of a shape query, with an open dimension: a session saves shapes only if it changed the graph.
 FRESH = "hase.fresh"
 
@@ -99,6 +100,26 @@ def shape_query(proto: onnx.ModelProto, dims: Mapping[str, int]) -> onnx.ModelPr
     return query
 
 
+def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A model whose large constants have a shape, and no values."""
+    light = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
+    graph = proto.graph
+    light.graph.MergeFrom(onnx.GraphProto(name=graph.name, node=graph.node, input=graph.input, output=graph.output,
+                                          value_info=graph.value_info))
+    for tensor in graph.initializer:
+        small = tensor.data_location != onnx.TensorProto.EXTERNAL and tensor.ByteSize() <= SMALL_BYTES
+        light.graph.initializer.append(tensor if small else onnx.TensorProto(
+            name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=onnx.TensorProto.EXTERNAL))
+    return light
+
+
+def types_by_schema(query: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
+    """The types of a shape query's outputs by name, as far as the operators' schemas tell, whether or not there are kernels. A
+    scalar counts as a tensor of unknown rank, since ONNX Runtime shows both alike."""
+    return {value.name: onnx.helper.make_tensor_type_proto(type_code(session_dtype(value.type)), value.shape or None)
+            for value in outputs_by_schema(query.SerializeToString()) if value.type.startswith("tensor(")}
+
+
 @dataclass(frozen=True)
 class ShapeAnswer:
     """What ORT infers of a shape query.
@@ -131,10 +152,10 @@ def ask(query: onnx.ModelProto, device: str, name: str, fold: bool) -> ShapeAnsw
     """Lets ORT infer the shapes of a shape query; with `fold`, it also computes what depends on shapes and constants alone."""
     with temporary_folder() as folder:
         saved = Path(folder) / "query.onnx"
-        if device == "cpu":
+        if device == "cpu" and holds_gpu_only(query.graph):
             covered = onnx.ModelProto()
             covered.CopyFrom(query)
-            query = cover(covered)
+            query = cover(covered, types_by_schema(query))
         session = open_session(query.SerializeToString(), device, optimize="basic" if fold else "none", name=name,
                                dims={FRESH: 1}, save_to=saved, entries={"session.record_ep_graph_assignment_info": "1"})
         graph = onnx.load(str(saved)).graph
@@ -324,6 +345,8 @@ def _output_shapes(node: onnx.NodeProto, outputs: set[str], answer: ShapeAnswer,
                 shapes[out] = shape
             else:
                 raise sizes.refusal(name, out, answer.shapes[out])
+    elif left and is_gpu_only(node):  # a kernel that this machine can't run
+        raise sizes.refusal(name, left[0], answer.shapes[left[0]])
     elif left:
         shapes |= {out: shape for out, shape in shapes_when_run(node, proto, known, name).items() if out in left}
         if left[0] not in shapes:
