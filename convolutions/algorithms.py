@@ -205,7 +205,7 @@ def unexpected(algorithm: str, kernels: Iterable[str], pointwise: bool = False) 
     method = _METHOD_OF.get(algorithm, algorithm)
     if method not in _METHODS:
         return ""
-    others = [pattern for other, pattern in _METHODS.items() if other != method]
+    others = [pattern for name, pattern in _METHODS.items() if name != method]
     never = "|".join([*others, *filter(None, [_NEVER_BESIDES.get(algorithm)])])
     if strange := [name for name in names if re.search(never, name, re.IGNORECASE)]:
         return f"{algorithm} launched {', '.join(strange)}"

@@ -83,10 +83,10 @@ class ProfileSettings(Frozen):
         """What is to be measured, the smallest input first."""
         return [ProfileUnit(self, size) for size in self.input_sizes]
 
-    def same_but_sizes(self, other: ProfileSettings) -> bool:
-        """Whether the measurements of `other` can go on with these settings."""
+    def same_but_sizes(self, settings: ProfileSettings) -> bool:
+        """Whether the measurements of `settings` can go on with these settings."""
         free = {"input_sizes": (), "warmup": 0, "measure": 0, "device_name": ""}
-        return self.model_copy(update=free) == other.model_copy(update=free)
+        return self.model_copy(update=free) == settings.model_copy(update=free)
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,87 @@ def pipeline_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = N
     return float(max(host.goes_on[-1], ends.max(initial=0.0)) + costs.end_ms)
 
 
+COSTS = tuple(PipelineCosts.model_fields)
+AT_PACE = np.array([name != "gap_ms" for name in COSTS])  # those that a slower host makes longer
+
+
+class Runs:
+    """Runs whose latencies are asked for thousands of times with different costs, as a fit does.
+
+    `pipeline_ms` takes the latest of several ends. Each of them is a sum: every cost as often as it is paid before that end,
+    and work of the GPU. How often is counted once; the ends of all runs are then one product of matrices. Runs with nodes off
+    the GPU, where the host may wait, are simulated one by one.
+    """
+
+    def __init__(self, runs: Sequence[tuple[Tracks, float, OffGpu | None]]) -> None:
+        """Counts what each run costs.
+
+        Args:
+            runs: the tracks of each, the pace of its host (see `PipelineCosts.at_pace`), and what nodes off the GPU do.
+        """
+        self._simulated = [(place, *run) for place, run in enumerate(runs) if run[2] is not None]
+        self._counted = [place for place, run in enumerate(runs) if run[2] is None]
+        ends = [_ends(runs[place][0]) for place in self._counted]
+        self._begins = np.cumsum([0, *(len(work_ms) for _, work_ms in ends)])[:-1]  # the first row of each run: the host's end
+        self._counts = np.concatenate([np.empty((0, len(COSTS))), *(
+            counts * np.where(AT_PACE, runs[place][1], 1.0) for place, (counts, _) in zip(self._counted, ends, strict=True))])
+        self._work_ms = np.concatenate([np.empty(0), *(work_ms for _, work_ms in ends)])
+
+    def _all(self, counted: Floats, simulated: Sequence[float]) -> Floats:
+        all_runs = np.empty(len(self._counted) + len(self._simulated))
+        all_runs[self._counted] = counted
+        all_runs[[place for place, *_ in self._simulated]] = simulated
+        return all_runs
+
+    def latencies_ms(self, costs: PipelineCosts) -> Floats:
+        """The latency of each run, as `pipeline_ms` has it."""
+        ends = self._counts @ _values(costs) + self._work_ms
+        return self._all(np.maximum.reduceat(ends, self._begins) if len(ends) else ends,
+                         [pipeline_ms(tracks, costs.at_pace(pace), off_gpu) for _, tracks, pace, off_gpu in self._simulated])
+
+    def hosts_ms(self, costs: PipelineCosts) -> Floats:
+        """When the host of each run has dispatched the last node."""
+        values = _values(costs) * (np.array(COSTS) != "end_ms")
+        return self._all(self._counts[self._begins] @ values,
+                         [dispatched_ms(tracks, costs.at_pace(pace), off_gpu)[-1]
+                          for _, tracks, pace, off_gpu in self._simulated])
+
+
+def _values(costs: PipelineCosts) -> Floats:
+    return np.array([getattr(costs, name) for name in COSTS])
+
+
+def _ends(tracks: Tracks) -> tuple[Floats, Floats]:
+    """How often each of COSTS is paid, and the GPU's work in ms, up to each end that a run may have: that of its host, then
+    those of all work from each node's last launch on, then from the first launch of those with several."""
+    recurrent = tracks.kinds == NodeKind.RECURRENT
+    of_node = {"node_ms": tracks.kinds != NodeKind.VIEW, "view_ms": tracks.kinds == NodeKind.VIEW, "launch_ms": tracks.launches,
+               "convolution_ms": tracks.kinds == NodeKind.CONVOLUTION, "product_ms": tracks.kinds == NodeKind.PRODUCT,
+               "recurrent_launch_ms": tracks.launches * recurrent, "reducing_ms": tracks.kinds == NodeKind.REDUCING}
+    host = np.zeros((len(tracks.kinds) + 1, len(COSTS)))
+    for name, counts in of_node.items():
+        host[1:, COSTS.index(name)] = np.cumsum(counts)
+    host[:, [COSTS.index("start_ms"), COSTS.index("end_ms")]] = 1.0
+    working = tracks.launches > 0
+    launches, recurrent = tracks.launches[working], recurrent[working]
+    launched = np.maximum(launches, 1.0)
+    part = 1.0 - 1.0 / launched  # of a node's work that is before its last launch
+
+    def from_on(of_nodes: Floats) -> Floats:
+        return np.cumsum(of_nodes[::-1])[::-1]
+
+    last, gap = host[1:][working], COSTS.index("gap_ms")
+    last[:, COSTS.index("lead_ms")] = 1.0
+    work_ms, gaps = from_on(tracks.gpu_ms[working]), from_on(launches)
+    several = launched > 1
+    first = last[several]
+    first[:, COSTS.index("launch_ms")] -= launched[several] - 1.0
+    first[:, COSTS.index("recurrent_launch_ms")] -= (launched[several] - 1.0) * recurrent[several]
+    first[:, gap], last[:, gap] = gaps[several], gaps - part * launches
+    return (np.concatenate([host[-1:], last, first]),
+            np.concatenate([[0.0], work_ms - part * tracks.gpu_ms[working], work_ms[several]]))
+
+
 class NodeSpan(NamedTuple):
     """When the host dispatches a node and when the GPU works on it, in ms from the start of a run. `gpu` is None for a node
     that gives the GPU no work."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ SHARED_RUNS = (200, 10)  # callers, and runs of each: with fewer callers the 95t
 LOOPED_RUNS = 30  # of a model in a loop: its turns repeat by then
 BETWEEN_RUNS_MS = 0.02  # a caller's time between the end of a run and the start of the next
 TINY_MS = 1e-6
+DRAWN_AT_ONCE = 64  # waits of every caller: drawing them one by one takes a third of a simulation
 
 
 class CoRunner(NamedTuple):
@@ -102,16 +104,17 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_run
     """
     callers, runs = shape
     stages = _stages(tracks, costs)
-    met = _OtherMet(co_runner, generator, generator.uniform(0.0, co_runner.cycle_ms, callers))
+    begins_ms = generator.uniform(0.0, co_runner.cycle_ms, callers)
     begin, free, used = np.zeros(callers), -generator.uniform(0.0, 1.0, callers), np.zeros(callers)
+    met = _OtherMet(co_runner, begins_ms, _waits(co_runner, generator, callers))
     latencies = np.empty((runs, callers))
     for run in range(runs):
         for ready, work in zip(stages.ready_ms.tolist(), stages.work_ms.tolist(), strict=True):
             wait = met.wait()
             start = np.maximum(free, begin + ready)
-            gap = start - free
-            idle = gap > 0
-            if idle.any():  # seldom where the GPU is the slower track
+            idle = start > free
+            if np.count_nonzero(idle):  # seldom where the GPU is the slower track
+                gap = start - free
                 lost = idle & met.busy(start)
                 start = start + np.where(lost, wait - np.mod(gap, np.maximum(wait, TINY_MS)), 0.0)
                 used = np.where(idle, 0.0, used)
@@ -123,11 +126,12 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_run
 
 
 class _OtherMet(NamedTuple):
-    """The other process as many callers meet it: for each of them it is at another point (ms) of its phases at the start."""
+    """The other process as many callers meet it: for each of them it is at another point (ms) of its phases at the start, and
+    `waits` has a wait (ms) of each for every turn."""
 
     co_runner: CoRunner
-    generator: np.random.Generator
     begins_ms: Floats
+    waits: Iterator[Floats]
 
     def busy(self, when: Floats) -> npt.NDArray[np.bool_]:
         """Whether it has work at the time `when` (ms) of each caller."""
@@ -137,8 +141,14 @@ class _OtherMet(NamedTuple):
 
     def wait(self) -> Floats:
         """One wait (ms) for each caller, drawn at random."""
-        waits = self.co_runner.waits_ms if len(self.co_runner.waits_ms) else np.zeros(1)
-        return waits[self.generator.integers(0, len(waits), len(self.begins_ms))]  # as `choice` does, in half the time
+        return next(self.waits)
+
+
+def _waits(co_runner: CoRunner, generator: np.random.Generator, callers: int) -> Iterator[Floats]:
+    """Waits (ms) for each caller, drawn at random, without end."""
+    waits = co_runner.waits_ms if len(co_runner.waits_ms) else np.zeros(1)
+    while True:  # as `choice` draws them, in half the time
+        yield from waits[generator.integers(0, len(waits), (DRAWN_AT_ONCE, callers))]
 
 
 def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _OtherMet) -> tuple[Floats, Floats]:
@@ -151,13 +161,14 @@ def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _Oth
         slice_ms: after which the other process has its turn, if it has work.
         met: the other process.
     """
-    left, now = np.full(len(start), work), start
-    while (over := used + left > slice_ms).any():
+    now, left, used_after = start, np.asarray(work), used + work
+    while np.count_nonzero(over := used_after > slice_ms):
         room = slice_ms - used
         now = np.where(over, now + room, now)
         now = np.where(over & met.busy(now), now + met.wait(), now)
         left, used = np.where(over, left - room, left), np.where(over, 0.0, used)
-    return now + left, used + left
+        used_after = used + left
+    return now + left, used_after
 
 
 def gpu_work_ms(tracks: Tracks, costs: PipelineCosts) -> float:

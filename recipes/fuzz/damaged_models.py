@@ -80,8 +80,8 @@ def choice(depth: int = 1) -> onnx.ModelProto:
     """Ifs within one another; an input decides."""
     branch = onnx.helper.make_graph([new_node("Relu", ["x"], ["y0"])], "then", [], [value("y0")])
     for level in range(1, depth + 1):
-        other = onnx.helper.make_graph([new_node("Abs", ["x"], [f"z{level}"])], "else", [], [value(f"z{level}")])
-        node = new_node("If", ["c"], [f"y{level}"], then_branch=branch, else_branch=other)
+        otherwise = onnx.helper.make_graph([new_node("Abs", ["x"], [f"z{level}"])], "else", [], [value(f"z{level}")])
+        node = new_node("If", ["c"], [f"y{level}"], then_branch=branch, else_branch=otherwise)
         branch = onnx.helper.make_graph([node], "then", [], [value(f"y{level}")])
     return model_of(branch.node, inputs=[value("x"), value("c", [], onnx.TensorProto.BOOL)], outputs=[value(f"y{depth}")])
 

@@ -48,5 +48,9 @@ step pool_records hase recipes/h200/pool_records.py --device cuda --jobs "$jobs"
 step build_some hase kernel_model/kernel_builder.py $(find "$out/ort_analysis/ort_kernel_record" \
   \( -name 'resnet50@batch=16.json' -o -name 'deit_tiny_patch16_224*@batch=16.json' \) -printf '--record %p ')
 left=$(awk "BEGIN {print $minutes - $SECONDS / 60}")
-step energy hase benchmark/collector.py --config recipes/h200/collect_energy.yaml --minutes "$left"
+# each model's latency for a moment, then three seconds of its runs; and, of a few batches of kernels, the largest of each
+# operator and element type among those that were built (docs/energy.md)
+step energy hase benchmark/collector.py --config recipes/h200/collect_pool.yaml --minutes "$left" --set energy_s=3 \
+  --set energy_of_kernels=true --set 'labels=[run]' --set model_labels=false --set kernel_levels=null \
+  --set 'kernel={warmup: 1, budget_s: 0.01}' --set tracers=1
 tail -3 "$out/energy.log"

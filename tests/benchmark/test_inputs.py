@@ -64,11 +64,6 @@ def save(path: Path, arrays: Mapping[str, Any]) -> Path:
     return path
 
 
-def fastest_ms(*runners: Runner) -> list[float]:
-    """The shortest time of each, in turns, since other work may slow down some of them."""
-    return np.min([[min(runner.time(loops=10).samples_ms) for runner in runners] for _ in range(8)], axis=0).tolist()
-
-
 @pytest.mark.parametrize("scaler", [False, True])
 def test_rows_for_trees_take_all_branches(tmp_path: Path, scaler: bool) -> None:
     """Also where the columns have scales of their own, which the trees' thresholds or a Scaler tell."""
@@ -80,18 +75,15 @@ def test_rows_for_trees_take_all_branches(tmp_path: Path, scaler: bool) -> None:
     assert 0.5 < spreads.min() < spreads.max() < 1.5
 
 
-@pytest.mark.slow
-def test_trees_take_as_long_as_with_real_rows(tmp_path: Path) -> None:
-    """Rows that all take the same branches, such as zeros, are much faster."""
+def test_rows_of_a_tree_kernel_take_as_many_branches_as_real_ones(tmp_path: Path) -> None:
+    """Rows that all take the same branches, such as zeros, need less than half of the time."""
     path = tree_model(tmp_path / "trees.onnx", rows=256, scales=np.ones(COLUMNS))
     [kernel] = analyze(path, "cpu").kernels.values()
     rows = {"zeros": np.zeros((256, COLUMNS)), "real": np.random.default_rng(9).standard_normal((256, COLUMNS)),
             "kernel": dummy_inputs(kernel)["x0"]}
     given = [save(tmp_path / f"{name}.npz", {"x": values.astype(np.float32)}) for name, values in rows.items()]
-    made_up, zeros, real, of_kernel = fastest_ms(*(open_runner(path, "cpu", inputs=inputs) for inputs in (None, *given)))
-    assert zeros < 0.6 * real
-    assert made_up == pytest.approx(real, rel=0.3)
-    assert of_kernel == pytest.approx(real, rel=0.3)
+    made_up, zeros, real, of_kernel = (leaves_reached(open_runner(path, "cpu", inputs=inputs)) for inputs in (None, *given))
+    assert (made_up, zeros, real, of_kernel) == (256, 1, 256, 256)
 
 
 def test_random_numbers_are_standardised_and_in_no_order() -> None:
@@ -137,9 +129,9 @@ def kernel_of(op: str, shape: list[int], tmp_path: Path, dims: dict[str, int] | 
 
 
 def test_values_that_an_operator_finds_are_in_no_order(tmp_path: Path) -> None:
-    found = dummy_inputs(kernel_of("NonZero", [40, 50], tmp_path, dims={"y.1": 500}))["x0"]
-    assert np.count_nonzero(found) == 500
-    assert len(set(np.diff(np.flatnonzero(found)).tolist())) > 3
+    drawn = dummy_inputs(kernel_of("NonZero", [40, 50], tmp_path, dims={"y.1": 500}))["x0"]
+    assert np.count_nonzero(drawn) == 500
+    assert len(set(np.diff(np.flatnonzero(drawn)).tolist())) > 3
     different = dummy_inputs(kernel_of("Unique", [2000], tmp_path, dims={"y.0": 100}))["x0"]
     assert len(np.unique(different)) == 100
     assert (np.diff(different) < 0).mean() == pytest.approx(0.5, abs=0.1)
@@ -156,8 +148,8 @@ def test_one_s_own_inputs_are_run(tmp_path: Path) -> None:
     onnx.save(small_model(), tmp_path / "net.onnx")
     runner = open_runner(tmp_path / "net.onnx", "cpu")
     [(name, made_up)] = runner.feed.items()
-    own = np.full(made_up.shape, 0.5)  # 64 bits are fine
-    save(tmp_path / "own.npz", {name: own})
+    halves = np.full(made_up.shape, 0.5)  # 64 bits are fine
+    save(tmp_path / "own.npz", {name: halves})
     given = open_runner(tmp_path / "net.onnx", "cpu", inputs=tmp_path / "own.npz").feed[name]
     assert given.dtype == made_up.dtype
     assert (given == 0.5).all()

@@ -23,7 +23,7 @@ from graph_model.simulation.pipeline import (
 )
 from records.kernel_record import KernelInput, Tensor
 from records.kernel_types import describe_kernel
-from training.composition.formulas import FOLLOWING, HOST_BOUND, can_fit, fit_pipeline, hosts_ms, latencies_ms, left_out_ms
+from training.composition.formulas import FOLLOWING, HOST_BOUND, can_fit, fit_pipeline, latencies_ms, left_out_ms, paced_runs
 from training.composition.measured_models import MeasuredTracks
 
 AROUND_A_VIEW = np.array([NodeKind.OWN, NodeKind.VIEW, NodeKind.OWN])
@@ -155,8 +155,29 @@ def test_a_slower_host_by_hand() -> None:
                        for times in (gpu, gpu / 100))
     assert latencies_ms([of_gpu, of_host], costs).tolist() == [41.75, 21.5]
     waiting = 26.0 - 2.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 8.0
-    assert latencies_ms([of_gpu, of_host], costs, paced=True).tolist() == [waiting, 43.0]
-    assert hosts_ms([of_gpu, of_host], costs).tolist() == [35.0, 35.0]
+    runs = paced_runs([of_gpu, of_host])
+    assert runs.latencies_ms(costs).tolist() == [waiting, 43.0]
+    assert runs.hosts_ms(costs).tolist() == [35.0, 35.0]
+
+
+@pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
+def test_many_runs_at_once_are_as_one_by_one(scale: float) -> None:
+    """Hosts of several paces, a run without nodes, one of views only, and one with nodes off the GPU."""
+    draw = np.random.default_rng(4)
+    models = [made_up(draw, scale, pace) for pace in (0.85, 1.0, 1.6) for _ in range(5)]
+    nothing, views = np.zeros(0), np.zeros(3)
+    models.insert(7, MeasuredTracks(Tracks(nothing, nothing, nothing.astype(int)), math.nan, 1.0))
+    models.insert(3, MeasuredTracks(Tracks(views, views, views.astype(int)), math.nan, 1.0, pace=1.2))
+    off_gpu = OffGpu(draw.random(len(models[0].tracks.kinds)), draw.random(len(models[0].tracks.kinds)) < 0.1)
+    models.insert(5, replace(models[0], off_gpu=off_gpu))
+    costs = COSTS.model_copy(update={"lead_ms": -0.03, "recurrent_launch_ms": 0.003})
+    runs = paced_runs(models)
+    assert runs.latencies_ms(costs) == pytest.approx(
+        [pipeline_ms(model.tracks, costs.at_pace(model.pace), model.off_gpu) for model in models], rel=1e-12)
+    assert np.delete(runs.hosts_ms(costs), 9) == pytest.approx(
+        [dispatched_ms(model.tracks, costs.at_pace(model.pace), model.off_gpu)[-1]
+         for model in models if len(model.tracks.kinds)], rel=1e-12)
+    assert paced_runs([]).latencies_ms(costs).size == 0
 
 
 def test_the_fit_finds_the_costs() -> None:

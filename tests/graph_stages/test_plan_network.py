@@ -26,11 +26,11 @@ def test_the_best_plan_beats_all_others() -> None:
                 GPU: {kernel.id: 0.02 + kernel.flops / 1e9 for kernel in kernels}}
     problem = planning_problem(record, times_ms, 0.05, 1e7)
     every_cost = [plan_cost(problem, units).latency_ms for units in itertools.product((CPU, GPU), repeat=len(kernels))]
-    found = dict(plans(problem))
-    assert found["the best of all"].latency_ms == pytest.approx(min(every_cost))
-    assert found["all on the CPU"].latency_ms == pytest.approx(sum(times_ms[CPU].values()))
+    plan_of = dict(plans(problem))
+    assert plan_of["the best of all"].latency_ms == pytest.approx(min(every_cost))
+    assert plan_of["all on the CPU"].latency_ms == pytest.approx(sum(times_ms[CPU].values()))
     copied = [record.inputs[name].bytes for name in record.inputs] + [record.outputs[name].bytes for name in record.outputs]
-    assert found["all on the GPU"].latency_ms == pytest.approx(
+    assert plan_of["all on the GPU"].latency_ms == pytest.approx(
         sum(times_ms[GPU].values()) + sum(0.05 + size / 1e7 for size in copied))
 
 

@@ -78,11 +78,11 @@ def test_the_branch_is_the_given_one_or_the_one_with_the_cache(decoder: Path, gi
 
 def test_the_branch_that_is_not_assumed(decoder: Path) -> None:
     record = analyze(decoder, "cpu", DIMS)
-    other = record_otherwise(decoder, record)
-    assert other is not None
-    assert other.outputs["present"].shape[2] == DIMS["sequence"]
-    assert not other.guessed
-    assert record_otherwise(decoder, other) is None, "the branch is given"
+    otherwise = record_otherwise(decoder, record)
+    assert otherwise is not None
+    assert otherwise.outputs["present"].shape[2] == DIMS["sequence"]
+    assert not otherwise.guessed
+    assert record_otherwise(decoder, otherwise) is None, "the branch is given"
     assert record_otherwise(record, record) is None, "a record is not analysed again"
 
 

@@ -59,9 +59,9 @@ def test_better_inputs_win(sorting: Kernel) -> None:
                      machine="here", measurements=(measured,))
 
     described = {sorting.id: DatasetKernel(kernel=sorting, models=("net",), groups=("net",))}
-    old, made_up, own = block(1.0, ""), block(2.0, "standardised"), block(3.0, "given")
+    old, made_up, given = block(1.0, ""), block(2.0, "standardised"), block(3.0, "given")
     for blocks, time_ms, inputs in (([old], 1.0, ""), ([made_up, old], 2.0, "node_span:standardised"),
-                                    ([own, made_up, old], 3.0, "node_span:given"),
+                                    ([given, made_up, old], 3.0, "node_span:given"),
                                     ([block(4.0, "given", "carrier"), old], 1.0, "")):
         for order in (blocks, blocks[::-1]):
             [row] = kernel_rows(order, described)
@@ -148,12 +148,12 @@ def test_a_function_inside_a_network_is_measured_so_too(workspace: Workspace) ->
 @pytest.mark.slow
 def test_inputs_that_do_not_fit_are_an_error_before_anything_is_measured(workspace: Workspace) -> None:
     path = conv_net(workspace.root / "net.onnx", channels=8)
-    own = save(workspace.root / "own.npz", {"x": np.zeros((1, 3))})
+    misshapen = save(workspace.root / "own.npz", {"x": np.zeros((1, 3))})
     with pytest.raises(UserError, match=r"own\.npz: x has shape \[1, 3\], and the model takes \[1, 8, 16, 16\]"):
-        measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG, inputs=own)
+        measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG, inputs=misshapen)
     assert not read_journal(workspace.dataset(TARGET))
     with pytest.raises(UserError, match="a record can't be run; give the model file with --inputs"):
-        measure_missing(analyze(path, "cpu"), target=TARGET, workspace=workspace, config=CONFIG, inputs=own)
+        measure_missing(analyze(path, "cpu"), target=TARGET, workspace=workspace, config=CONFIG, inputs=misshapen)
 
 
 @pytest.mark.parametrize(("script", "options", "message"), [

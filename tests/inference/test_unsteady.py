@@ -100,7 +100,8 @@ def test_what_is_measured_again_replaces_the_unsteady_block(order: int) -> None:
     [of_unit] = unit_rows([bad, good][::order])
     assert (of_unit["node_span_ms"], of_unit["Unsteady"], of_unit["Runs"]) == (1.0, "", 1)
     less_bad = block(timed(2.0), drift=0.5)
-    assert [m.samples_ms for _, m in steadiest([(found, found.measurements[0]) for found in (bad, less_bad)])] == [(2.0,)]
+    [(_, steadier)] = steadiest([(of, of.measurements[0]) for of in (bad, less_bad)])
+    assert steadier.samples_ms == (2.0,)
     two_good = kernel_rows([good, block(timed(3.0))][::order], DESCRIBED)
     assert two_good[0]["node_span_ms"] == 2.0  # the median over both, as ever
 
@@ -212,9 +213,9 @@ def test_under_a_load_a_drift_says_little(made_up: Workspace) -> None:
 def unsettle(workspace: Workspace, drift: float) -> None:
     """Makes the idle blocks of the trained workspace unsteady, as if they had been measured so."""
     folder = workspace.dataset(TARGET)
-    blocks = [found if found.level else found.model_copy(update={"canary_after_ms": 1.0 + drift})
-              for found in read_journal(folder)]
-    files.write_text(journal_path(folder), "".join(f"{found.model_dump_json()}\n" for found in blocks))
+    blocks = [block if block.level else block.model_copy(update={"canary_after_ms": 1.0 + drift})
+              for block in read_journal(folder)]
+    files.write_text(journal_path(folder), "".join(f"{block.model_dump_json()}\n" for block in blocks))
     write_tables(folder, read_header(folder), blocks)
     renew_measured(workspace.predictors(TARGET), measured_times(workspace, TARGET))
 
@@ -286,12 +287,12 @@ def test_the_collector_measures_again_on_request(workspace: Workspace, canary: l
     canary[:] = [1.0, 1.0 + BAD, 1.0]  # the first of two blocks is unsteady
     collect(workspace, config)
     first = read_journal(workspace.dataset(TARGET))
-    assert [found.unsteady for found in first] == [True, False]
+    assert [block.unsteady for block in first] == [True, False]
     collect(workspace, config)
     assert read_journal(workspace.dataset(TARGET)) == first  # only on request
     collect(workspace, config, remeasure=True)
     again = read_journal(workspace.dataset(TARGET))
-    assert [found.unsteady for found in again] == [True, False, False]
+    assert [block.unsteady for block in again] == [True, False, False]
     assert {(m.subject, m.id) for m in again[2].measurements} == {(m.subject, m.id) for m in first[0].measurements}
     assert read_kernel_table(workspace, TARGET)["Unsteady"].isna().all()
     collect(workspace, config, remeasure=True)

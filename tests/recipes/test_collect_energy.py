@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import cast
 
 import torchvision
 import yaml
+from recipe_commands import configs_of
 
 from benchmark.collecting.config import CollectorConfig
 from measuring.power import WINDOW_S
@@ -32,8 +34,9 @@ def test_the_models_are_torchvisions_and_the_pools() -> None:
     assert set(named("torchvision")) <= set(torchvision.models.list_models(torchvision.models))
 
 
-def test_the_windows_are_long_enough_and_batches_stay_open() -> None:
-    config = read_config(RECIPE / "collect_energy.yaml", CollectorConfig)
+def test_the_windows_are_long_enough_and_batches_stay_open(tmp_path: Path) -> None:
+    configs = configs_of("recipes/h200/collect_energy.sh", tmp_path)
+    [config] = [config for config in configs if isinstance(config, CollectorConfig)]
     assert config.energy_s >= WINDOW_S
     assert config.levels == (0.0,)
     [export] = read_config(RECIPE / "model_zoo.yaml", ZooConfig, ["models=[resnet50]"]).exports()

@@ -11,8 +11,7 @@ import onnx
 import pytest
 from command import run_script
 
-from recipes.kinds.compare_on_gpu import compare_all, difference_rows
-from recipes.kinds.gpu_latency import gpu_latency
+from recipes.kinds.compare_on_gpu import compare_all, difference_rows, gpu_latency
 from recipes.kinds.judge import Ended
 from recipes.kinds.judgement import JUDGEMENT, MEASUREMENTS, StepResult, page, read_judgement, rows_of, summary
 from recipes.kinds.manifest import MadeModel, read_manifest

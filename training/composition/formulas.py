@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms
+from graph_model.simulation.pipeline import PipelineCosts, Runs, pipeline_ms
 from training.composition.fitted import GraphReplay, HostIo, Line, Mask, copied_mib, host_io_ms, latency_ms
 from training.composition.intervals import error_range_of
 from training.composition.measured_models import MeasuredModel, MeasuredTracks
@@ -127,6 +127,7 @@ def mape(predicted_ms: Floats, measured_ms: Floats) -> float:
 def fit_pipeline(models: Sequence[MeasuredTracks]) -> PipelineCosts:
     """The costs of a run on both tracks at the host's usual pace; needs at least LEAST_MODELS models."""
     held_up = [model for model in models if model.host_ms > HOST_BOUND * model.latency_ms]
+    runs, held_up_runs = paced_runs(models), paced_runs(held_up)
     latency = np.array([model.latency_ms for model in models])
     host = np.array([model.host_ms for model in held_up])
 
@@ -136,8 +137,8 @@ def fit_pipeline(models: Sequence[MeasuredTracks]) -> PipelineCosts:
 
     def errors(values: Sequence[float]) -> Floats:
         tried = costs(values)
-        return np.concatenate([latencies_ms(models, tried, paced=True) / latency - 1.0,
-                               HOST_WEIGHT * (hosts_ms(held_up, tried) / host - 1.0)])
+        return np.concatenate([runs.latencies_ms(tried) / latency - 1.0,
+                               HOST_WEIGHT * (held_up_runs.hosts_ms(tried) / host - 1.0)])
 
     first, scale, least, most = ([getattr(values, name) for name in FITTED] for values in (FIRST, SCALE, LEAST, MOST))
     fitted = scipy.optimize.least_squares(errors, first, loss="soft_l1", f_scale=ODD, x_scale=scale, bounds=(least, most))
@@ -149,15 +150,14 @@ def can_fit(models: Sequence[MeasuredTracks]) -> bool:
     return sum(bool(np.isfinite(model.host_ms)) for model in models) >= LEAST_MODELS
 
 
-def latencies_ms(models: Sequence[MeasuredTracks], costs: PipelineCosts, paced: bool = False) -> Floats:
-    """The latency (ms) of each model with these costs: at the host's usual pace, or `paced`: at the pace measured with it."""
-    return np.array([pipeline_ms(model.tracks, costs.at_pace(model.pace) if paced else costs, model.off_gpu)
-                     for model in models])
+def latencies_ms(models: Sequence[MeasuredTracks], costs: PipelineCosts) -> Floats:
+    """The latency (ms) of each model with these costs, at the host's usual pace."""
+    return np.array([pipeline_ms(model.tracks, costs, model.off_gpu) for model in models])
 
 
-def hosts_ms(models: Sequence[MeasuredTracks], costs: PipelineCosts) -> Floats:
-    """The host's time (ms) for each model with these costs, at the pace measured with the model."""
-    return np.array([dispatched_ms(model.tracks, costs.at_pace(model.pace), model.off_gpu)[-1] for model in models])
+def paced_runs(models: Sequence[MeasuredTracks]) -> Runs:
+    """Runs of the models, each at the pace that the host had when it was measured."""
+    return Runs([(model.tracks, model.pace, model.off_gpu) for model in models])
 
 
 class LeftOut(NamedTuple):
@@ -257,12 +257,13 @@ def with_errors(fitted: ModeCosts, left_out_ms: Floats, measured_ms: Floats, gro
 def _replay_costs(models: Sequence[MeasuredTracks]) -> PipelineCosts:
     """The costs of captured models: the GPU's pause after each launch, and a constant."""
     latency = np.array([model.latency_ms for model in models])
+    runs = Runs([(model.tracks, 1.0, model.off_gpu) for model in models])
 
     def costs(values: Sequence[float]) -> PipelineCosts:
         gap, end = values
         return PipelineCosts(node_ms=0.0, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=gap, lead_ms=0.0, end_ms=end)
 
     fitted = scipy.optimize.least_squares(
-        lambda values: latencies_ms(models, costs(values)) / latency - 1.0, [0.5 * US, 10 * US], loss="soft_l1", f_scale=ODD,
+        lambda values: runs.latencies_ms(costs(values)) / latency - 1.0, [0.5 * US, 10 * US], loss="soft_l1", f_scale=ODD,
         x_scale=[0.5 * US, 10 * US], bounds=(0.0, [5 * US, 200 * US]))
     return costs(fitted.x)

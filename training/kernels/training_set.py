@@ -231,8 +231,8 @@ def _metrics_of(header: DatasetHeader, table: pd.DataFrame, idle: npt.NDArray[np
     """The metrics that tell idle rows from loaded ones: those that rows of both kinds have. A metric that the dataset got late
     may be in few rows yet."""
     kinds = [kind for kind in (idle, ~idle) if kind.any()]
-    there = [name for name in header.metrics if name in table.columns]
-    metrics = tuple(name for name in there if all(table[name][kind].notna().any() for kind in kinds))
+    in_table = [name for name in header.metrics if name in table.columns]
+    metrics = tuple(name for name in in_table if all(table[name][kind].notna().any() for kind in kinds))
     if unused := sorted(set(header.metrics) - set(metrics)):
         log.warning("%s: no row that is idle, or none under load, has %s, so it is not learned from; kernels that are measured "
                     "from now on have it", header.target.name, ", ".join(unused))

@@ -154,17 +154,17 @@ def _sizes_set(proto: onnx.ModelProto, shapes: Mapping[str, Shape]) -> dict[str,
     pairs = [pair for node in proto.graph.node for pair in _equal_sizes(node, shapes) if all(size != "" for size in pair)]
     sizes: dict[str, int] = {}
     while True:  # a size may be equal to an open one that is set elsewhere
-        found = {name: size for name, size in _set_by(pairs, sizes) if name not in sizes}
-        if not found:
+        newly_set = {name: size for name, size in _set_by(pairs, sizes) if name not in sizes}
+        if not newly_set:
             return sizes
-        sizes |= found
+        sizes |= newly_set
 
 
 def _set_by(pairs: Sequence[tuple[Size, Size]], sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """The names that pairs of equal sizes set, given the sizes that are known."""
     for pair in pairs:
-        for name, other in (pair, pair[::-1]):
-            size = sizes.get(other) if isinstance(other, str) else other
+        for name, equal in (pair, pair[::-1]):
+            size = sizes.get(equal) if isinstance(equal, str) else equal
             if isinstance(name, str) and size is not None:
                 yield name, size
 
