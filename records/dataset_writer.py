@@ -118,8 +118,8 @@ def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
                         "--workspace")
     for what, old, new in (("held_out", existing.held_out, header.held_out), ("labels", existing.labels, header.labels)):
         if old != new:
-            raise UserError(f"{folder}: this dataset was collected with {what}: [{', '.join(old)}], and the config says "
-                            f"[{', '.join(new)}]; give {what} as it was, or use another --workspace")
+            raise UserError(f"{folder}: this dataset was collected with {what} [{', '.join(old)}], not [{', '.join(new)}]; "
+                            "move it away, or use another --workspace")
     if absent := [name for name in existing.metrics if name not in header.metrics]:
         raise UserError(f"{folder}: this dataset was collected with metrics {', '.join(existing.metrics)}; add "
                         f"{', '.join(absent)} to those of the config (it may have further ones), or use another --workspace")

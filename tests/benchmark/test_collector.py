@@ -247,7 +247,7 @@ def test_labels_are_a_choice(tmp_path: Path) -> None:
     assert (table["node_span_ms"] > 0).all()
     assert not {"kernel_time_ms", "gpu_ms", "gpu_launches"} & set(table.columns)
     assert read_header(folder).labels == ("node_span",)
-    with pytest.raises(UserError, match=r"collected with labels \('node_span',\), not \('run',\)"):
+    with pytest.raises(UserError, match=r"collected with labels \[node_span\], not \[run\]"):
         collect(workspace, CollectorConfig.model_validate(wanted | {"labels": ["run"]}))
 
 
