@@ -114,8 +114,8 @@ def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
         return header
     existing = read_header(folder)
     if existing.target != header.target:
-        raise UserError(f"{folder}: this dataset is of {existing.target}, not of {header.target}; move it away, or use another "
-                        "--workspace")
+        raise UserError(f"{folder}: this dataset is of {existing.target.name}, not of {header.target.name}; move it away, or "
+                        "use another --workspace")
     for what, old, new in (("held_out", existing.held_out, header.held_out), ("labels", existing.labels, header.labels)):
         if old != new:
             raise UserError(f"{folder}: this dataset was collected with {what} [{', '.join(old)}], not [{', '.join(new)}]; "

@@ -479,7 +479,7 @@ def test_a_dataset_of_another_target_is_refused(collected: Collected, tmp_path: 
     of_more_threads = header.model_copy(update={"target": header.target.model_copy(update={"threads": 96})})
     files.write_json(header_path(tmp_path), of_more_threads)
     before = header_path(tmp_path).read_bytes()
-    with pytest.raises(UserError, match="collected with target"):
+    with pytest.raises(UserError, match=rf"is of \S*-96t-\S*, not of {header.target.name};"):
         DatasetWriter(tmp_path, header, [])
     assert header_path(tmp_path).read_bytes() == before
 
