@@ -113,10 +113,12 @@ def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
     if not header_path(folder).exists():
         return header
     existing = read_header(folder)
-    for what, old, new in (("target", existing.target, header.target), ("held_out", existing.held_out, header.held_out),
-                           ("labels", existing.labels, header.labels)):
+    if existing.target != header.target:
+        raise UserError(f"{folder}: this dataset is of {existing.target.name}, not of {header.target.name}; move it away, or "
+                        "use another --workspace")
+    for what, old, new in (("held_out", existing.held_out, header.held_out), ("labels", existing.labels, header.labels)):
         if old != new:
-            raise UserError(f"{folder}: this dataset was collected with {what} {old}, not {new}; "
+            raise UserError(f"{folder}: this dataset was collected with {what} [{', '.join(old)}], not [{', '.join(new)}]; "
                             "move it away, or use another --workspace")
     if absent := [name for name in existing.metrics if name not in header.metrics]:
         raise UserError(f"{folder}: this dataset was collected with metrics {', '.join(existing.metrics)}; add "
