@@ -64,7 +64,7 @@ log = get_logger("kinds")
 H200 = "nvidia-h200"
 PREDICT = "inference/predict_model_latency.py"
 COMMANDS = """\
-python recipes/kinds/make_models.py --out out/kinds --large
+python recipes/kinds/make_models.py --out out/kinds
 python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu  # on the machine with the GPU
 mkdir -p out/kinds_cpu  # a workspace without a dataset: nothing was learned of this CPU
 # again until it measures nothing any more: what was measured while the machine was slower is measured again

@@ -153,7 +153,7 @@ def looked_up(graph: onnx.GraphProto) -> dict[str, int]:
                 places[source] = min(rows[node.input[0]][axis], places.get(source, sys.maxsize))
             else:
                 otherwise.add(source)
-    return {name: count for name, count in places.items() if name not in otherwise}
+    return {name: count for name, count in places.items() if count and name not in otherwise}
 
 
 @functools.cache
