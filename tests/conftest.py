@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from utils import files
 from utils.fingerprint import Flavour
 from utils.locks import FOLDER_VARIABLE
 from utils.model_files import GROUP_KEY
-from utils.paths import Workspace
+from utils.paths import ROOT, Workspace
 
 TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # name: side of the image
 TORCH_BATCH = 2
@@ -43,9 +44,11 @@ def measures(file: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest first, so that two workers end at about the same time: measuring files, others with slow tests."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (not measures(item.path), item.path not in slow))
+    """What takes longest first, so that two workers end at about the same time: measuring files, those with tests of minutes,
+    others with slow tests."""
+    marks = [(item.path, mark) for item in items if (mark := item.get_closest_marker("slow"))]
+    slow, minutes = {path for path, _ in marks}, {path for path, mark in marks if mark.args}
+    items.sort(key=lambda item: (not measures(item.path), item.path not in minutes, item.path not in slow))
 
 
 class FileScheduling(LoadScopeScheduling):
@@ -155,6 +158,16 @@ def torch_models(once: Once) -> dict[str, Path]:
 
     folder = once("zoo", export)
     return {name: folder / f"{name}.onnx" for name in TORCH_MODELS}
+
+
+@pytest.fixture(scope="session")
+def h200_workspace(once: Once) -> Workspace:
+    """The dataset of the H200 that comes with Hase, and its records, unpacked."""
+    def unpacked(folder: Path) -> None:
+        with tarfile.open(ROOT / "recipes" / "h200" / "nvidia-h200-cuda-ort1.31-all.tar.xz") as archive:
+            archive.extractall(folder, filter="data")
+
+    return Workspace(once("h200", unpacked))
 
 
 @pytest.fixture(scope="module")

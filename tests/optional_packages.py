@@ -14,8 +14,9 @@ NEEDED = "HASE_NEEDS_PACKAGES"
 
 
 def needs(package: str, requirements: str) -> None:
-    """Skips or fails a test or fixture that needs a package which is missing."""
-    if find_spec(package) is None:
+    """Skips or fails a test or fixture that needs a package which is missing. A folder of tests with its name is none."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
         message = f"needs the package {package}: pip install -r {requirements}"
         pytest.fail(message) if os.environ.get(NEEDED) else pytest.skip(message)
 

@@ -24,9 +24,10 @@ from utils.paths import ROOT
 QUICK_COLLECTOR = """
 window_s: 0.2
 attempts: 1
+attempts_under_load: 1
 patience_s: 0
-kernel: {warmup: 1, budget_s: 0.005, least_runs: 3, most_runs: 5}
-model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}
+kernel: {warmup: 1, warmup_s: 0.0, budget_s: 0.005, least_runs: 3, most_runs: 5}
+model: {warmup: 1, warmup_s: 0.0, budget_s: 0.1, least_runs: 4, most_runs: 10}
 """
 TINY = {  # instead of what a config says; all else stays as it says
     "model_zoo/config.yaml": {"image_sizes": [32], "batch_sizes": [16]},
@@ -113,7 +114,7 @@ def run_or_refuse(command: str, folder: Path) -> str:
     return printed
 
 
-@pytest.mark.slow
+@pytest.mark.slow("minutes")
 def test_the_demo_then_the_first_prediction(copy: Path) -> None:
     """What `make demo` runs after its install ends in the table; then the commands that ask for its models."""
     table = run("bash recipes/demo/run.sh out/demo", copy)
@@ -138,7 +139,7 @@ def test_the_demo_exports_what_the_first_prediction_asks_for(tmp_path: Path) -> 
     assert set(asked) <= written
 
 
-@pytest.mark.slow
+@pytest.mark.slow("minutes")
 def test_every_phase_of_the_table_and_its_examples_in_their_order(copy: Path) -> None:
     """Each command of the table, then the examples of its --help, which run as they stand: on what the steps before made."""
     phases = PHASE.findall(readme())

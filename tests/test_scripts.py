@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,21 +27,36 @@ class Forbid:
 
 sys.meta_path.insert(0, Forbid())
 """
+# A process with the packages that all scripts need, which take most of the time of a start, is forked for each script.
+HELP_OF_EACH = """
+import json, os, runpy, sys
+import numpy, psutil, pydantic, yaml
+folder, *scripts = sys.argv[1:]
+codes = []
+for number, script in enumerate(scripts):
+    if not (child := os.fork()):
+        for stream, name in enumerate(("out", "err"), 1):
+            os.dup2(os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv, sys.path[0] = [script, "--help"], os.path.dirname(os.path.abspath(script))
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
+"""
+STREAMS = ("out", "err")
 SCRIPTS = sorted(command.path for commands in all_commands().values() for command in commands)
 
 
 @pytest.fixture(scope="module")
 def helped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
-    """`--help` of every script, in an interpreter that refuses heavy imports."""
+    """`--help` of every script, each in a process that refuses heavy imports."""
     folder = tmp_path_factory.mktemp("forbid")
     (folder / "sitecustomize.py").write_text(FORBID)
     environment = os.environ | {"PYTHONPATH": str(folder)}
-
-    def ask(script: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, script, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(SCRIPTS, pool.map(ask, SCRIPTS), strict=True))
+    codes = json.loads(subprocess.run([sys.executable, "-c", HELP_OF_EACH, str(folder), *SCRIPTS], cwd=ROOT, env=environment,
+                                      stdout=subprocess.PIPE, check=True).stdout)
+    return {script: subprocess.CompletedProcess(script, code, *((folder / f"{number}.{name}").read_text() for name in STREAMS))
+            for number, (script, code) in enumerate(zip(SCRIPTS, codes, strict=True))}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

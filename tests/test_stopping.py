@@ -31,8 +31,8 @@ window_s: 0.2
 patience_s: 0
 attempts: 1
 block_kernels: 2
-kernel: {warmup: 1, budget_s: 0.01, least_runs: 3, most_runs: 10}
-model: {warmup: 1, budget_s: 0.05, least_runs: 4, most_runs: 50}
+kernel: {warmup: 1, warmup_s: 0.0, budget_s: 0.01, least_runs: 3, most_runs: 10}
+model: {warmup: 1, warmup_s: 0.0, budget_s: 0.05, least_runs: 4, most_runs: 50}
 """
 MADE_BY_RUNTIME = {".ses"}  # ONNX Runtime's files, some bytes
 WITHIN_S = 15.0  # a second where nothing else runs

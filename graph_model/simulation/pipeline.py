@@ -227,6 +227,7 @@ class Runs:
         self._work_ms = np.concatenate([np.empty(0), *(work_ms for _, work_ms in ends)])
 
     def _all(self, counted: Floats, simulated: Sequence[float]) -> Floats:
+        """Both kinds of runs, in the order in which they were given."""
         all_runs = np.empty(len(self._counted) + len(self._simulated))
         all_runs[self._counted] = counted
         all_runs[[place for place, *_ in self._simulated]] = simulated
@@ -266,12 +267,12 @@ def _ends(tracks: Tracks) -> tuple[Floats, Floats]:
     launched = np.maximum(launches, 1.0)
     part = 1.0 - 1.0 / launched  # of a node's work that is before its last launch
 
-    def from_on(of_nodes: Floats) -> Floats:
+    def of_all_from(of_nodes: Floats) -> Floats:
         return np.cumsum(of_nodes[::-1])[::-1]
 
     last, gap = host[1:][working], COSTS.index("gap_ms")
     last[:, COSTS.index("lead_ms")] = 1.0
-    work_ms, gaps = from_on(tracks.gpu_ms[working]), from_on(launches)
+    work_ms, gaps = of_all_from(tracks.gpu_ms[working]), of_all_from(launches)
     several = launched > 1
     first = last[several]
     first[:, COSTS.index("launch_ms")] -= launched[several] - 1.0

@@ -69,9 +69,9 @@ KILLS = 4
 SMALLEST = -2**31  # divided by -1, its quotient is no 32-bit number: x86 raises SIGFPE, and the process dies
 TINY = {
     "device": "cpu", "levels": list(LEVELS), "stress": {"settle_s": 0.1}, "metrics": METRICS, "window_s": 0.2,
-    "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
-    "model": {"warmup": 1, "budget_s": 0.02, "least_runs": 4, "most_runs": 6}, "block_kernels": 4, "canary_drift": 100.0,
-    "patience_s": 0,
+    "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
+    "model": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 4, "most_runs": 6},
+    "block_kernels": 4, "canary_drift": 100.0, "patience_s": 0,
     "attempts": 1, "timeout_s": 60, "held_out": ["heldnet"],
 }
 needs_x86 = pytest.mark.skipif(not instruction_set().startswith("avx"), reason="only x86 traps this division")

@@ -77,7 +77,7 @@ def test_rows_for_trees_take_all_branches(tmp_path: Path, scaler: bool) -> None:
 
 def test_rows_of_a_tree_kernel_take_as_many_branches_as_real_ones(tmp_path: Path) -> None:
     """Rows that all take the same branches, such as zeros, need less than half of the time."""
-    path = tree_model(tmp_path / "trees.onnx", rows=256, scales=np.ones(COLUMNS))
+    path = tree_model(tmp_path / "trees.onnx", rows=256, scales=np.ones(COLUMNS), trees=20)
     [kernel] = analyze(path, "cpu").kernels.values()
     rows = {"zeros": np.zeros((256, COLUMNS)), "real": np.random.default_rng(9).standard_normal((256, COLUMNS)),
             "kernel": dummy_inputs(kernel)["x0"]}

@@ -132,8 +132,8 @@ def test_a_real_collection(workspace: Workspace) -> None:
     """Three labels of a CPU. With one model, what counts of its kernels was measured in it, so both sums are equal."""
     flavour = build_workspace(workspace, {"anet_b1": small_model()})
     config = {"device": "cpu", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
-              "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
-              "model": {"warmup": 1, "budget_s": 0.05, "least_runs": 4, "most_runs": 10}}
+              "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
+              "model": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.05, "least_runs": 4, "most_runs": 10}}
     collect(workspace, CollectorConfig.model_validate(config))
     target = local_target("cpu").name
     command = ("benchmark/label_table.py", "--workspace", workspace.root)

@@ -141,8 +141,9 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     build_workspace(workspace, {"anet_b1": small_model(), "bnet_b1": small_model(channels=16)})
     config = CollectorConfig.model_validate({
         "device": "cpu", "levels": [0.0, 0.5], "stress": {"settle_s": 0.1}, "window_s": 0.2, "attempts": 1, "patience_s": 0,
-        "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}, "attempts_under_load": 1,
-        "model": {"warmup": 1, "budget_s": 0.02, "least_runs": 4, "most_runs": 6}, "each_machine": False, "ties": 5})
+        "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}, "attempts_under_load": 1,
+        "model": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 4, "most_runs": 6},
+        "each_machine": False, "ties": 5})
     collect(workspace, config)
     this_machine = machine("cpu").uuid
     folder = workspace.dataset(local_target("cpu").name)

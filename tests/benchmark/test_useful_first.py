@@ -39,8 +39,9 @@ pytestmark = pytest.mark.measuring
 TARGET = local_target("cpu")
 CONFIG = CollectorConfig.model_validate({
     "device": "cpu", "labels": ["kernel_time"], "variants": [], "levels": [0.0], "window_s": 0.2, "patience_s": 0,
-    "attempts": 1, "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}, "block_kernels": 2,
-    "canary_drift": 100.0, "model": {"warmup": 1, "budget_s": 0.02, "least_runs": 4, "most_runs": 6}, "timeout_s": 60})
+    "attempts": 1, "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
+    "model": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 4, "most_runs": 6},
+    "block_kernels": 2, "canary_drift": 100.0, "timeout_s": 60})
 
 
 class Named(NamedTuple):

@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.measuring, pytest.mark.slow, pytest.mark.usefixtures("
 TARGET = local_target("cpu").name
 CONFIG = CollectorConfig.model_validate({
     "window_s": 0.2, "attempts": 1, "patience_s": 0,
-    "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}})
+    "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}})
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ def test_an_answer_names_what_is_unsteady(copied: Workspace, drift: float, rough
 
 # measured again ----------------------------------------------------------------------------------------------------------
 
-EFFORT = {"warmup": 1, "budget_s": 0.02, "least_runs": 3, "most_runs": 5}
+EFFORT = {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 3, "most_runs": 5}
 CONFIG = CollectorConfig.model_validate({
     "window_s": 0.2, "attempts": 1, "patience_s": 0, "kernel": EFFORT, "model": EFFORT})
 

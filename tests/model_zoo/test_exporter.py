@@ -172,7 +172,8 @@ def test_convolutions_keep_their_bias(exported: tuple[Workspace, list[dict[str, 
 
 def test_only_the_batch_open(tmp_path: Path) -> None:
     config = ZooConfig(models=(MODEL,), image_sizes=((64, 64), (64, 96)), batch_sizes=(2,), dynamic="batch", fixed=False)
-    rows = export_all(Workspace(tmp_path), config)
+    exporter = Exporter(Workspace(tmp_path), "cpu", force=False)
+    rows = [row for export in config.exports() for row in exporter.write(export)]
     assert [Path(row["file"]).stem for row in rows] == [MODEL, f"{MODEL}_64x96"]
     shape = onnx.load(rows[1]["file"]).graph.input[0].type.tensor_type.shape
     assert [dim.dim_param or dim.dim_value for dim in shape.dim] == ["batch", 3, 64, 96]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -19,7 +16,7 @@ from records.operators import TABLE
 from runtimes.ort.cuda.capture import capture_obstacle
 from runtimes.ort.graph.analysis import analyze
 from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 CAPTURED = RunMode(cuda_graph=True)
@@ -122,18 +119,15 @@ def test_copies_forbid_capture() -> None:
 
 
 @pytest.mark.slow
-def test_every_model_of_the_shipped_dataset(tmp_path: Path) -> None:
+def test_every_model_of_the_shipped_dataset(h200_workspace: Workspace) -> None:
     """For the shipped dataset, exactly the models whose capture failed have an obstacle."""
-    with tarfile.open(ROOT / "recipes" / "h200" / f"{TARGET}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    workspace = Workspace(tmp_path)
-    folder = workspace.dataset(TARGET)
+    folder = h200_workspace.dataset(TARGET)
     flavour = read_header(folder).target.flavour
     lines = journal_path(folder).read_text().splitlines()
     captures = [m for line in lines if '"cuda_graph"' in line for m in Block.model_validate_json(line).measurements
                 if m.label == "cuda_graph"]
     failed = {m.id for m in captures if m.status != "ok"}
-    obstacles = {name: capture_obstacle(read_model_record(record_path(workspace, flavour, name)))
+    obstacles = {name: capture_obstacle(read_model_record(record_path(h200_workspace, flavour, name)))
                  for name in {m.id for m in captures}}
     assert len(obstacles) == 270
     assert {name for name, obstacle in obstacles.items() if obstacle} == failed

@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 from command import run_script
 from conftest import TORCH_MODELS
+from pydantic_core import from_json
 
 from inference import predict
 from recipes.h200.metrics_study import changes_before, kind_rows, means_of, simulated, study
@@ -42,7 +43,7 @@ from utils.cli import EXIT_SLO_MISSED
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT, SHIPPED, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("minutes")
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 FAMILIES = {"squeezenet", "mnasnet", "shufflenet", "resnet", "mobilenet", "vgg", "alexnet"}
@@ -66,12 +67,15 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
             kept_models.add(path.stem)
         else:
             path.unlink()
-    kernels = {entry["kernel"]["id"]: (entry, line) for line in files.read_lines(kernels_path(folder))
-               for entry in [json.loads(line)]}
-    types = {kernels[name][0]["kernel"]["type"] for name in wanted & kernels.keys()}
-    drawn_freely = (name for name, (entry, _) in kernels.items() if not entry["groups"] and entry["kernel"]["type"] in types)
+    kernels = {}  # by id: the type, who holds it, and the line
+    for line in files.read_lines(kernels_path(folder)):
+        entry = from_json(line)
+        holder = "models" if entry["models"] else "groups" if entry["groups"] else "none"
+        kernels[entry["kernel"]["id"]] = entry["kernel"]["type"], holder, line
+    types = {kernels[name][0] for name in wanted & kernels.keys()}
+    drawn_freely = (name for name, (kernel_type, holder, _) in kernels.items() if holder == "none" and kernel_type in types)
     wanted |= set(islice(drawn_freely, FURTHER))
-    kernels_path(folder).write_text("".join(f"{line}\n" for name, (_, line) in kernels.items() if name in wanted))
+    kernels_path(folder).write_text("".join(f"{line}\n" for name, (*_, line) in kernels.items() if name in wanted))
     kept, timed = [], set[str]()
     for block in read_journal(folder):
         timed |= {m.id for m in block.measurements if (m.subject, m.label, m.status) == ("kernel", "gpu", "ok")}
@@ -79,9 +83,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         if of_part:
             kept.append(block.model_copy(update={"measurements": of_part}))
     journal_path(folder).write_text("".join(block.model_dump_json() + "\n" for block in kept))
-    entries = [kernels[name][0] for name in timed]
-    owned = Counter("models" if entry["models"] else "groups" if entry["groups"] else "none" for entry in entries)
-    (workspace.root / "whole" / COUNTS).write_text(json.dumps(owned))
+    (workspace.root / "whole" / COUNTS).write_text(json.dumps(Counter(kernels[name][1] for name in timed)))
     write_tables(folder, header, kept)
     (workspace.root / "few.yaml").write_text(
         "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"

@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 import subprocess
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 from command import run_script
 from made_up_dataset import chain, conv, gemm, relu, tensor
 
-from records.dataset_files import model_table_path
+from records.dataset_files import header_path, model_table_path
 from records.kernel_record import Kernel, Tensor
 from records.kernel_record_files import read_model_record, record_path
 from records.kernel_types import describe_kernel
@@ -28,11 +27,11 @@ from training.composition.fitted import read_composition
 from training.energy.fitting import MeasuredEnergy, fit_coefficients, fit_energy, parts_of
 from training.energy.learned import EnergyModel, Part, energy_path, read_energy, without_types, work_of_run
 from training.kernels.predictors import read_predictors
+from utils import files
 from utils.errors import UserError
-from utils.paths import ROOT, SHIPPED, Workspace
+from utils.paths import SHIPPED, Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
-ARCHIVE = ROOT / "recipes" / "h200" / f"{TARGET}.tar.xz"
 IDLE_W = 115.0
 TRUE = {"run_s": 30.0, "busy_s:convolution": 80.0, "busy_s:product": 60.0, "busy_s:other": 40.0, "full_4m_s": 200.0,
         "tflop:convolution": 1.2, "tflop:product": 1.0, "gb": 0.05, "launches": 1e-5}
@@ -152,14 +151,13 @@ def test_no_energy_is_above_the_power_limit() -> None:
 
 
 @pytest.fixture(scope="module")
-def energies(once: Once) -> Path:
+def energies(once: Once, h200_workspace: Workspace) -> Path:
     """A workspace with records of the H200's models, a table of every second one with made-up energies, and the shipped
     predictors."""
     def make(root: Path) -> None:
-        with tarfile.open(ARCHIVE) as archive:
-            archive.extractall(root, filter="data", members=[
-                member for member in archive.getmembers()
-                if member.name.startswith("ort_analysis") or member.name.endswith(("dataset.json", "model_latency.csv"))])
+        shutil.copytree(h200_workspace.kernel_records, Workspace(root).kernel_records)
+        header = header_path(Workspace(root).dataset(TARGET))
+        files.write_bytes(header, header_path(h200_workspace.dataset(TARGET)).read_bytes())
         workspace, folder = Workspace(root), Workspace(root).predictors(TARGET)
         shutil.copytree(SHIPPED / TARGET, folder)
         energy_path(folder).unlink(missing_ok=True)

@@ -103,7 +103,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     for threads, cores in SETTINGS:
         collect(workspace, validate({
             "device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
-            "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
+            "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
             "setting": {"threads": threads, "cores": cores, "memory_limit_mib": 512}}, CollectorConfig, "test"))
     return workspace
 

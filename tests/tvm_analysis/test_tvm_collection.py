@@ -39,8 +39,9 @@ from utils.paths import Workspace
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
 CONFIG = {"device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
-          "kernel": {"warmup": 1, "budget_s": 0.02, "least_runs": 3, "most_runs": 5},
-          "model": {"warmup": 1, "budget_s": 0.05, "least_runs": 4, "most_runs": 10}, "setting": {"threads": 1, "cores": 1}}
+          "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 3, "most_runs": 5},
+          "model": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.05, "least_runs": 4, "most_runs": 10},
+          "setting": {"threads": 1, "cores": 1}}
 
 
 def layers(path: Path, depth: int, width: int = 256) -> Path:
