@@ -13,11 +13,14 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _EXTERNAL_KEY = b"location"  # the key of the file in which a weight is stored
 _ZIP = b"PK"  # how a program of torch begins, which TVM reads too
@@ -165,6 +168,19 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
     if len(content) < needed:
         raise UserError(f"{path}: too short for weight {tensor.name[:SHOWN]}, which takes {needed} bytes from {offset} on")
     return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=content)
+
+
+def array_of(tensor: onnx.TensorProto) -> np.ndarray:
+    """The values of a tensor that are in memory.
+
+    Raises:
+        UserError: it is damaged: they are not as many as its shape says, or none of its type.
+    """
+    try:
+        return onnx.numpy_helper.to_array(tensor)
+    except (ValueError, TypeError, LookupError, OverflowError) as error:  # whatever onnx and numpy meet in them
+        raise UserError(f"the model is damaged: its constant {tensor.name[:SHOWN]} of shape {list(tensor.dims)} can't be read "
+                        f"({error})") from None
 
 
 def _locations(tensor: onnx.TensorProto) -> list[str]:
