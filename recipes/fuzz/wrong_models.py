@@ -15,7 +15,7 @@ from runtimes.analysis import check_opens, graph_of, own_sizes
 CASES = 500
 TARGET = "nvidia-h200"  # predictors for it come with Hase, so nothing has to be trained
 MODULE = "recipes.fuzz.wrong_models"
-PATIENT = ("constants folded for hours", "20,000 nodes", "constants of 7 GiB in parts")  # harm that takes many seconds
+PATIENT = ("constants folded for hours", "20,000 nodes", "constants of 7 GiB in parts", "2^16 calls")  # many seconds each
 
 
 def predicted_ms(path: str) -> float:

@@ -1,0 +1,98 @@
+"""Campaign `rewriting`: processes that predict while predictors are trained anew, again and again, with two configs in turn.
+
+Every answer must be one that some training gave.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from inference import predict
+from recipes.fuzz.reporting import HANG_S, Outcome, titled
+from recipes.fuzz.small_workspace import TRAINING, learning, trained_workspace
+from runtimes import local_target
+from utils import files
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+CASES = 50  # processes
+MODELS = ("anet_c16.onnx", "cnet_c32.onnx")
+TREES = (60, 20)  # of the two trainings
+TURNS = 3  # of the two trainings, at least
+PAUSE_S = 0.02  # between two predictions of a process
+PREDICTING_S = 20.0  # of a process
+MODULE = "recipes.fuzz.rewriting"
+
+
+def latencies_ms(root: Path) -> list[float]:
+    """The latencies of MODELS, looked up and strictly predicted."""
+    return [predict(model, target=local_target("cpu").name, workspace=root, strict=strict).latency_ms
+            for model in MODELS for strict in (False, True)]
+
+
+def predict_for(root: Path, seconds: float) -> None:
+    """Predicts again and again, and prints each answer as a line of JSON; an error for the user as text."""
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        try:
+            print(json.dumps(latencies_ms(root)), flush=True)
+        except UserError as error:
+            print(json.dumps(str(error)), flush=True)
+        time.sleep(PAUSE_S)
+
+
+def train(root: Path, trees: int) -> Iterator[list[float]]:
+    """Trains with so many trees; yields the latencies after each of the two commands."""
+    files.write_text(root / "training.yaml", TRAINING.replace(f"trees: {TREES[0]}", f"trees: {trees}"))
+    for command in learning(root):
+        subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        yield latencies_ms(root)
+
+
+def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[float]]) -> Outcome:
+    """What came of a process; `right` are all answers that a training gave."""
+    case = f"process {number}"
+    try:
+        stdout, stderr = process.communicate(timeout=PREDICTING_S + HANG_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return Outcome("hang", case)
+    if process.returncode:
+        return Outcome("traceback" if "Traceback" in stderr else "crash", case, stderr)
+    answers = [json.loads(line) for line in stdout.splitlines()]
+    errors = [answer for answer in answers if isinstance(answer, str)]
+    for answer in answers:
+        if isinstance(answer, list) and not any(all(map(math.isclose, answer, known)) for known in right):
+            return Outcome("another answer", case, f"{answer} where {right} are right")
+    return Outcome("error" if errors else "answer", case, "; ".join(sorted(set(errors))), seconds=PREDICTING_S,
+                   remark=f"{len(answers)} answers of the last process, {len(errors)} of them errors")
+
+
+def cases(count: int, folder: Path) -> Iterator[Outcome]:
+    root = trained_workspace(folder / "workspace").root
+    right = [latencies_ms(root), *(answer for trees in (*reversed(TREES), *reversed(TREES)) for answer in train(root, trees))]
+    command = [sys.executable, "-m", MODULE, str(root), str(PREDICTING_S)]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                 for _ in range(count)]
+    turns = 0
+    while turns < TURNS or any(process.poll() is None for process in processes):
+        for trees in TREES:
+            right += train(root, trees)
+        turns += 1
+    for number, process in enumerate(processes):
+        yield outcome_of(process, number, right)
+
+
+def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
+    """What comes of `count` processes."""
+    yield from titled("processes that predict while predictors are trained", cases(count, folder))
+
+
+if __name__ == "__main__":
+    predict_for(Workspace(Path(sys.argv[1])).root, float(sys.argv[2]))
