@@ -27,6 +27,7 @@ CROWD = 200  # connections at a time
 FEW_FILES = 64  # file descriptors of an exporter that lacks some; more than one that is idle has
 METRIC = "DCGM_FI_DEV_CPU_UTIL_TOTAL"
 GREETING = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # how a client of TLS begins
+CONNECT_S = 2.0
 SCRAPE_S = 20.0  # for a sound client
 
 Address = tuple[str, int]
@@ -38,7 +39,10 @@ def sending(data: bytes, times: int = 1, crowd: int = 1) -> Client:
     def client(address: Address) -> list[socket.socket]:
         opened = []
         for _ in range(crowd):
-            connection = socket.create_connection(address, timeout=2.0)
+            try:
+                connection = socket.create_connection(address, timeout=CONNECT_S)
+            except OSError:  # the exporter accepts no more
+                break
             opened.append(connection)
             with suppress(OSError):  # the exporter has closed it, as it may
                 for _ in range(times):
@@ -49,7 +53,7 @@ def sending(data: bytes, times: int = 1, crowd: int = 1) -> Client:
 
 def dripping(data: bytes, seconds: float = 1.0) -> Client:
     def client(address: Address) -> list[socket.socket]:
-        connection = socket.create_connection(address, timeout=2.0)
+        connection = socket.create_connection(address, timeout=CONNECT_S)
         until_s = time.monotonic() + seconds
         with suppress(OSError):
             for byte in data * 100:

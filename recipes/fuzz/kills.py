@@ -28,7 +28,9 @@ from records.dataset_files import journal_path, read_journal
 from records.dataset_tables import read_kernel_table, read_model_table
 from runtimes import local_target
 from utils.files import complete_bytes
+from utils.locks import FOLDER_VARIABLE
 from utils.paths import ROOT, Workspace
+from utils.temporary import PREFIX, UNLOCKED_PREFIX
 
 CASES = 40
 SIGNALS = (signal.SIGKILL, signal.SIGINT)  # in turn; the first goes to the command alone, the second as from a terminal
@@ -139,7 +141,9 @@ WORKS = (Work("collector", collecting, analysed, measured), Work("training", lea
 
 
 def started(command: list[str | Path], temporary: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=os.environ | {"TMPDIR": str(temporary)},
+    """Starts a command, with temporary files and locks of devices of its own: it waits for nobody else who measures."""
+    settings = {"TMPDIR": str(temporary), FOLDER_VARIABLE: str(temporary)}
+    return subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=os.environ | settings,
                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -210,13 +214,15 @@ def interruption(work: Work, prepared: Path, wanted: Any, lasts_s: float, rng: r
             return Outcome("another answer", case, "lines of the journal are lost")
         if (state := work.state(root)) != wanted:
             return Outcome("another answer", case, f"{state} where {wanted} is right", seconds=seconds)
-        if left := [path.name for path in temporary.iterdir() if path.name.startswith("hase-")]:
+        if left := [path.name for path in temporary.iterdir() if path.name.startswith((PREFIX, UNLOCKED_PREFIX))]:
             return Outcome("another answer", case, f"files are left: {left}", seconds=seconds)
         return Outcome("answer", case, seconds=seconds)
 
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
     """What comes of `count` interruptions, of each work as many."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell runs in the background; children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for place, work in enumerate(WORKS):
         numbers = range(place, count, len(WORKS))
         if not numbers:
