@@ -27,7 +27,7 @@ from recipes.fuzz.small_workspace import conv_net, learning, make_workspace
 from records.dataset_files import journal_path, read_journal
 from records.dataset_tables import read_kernel_table, read_model_table
 from runtimes import local_target
-from utils.files import complete_bytes
+from utils.files import complete_bytes, sha256
 from utils.locks import FOLDER_VARIABLE
 from utils.paths import ROOT, Workspace
 from utils.temporary import PREFIX, UNLOCKED_PREFIX
@@ -68,12 +68,10 @@ class Work:
 
 def analysed(root: Path) -> None:
     """A workspace with two small models, their records and their kernels."""
-    for channels in (8, 12):
-        conv_net(Workspace(root).models / f"net_c{channels}.onnx", channels=channels)
+    with_models(root, 2)
     (root / "collector.yaml").write_text(COLLECTOR)
-    for script in ("ort_analysis/fusion_detector.py", "kernel_model/kernel_builder.py"):
-        subprocess.run([sys.executable, script, "--workspace", root, "--quiet"], cwd=ROOT, stdout=subprocess.DEVNULL,
-                       check=True)
+    for command in analysing(root):
+        subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
 def collecting(root: Path) -> Commands:
@@ -99,8 +97,12 @@ def predicted(root: Path) -> tuple[str, ...]:
     return *kept, *(f"{latency_ms:.9g}" for latency_ms in answers)
 
 
+def made(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+
+
 def exporting(root: Path) -> Commands:
-    return [["model_zoo/torchvision_exporter.py", "--workspace", root, "--model", "squeezenet1_1", "--model", "mnasnet0_5",
+    return [["model_zoo/torchvision_exporter.py", "--workspace", root, "--model", "squeezenet1_1", "--model", "squeezenet1_0",
              "--image-size", "32", "--device", "cpu", "--quiet"]]
 
 
@@ -111,7 +113,7 @@ def exported(root: Path) -> tuple[str, ...]:
 
 
 def with_a_model(root: Path) -> None:
-    root.mkdir(parents=True, exist_ok=True)
+    made(root)
     conv_net(root / "newnet.onnx", channels=20, size=12)
 
 
@@ -135,8 +137,24 @@ def learned(root: Path) -> None:
     make_workspace(root)
 
 
-WORKS = (Work("collector", collecting, analysed, measured), Work("training", learning, learned, predicted),
-         Work("exporter", exporting, lambda root: root.mkdir(parents=True, exist_ok=True), exported),
+def analysing(root: Path) -> Commands:
+    return [["ort_analysis/fusion_detector.py", "--workspace", root, "--quiet"],
+            ["kernel_model/kernel_builder.py", "--workspace", root, "--quiet"]]
+
+
+def with_models(root: Path, count: int = 6) -> None:
+    for channels in range(8, 8 + 4 * count, 4):
+        conv_net(Workspace(root).models / f"net_c{channels}.onnx", channels=channels)
+
+
+def built(root: Path) -> tuple[str, ...]:
+    """The records and the kernels of a workspace, by their contents."""
+    return tuple(f"{path.relative_to(root)} {sha256(path)}" for part in ("ort_analysis", "kernel_model")
+                 for path in sorted((root / part).rglob("*.*")) if not path.name.startswith("."))
+
+
+WORKS = (Work("analysis", analysing, with_models, built), Work("collector", collecting, analysed, measured),
+         Work("training", learning, learned, predicted), Work("exporter", exporting, made, exported),
          Work("measure-missing", measuring, with_a_model, looked_up))
 
 

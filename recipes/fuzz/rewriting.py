@@ -19,14 +19,14 @@ from recipes.fuzz.small_workspace import TRAINING, learning, trained_workspace
 from runtimes import local_target
 from utils import files
 from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from utils.paths import ROOT
 
 CASES = 50  # processes
 MODELS = ("anet_c16.onnx", "cnet_c32.onnx")
 TREES = (60, 20)  # of the two trainings
-TURNS = 3  # of the two trainings, at least
-PAUSE_S = 0.02  # between two predictions of a process
-PREDICTING_S = 20.0  # of a process
+ANSWERS = 30  # of a process
+MOST_S = 1200.0  # of all processes together
+PAUSE_S = 0.1  # between two answers of a process
 MODULE = "recipes.fuzz.rewriting"
 
 
@@ -36,10 +36,9 @@ def latencies_ms(root: Path) -> list[float]:
             for model in MODELS for strict in (False, True)]
 
 
-def predict_for(root: Path, seconds: float) -> None:
-    """Predicts again and again, and prints each answer as a line of JSON; an error for the user as text."""
-    until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
+def predict_often(root: Path) -> None:
+    """Predicts ANSWERS times, and prints each answer as a line of JSON; an error for the user as text."""
+    for _ in range(ANSWERS):
         try:
             print(json.dumps(latencies_ms(root)), flush=True)
         except UserError as error:
@@ -59,7 +58,7 @@ def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[flo
     """What came of a process; `right` are all answers that a training gave."""
     case = f"process {number}"
     try:
-        stdout, stderr = process.communicate(timeout=PREDICTING_S + HANG_S)
+        stdout, stderr = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         process.kill()
         return Outcome("hang", case)
@@ -70,23 +69,22 @@ def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[flo
     for answer in answers:
         if isinstance(answer, list) and not any(all(map(math.isclose, answer, known)) for known in right):
             return Outcome("another answer", case, f"{answer} where {right} are right")
-    return Outcome("error" if errors else "answer", case, "; ".join(sorted(set(errors))), seconds=PREDICTING_S,
-                   remark=f"{len(answers)} answers of the last process, {len(errors)} of them errors")
+    return Outcome("error" if errors else "answer", case, "; ".join(sorted(set(errors))))
 
 
 def cases(count: int, folder: Path) -> Iterator[Outcome]:
     root = trained_workspace(folder / "workspace").root
     right = [latencies_ms(root), *(answer for trees in (*reversed(TREES), *reversed(TREES)) for answer in train(root, trees))]
-    command = [sys.executable, "-m", MODULE, str(root), str(PREDICTING_S)]
-    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-                 for _ in range(count)]
-    turns = 0
-    while turns < TURNS or any(process.poll() is None for process in processes):
-        for trees in TREES:
-            right += train(root, trees)
-        turns += 1
+    processes = [subprocess.Popen([sys.executable, "-m", MODULE, str(root)], cwd=ROOT, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE, text=True) for _ in range(count)]
+    trainings, began_s = 0, time.monotonic()
+    while any(process.poll() is None for process in processes) and time.monotonic() - began_s < MOST_S:
+        right += train(root, TREES[trainings % 2])
+        trainings += 1
     for number, process in enumerate(processes):
-        yield outcome_of(process, number, right)
+        outcome = outcome_of(process, number, right)
+        outcome.remark = f"{trainings} trainings, {ANSWERS} answers of each process"
+        yield outcome
 
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
@@ -95,4 +93,4 @@ def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome
 
 
 if __name__ == "__main__":
-    predict_for(Workspace(Path(sys.argv[1])).root, float(sys.argv[2]))
+    predict_often(Path(sys.argv[1]))
