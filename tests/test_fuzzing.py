@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from recipes.fuzz import wrong_models
+from recipes.fuzz import kills, long_run, rewriting, wrong_models
 from recipes.fuzz.damaged_workspace import damaged, files_of
+from recipes.fuzz.hostile_clients import clients
 from recipes.fuzz.reporting import Outcome
 from runtimes import local_target
 from utils.paths import Workspace
@@ -41,3 +43,23 @@ def test_harmful_models(tmp_path: Path) -> None:
 
 def test_damaged_files(workspace: Workspace) -> None:
     assert ended(damaged(workspace.root, TARGET, files_of(workspace.root, TARGET), DAMAGES, 2)) == {"answer", "error"}
+
+
+def test_hostile_clients(tmp_path: Path) -> None:
+    assert ended(clients(tmp_path, ("a silent crowd", "a crowd that leaves before the answer", "garbage"))) == {"answer"}
+
+
+def test_interrupted_commands(tmp_path: Path) -> None:
+    """Those that measure nothing: tests/test_stopping.py has some others."""
+    works = [work for work in kills.WORKS if work.name in ("analysis", "training")]
+    assert ended(chain(*(kills.interruptions(work, range(2), 1, tmp_path) for work in works))) == {"answer"}
+
+
+def test_many_predictions(tmp_path: Path) -> None:
+    assert ended(long_run.cases(4 * long_run.EACH, tmp_path)) == {"answer"}
+
+
+def test_predictions_while_predictors_are_trained(tmp_path: Path, workspace: Workspace,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewriting, "ANSWERS", 5)
+    assert ended(rewriting.cases(2, workspace.root)) == {"answer"}

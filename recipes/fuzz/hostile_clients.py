@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -127,7 +127,7 @@ class Exporter:
         self.process.kill()
         self.process.wait()
 
-    def scraped(self, case: str, open_connections: int = 0) -> Outcome:
+    def scraped(self, case: str) -> Outcome:
         """What a sound client gets; it may have to try again where descriptors are lacking, or no sample is there yet."""
         began_s, why = time.monotonic(), ""
         while (seconds := time.monotonic() - began_s) < HANG_S:
@@ -158,14 +158,14 @@ class Exporter:
         return Outcome(what, "Ctrl-C", text, seconds=time.monotonic() - began_s)
 
 
-def clients(folder: Path) -> Iterator[Outcome]:
-    """What a sound client gets while each of CLIENTS is connected, and after all file descriptors were taken."""
+def clients(folder: Path, names: Iterable[str] = CLIENTS) -> Iterator[Outcome]:
+    """What a sound client gets while each of some CLIENTS is connected, and after all file descriptors were taken."""
     os.environ["NO_PROXY"] = "127.0.0.1"
     with Exporter(folder) as exporter:
         yield exporter.scraped("no other client")
-        for case, client in CLIENTS.items():
+        for case in names:
             with ExitStack() as connections:
-                for connection in client(exporter.address):
+                for connection in CLIENTS[case](exporter.address):
                     connections.enter_context(connection)
                 yield exporter.scraped(case)
         yield exporter.stopped()

@@ -12,10 +12,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,7 @@ def with_models(root: Path, count: int = 6) -> None:
 def built(root: Path) -> tuple[str, ...]:
     """The records and the kernels of a workspace, by their contents."""
     return tuple(f"{path.relative_to(root)} {sha256(path)}" for part in ("ort_analysis", "kernel_model")
-                 for path in sorted((root / part).rglob("*.*")) if not path.name.startswith("."))
+                 for path in sorted((root / part).rglob("*.*")) if path.is_file() and not path.name.startswith("."))
 
 
 WORKS = (Work("analysis", analysing, with_models, built), Work("collector", collecting, analysed, measured),
@@ -237,25 +236,28 @@ def interruption(work: Work, prepared: Path, wanted: Any, lasts_s: float, rng: r
         return Outcome("answer", case, seconds=seconds)
 
 
-def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """What comes of `count` interruptions, of each work as many."""
+def interruptions(work: Work, numbers: Sequence[int], seed: int, folder: Path) -> Iterator[Outcome]:
+    """What comes of interruptions of a work, each with a number of its own; every other one is a SIGKILL."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell runs in the background; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    prepared, whole = folder / work.name / "workspace", folder / work.name / "whole"
+    shutil.rmtree(folder / work.name, ignore_errors=True)
+    prepared.parent.mkdir(parents=True)
+    work.prepare(prepared)
+    shutil.copytree(prepared, whole)
+    began_s = time.monotonic()
+    wrong = resumed(work.commands(whole)[:1], folder)
+    lasts_s = time.monotonic() - began_s
+    if wrong := wrong or resumed(work.commands(whole)[1:], folder):
+        raise RuntimeError(f"{work.name}: {wrong}")
+    wanted = work.state(whole)
+    for number in numbers:
+        yield interruption(work, prepared, wanted, lasts_s, random.Random(f"{seed} {work.name} {number}"),
+                           SIGNALS[number % len(SIGNALS)])
+
+
+def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
+    """What comes of `count` interruptions, of each work about as many."""
     for place, work in enumerate(WORKS):
-        numbers = range(place, count, len(WORKS))
-        if not numbers:
-            continue
-        prepared, whole = folder / work.name / "workspace", folder / work.name / "whole"
-        shutil.rmtree(folder / work.name, ignore_errors=True)
-        prepared.parent.mkdir(parents=True)
-        work.prepare(prepared)
-        shutil.copytree(prepared, whole)
-        began_s = time.monotonic()
-        if wrong := resumed(work.commands(whole)[:1], folder):
-            raise RuntimeError(f"{work.name}: {wrong}")
-        lasts_s = time.monotonic() - began_s
-        if wrong := resumed(work.commands(whole)[1:], folder):
-            raise RuntimeError(f"{work.name}: {wrong}")
-        cases = partial(interruption, work, prepared, work.state(whole), lasts_s)
-        yield from titled(f"{work.name}, interrupted and resumed", (
-            cases(random.Random(f"{seed} {number}"), SIGNALS[number // len(WORKS) % len(SIGNALS)]) for number in numbers))
+        if numbers := range(len(range(place, count, len(WORKS)))):
+            yield from titled(f"{work.name}, interrupted and resumed", interruptions(work, numbers, seed, folder))

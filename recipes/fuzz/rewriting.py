@@ -72,8 +72,8 @@ def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[flo
     return Outcome("error" if errors else "answer", case, "; ".join(sorted(set(errors))))
 
 
-def cases(count: int, folder: Path) -> Iterator[Outcome]:
-    root = trained_workspace(folder / "workspace").root
+def cases(count: int, root: Path) -> Iterator[Outcome]:
+    """What comes of `count` processes that predict in the small workspace at `root`."""
     right = [latencies_ms(root), *(answer for trees in (*reversed(TREES), *reversed(TREES)) for answer in train(root, trees))]
     processes = [subprocess.Popen([sys.executable, "-m", MODULE, str(root)], cwd=ROOT, stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, text=True) for _ in range(count)]
@@ -89,7 +89,8 @@ def cases(count: int, folder: Path) -> Iterator[Outcome]:
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
     """What comes of `count` processes."""
-    yield from titled("processes that predict while predictors are trained", cases(count, folder))
+    root = trained_workspace(folder / "workspace").root
+    yield from titled("processes that predict while predictors are trained", cases(count, root))
 
 
 if __name__ == "__main__":
