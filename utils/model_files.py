@@ -219,10 +219,14 @@ def _of_nodes(nodes: Any, depth: int) -> Iterator[onnx.TensorProto]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata in an ONNX file by key; empty where the file is none, or cut short. Takes a millisecond at any size."""
+    """The metadata in an ONNX file by key; empty where the file is none, or cut short. Takes a millisecond at any size.
+
+    Raises:
+        UserError: an entry of it is damaged.
+    """
     metadata: dict[str, str] = {}
     end = path.stat().st_size
-    with path.open("rb") as file:
+    with path.open("rb") as file, model_errors(str(path)):
         while (tag := _varint(file)) is not None:
             field, wire = tag >> 3, tag & 7
             size = _varint(file) if wire in (VARINT, BYTES) else FIXED_BYTES.get(wire)

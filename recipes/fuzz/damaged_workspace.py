@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from recipes.fuzz.damaged_models import flipped, torn
 from recipes.fuzz.reading import Reader
@@ -113,8 +114,6 @@ def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, byte
     if path.suffix == ".jsonl":
         return damaged_line(data, rng)
     if path.suffix == ".yaml":
-        import yaml
-
         damage, document = damaged_document(yaml.safe_load(data), rng)
         return damage, json.dumps(document).encode()  # JSON is YAML too
     damage, document = damaged_document(json.loads(data), rng)

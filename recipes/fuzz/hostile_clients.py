@@ -113,7 +113,9 @@ class Exporter:
             raise RuntimeError("the exporter was started without a pipe")
         report = ""
         while not report.endswith("}\n"):
-            report += self.process.stdout.readline()
+            if not (line := self.process.stdout.readline()):
+                raise RuntimeError(f"the exporter does not start: {self.log.read_text()}")
+            report += line
         self.url = str(json.loads(report)["url"])
         parts = urlsplit(self.url)
         self.address = (parts.hostname or "", parts.port or 0)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def serve(names: dict[str, Any]) -> None:
     for line in sys.stdin:
         watched = [psutil.Process(), *psutil.Process().children(recursive=True)]
         for process in watched:  # the peak so far does not count
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+            with suppress(OSError):  # it has just ended
+                Path(f"/proc/{process.pid}/clear_refs").write_text("5")
         ended_mib = _ended_mib()
         answers: list[float] = []
         names["answers"] = answers
