@@ -187,7 +187,10 @@ def _locations(tensor: onnx.TensorProto) -> list[str]:
     """The files that a tensor names for its values, usually one; none if the values are in the model."""
     if tensor.data_location != tensor.EXTERNAL:
         return []
-    return [entry.value for entry in tensor.external_data if entry.key == "location"]
+    locations = [entry.value for entry in tensor.external_data if entry.key == "location"]
+    if wrong := [location for location in locations if not isinstance(location, str)]:  # protobuf returns such text as bytes
+        raise UserError(f"the model is damaged: its weights lie in {wrong[0][:SHOWN]!r}, which is not UTF-8")
+    return locations
 
 
 def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

@@ -186,7 +186,9 @@ def interrupted(command: list[str | Path], after_s: float, number: signal.Signal
     left = [child.pid for child in alive if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     if left:
         return f"its children {left} did not end"
-    return stderr if "Traceback" in stderr or "terminate called" in stderr else ""
+    # while Python still loads the command, it says so in its own words
+    loading = stderr.rstrip().endswith("KeyboardInterrupt") and "<frozen importlib" in stderr
+    return stderr if ("Traceback" in stderr and not loading) or "terminate called" in stderr else ""
 
 
 def resumed(commands: Commands, temporary: Path) -> str:
