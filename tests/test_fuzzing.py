@@ -1,25 +1,24 @@
-"""The short form of recipes/fuzz/wrong_models.py and of `python -m tests.fuzzing`: damaged files give an error for the user, or
-the right answer."""
+"""The campaigns of recipes/fuzz at a small size: each case gives an answer or an error for the user."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from recipes.fuzz import wrong_models
-from recipes.fuzz.damaged_models import HARMFUL
-from recipes.fuzz.reading import Outcome, Reader
-from recipes.fuzz.wrong_models import COMMAND, damaged_files, outcomes_of
+from recipes.fuzz import kills, long_run, rewriting, wrong_models
+from recipes.fuzz.damaged_workspace import damaged, files_of
+from recipes.fuzz.hostile_clients import clients
+from recipes.fuzz.reporting import Outcome
 from runtimes import local_target
-from tests.fuzzing import files_of, fuzz_files
 from utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 
 TARGET = local_target("cpu").name
 MODELS, DAMAGES = 40, 6
-SLOW = ("constants folded for hours", "20,000 nodes", "constants of 7 GiB in parts")
 
 
 @pytest.fixture(scope="module")
@@ -27,30 +26,40 @@ def workspace(trained_workspace: Workspace) -> Workspace:
     return trained_workspace
 
 
-def faults(outcomes: list[Outcome]) -> list[str]:
-    return [f"{outcome.what}: {outcome.damage}: {outcome.message[-300:]}" for outcome in outcomes if outcome.fault]
+def ended(outcomes: Iterable[Outcome]) -> set[str]:
+    """How some cases ended; there must be no fault."""
+    seen = list(outcomes)
+    assert not [str(outcome) for outcome in seen if outcome.fault]
+    return {outcome.what for outcome in seen}
 
 
 def test_damaged_models(tmp_path: Path) -> None:
-    with Reader(COMMAND) as reader:
-        outcomes = list(outcomes_of(damaged_files(tmp_path, MODELS, seed=3), wrong_models.TARGET, reader))
-    assert faults(outcomes) == []
-    assert {outcome.what for outcome in outcomes} == {"answer", "error"}
+    assert ended(wrong_models.damaged(MODELS, 3, tmp_path)) == {"answer", "error"}
 
 
 def test_harmful_models(tmp_path: Path) -> None:
-    """Without those that only the limits of time end."""
-    quick = {name: make for name, make in HARMFUL.items() if name not in SLOW}
-    with Reader(COMMAND) as reader:
-        for number, (name, make) in enumerate(quick.items()):
-            path = tmp_path / f"{number}.onnx"
-            path.write_bytes(make().SerializeToString())
-            (outcome,) = outcomes_of([(name, path)], wrong_models.TARGET, reader)
-            assert not outcome.fault, outcome
-            assert outcome.peak_mib < 2048
+    assert ended(wrong_models.harmful(False, tmp_path)) == {"answer", "error"}
 
 
 def test_damaged_files(workspace: Workspace) -> None:
-    outcomes = list(fuzz_files(workspace.root, TARGET, files_of(workspace.root, TARGET), DAMAGES, seed=2))
-    assert faults(outcomes) == []
-    assert {outcome.what for outcome in outcomes} == {"answer", "error"}
+    assert ended(damaged(workspace.root, TARGET, files_of(workspace.root, TARGET), DAMAGES, 2)) == {"answer", "error"}
+
+
+def test_hostile_clients(tmp_path: Path) -> None:
+    assert ended(clients(tmp_path, ("a silent crowd", "a crowd that leaves before the answer", "garbage"))) == {"answer"}
+
+
+def test_interrupted_commands(tmp_path: Path) -> None:
+    """Those that measure nothing: tests/test_stopping.py has some others."""
+    works = [work for work in kills.WORKS if work.name in ("analysis", "training")]
+    assert ended(chain(*(kills.interruptions(work, range(2), 1, tmp_path) for work in works))) == {"answer"}
+
+
+def test_many_predictions(tmp_path: Path) -> None:
+    assert ended(long_run.cases(4 * long_run.EACH, tmp_path)) == {"answer"}
+
+
+def test_predictions_while_predictors_are_trained(tmp_path: Path, workspace: Workspace,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewriting, "ANSWERS", 5)
+    assert ended(rewriting.cases(2, workspace.root)) == {"answer"}

@@ -13,11 +13,14 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _EXTERNAL_KEY = b"location"  # the key of the file in which a weight is stored
 _ZIP = b"PK"  # how a program of torch begins, which TVM reads too
@@ -167,11 +170,27 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
     return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=content)
 
 
+def array_of(tensor: onnx.TensorProto) -> np.ndarray:
+    """The values of a tensor that are in memory.
+
+    Raises:
+        UserError: it is damaged: they are not as many as its shape says, or none of its type.
+    """
+    try:
+        return onnx.numpy_helper.to_array(tensor)
+    except (ValueError, TypeError, LookupError, OverflowError) as error:  # whatever onnx and numpy meet in them
+        raise UserError(f"the model is damaged: its constant {tensor.name[:SHOWN]} of shape {list(tensor.dims)} can't be read "
+                        f"({error})") from None
+
+
 def _locations(tensor: onnx.TensorProto) -> list[str]:
     """The files that a tensor names for its values, usually one; none if the values are in the model."""
     if tensor.data_location != tensor.EXTERNAL:
         return []
-    return [entry.value for entry in tensor.external_data if entry.key == "location"]
+    locations = [entry.value for entry in tensor.external_data if entry.key == "location"]
+    if wrong := [location for location in locations if not isinstance(location, str)]:  # protobuf returns such text as bytes
+        raise UserError(f"the model is damaged: its weights lie in {wrong[0][:SHOWN]!r}, which is not UTF-8")
+    return locations
 
 
 def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -203,10 +222,14 @@ def _of_nodes(nodes: Any, depth: int) -> Iterator[onnx.TensorProto]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata in an ONNX file by key; empty where the file is none, or cut short. Takes a millisecond at any size."""
+    """The metadata in an ONNX file by key; empty where the file is none, or cut short. Takes a millisecond at any size.
+
+    Raises:
+        UserError: an entry of it is damaged.
+    """
     metadata: dict[str, str] = {}
     end = path.stat().st_size
-    with path.open("rb") as file:
+    with path.open("rb") as file, model_errors(str(path)):
         while (tag := _varint(file)) is not None:
             field, wire = tag >> 3, tag & 7
             size = _varint(file) if wire in (VARINT, BYTES) else FIXED_BYTES.get(wire)

@@ -1,7 +1,11 @@
-"""A process that reads wrong files one after another, and what comes of it: the answer, an error for the user, or a fault."""
+"""A process that reads wrong files one after another, and what comes of each.
+
+It has the names of a module: `python -m recipes.fuzz.reading recipes.fuzz.wrong_models`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import resource
@@ -10,19 +14,17 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from recipes.fuzz.reporting import HANG_S, MOST_MIB, Outcome
 from utils import cli
 from utils.errors import UserError
 from utils.paths import ROOT
 
-HANG_S = 60.0
-MOST_MIB = 4096.0
 ADDRESS_SPACE = 24 << 30  # bytes: ORT and numpy map far more than they touch
 
 
@@ -37,7 +39,8 @@ def serve(names: dict[str, Any]) -> None:
     for line in sys.stdin:
         watched = [psutil.Process(), *psutil.Process().children(recursive=True)]
         for process in watched:  # the peak so far does not count
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+            with suppress(OSError):  # it has just ended
+                Path(f"/proc/{process.pid}/clear_refs").write_text("5")
         ended_mib = _ended_mib()
         answers: list[float] = []
         names["answers"] = answers
@@ -47,7 +50,7 @@ def serve(names: dict[str, Any]) -> None:
         except UserError as error:
             reply = {"what": "error", "message": str(error)}
         except OSError as error:
-            reply = {"what": "error" if error.errno in cli.OS_ERROR_ADVICE else "traceback", "message": traceback.format_exc()}
+            reply = {"what": "error" if cli.user_can_mend(error) else "traceback", "message": traceback.format_exc()}
         except BaseException:  # noqa: BLE001 - this looks for whatever escapes
             reply = {"what": "traceback", "message": traceback.format_exc()}
         peaks_mib = [_peak_mib(process) for process in (psutil.Process(), *psutil.Process().children(recursive=True))]
@@ -69,31 +72,15 @@ def _peak_mib(process: psutil.Process) -> float:
     return float(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
-@dataclass
-class Outcome:
-    """The outcome of a damage: `answer`, `error`, or a fault: `traceback`, `crash`, `hang`, `memory`, `another answer`."""
-
-    what: str
-    damage: str
-    message: str = ""
-    answers: tuple[float, ...] = ()
-    seconds: float = 0.0
-    peak_mib: float = 0.0
-
-    @property
-    def fault(self) -> bool:
-        return self.what not in ("answer", "error")
-
-
 class Reader:
     """A process that reads; a new one is started where it ends. Use as a context manager.
 
     Args:
-        command: what `python` is given; it calls `serve`.
+        module: whose names the lines may use.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self.command = command
+    def __init__(self, module: str) -> None:
+        self.module = module
         self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Reader:
@@ -102,11 +89,11 @@ class Reader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def read(self, line: str, damage: str, wanted: list[float] | None = None) -> Outcome:
+    def read(self, line: str, case: str, wanted: list[float] | None = None) -> Outcome:
         """The outcome of a line of Python; `wanted` are the right answers, if they are known."""
         if self.process is None:
-            self.process = subprocess.Popen([sys.executable, *self.command], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self.process = subprocess.Popen([sys.executable, "-m", "recipes.fuzz.reading", self.module], cwd=ROOT, text=True,
+                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             self._ask("pass", None)
         began = time.monotonic()
         text = self._ask(line, HANG_S)
@@ -114,16 +101,18 @@ class Reader:
         if not text:
             process, hangs = self.process, text is None
             self.close()
-            return Outcome("hang" if hangs else "crash", damage, f"exit code {process.returncode}", seconds=seconds)
+            return Outcome("hang" if hangs else "crash", case, f"exit code {process.returncode}", seconds=seconds)
         reply = json.loads(text)
         what = reply["what"]
         if reply["peak_mib"] > MOST_MIB:
             what = "memory"
             self.close()
-        if what == "answer" and wanted is not None and not all(
-                math.isclose(value, right, rel_tol=1e-9) for value, right in zip(reply["answers"], wanted, strict=True)):
+        if what == "answer" and wanted is not None and not (len(reply["answers"]) == len(wanted) and all(
+                math.isclose(value, right, rel_tol=1e-9) for value, right in zip(reply["answers"], wanted, strict=True))):
             what = "another answer"
-        return Outcome(what, damage, reply.get("message", ""), tuple(reply["answers"]), seconds, reply["peak_mib"])
+        if what == "answer" and not all(0.0 <= value < math.inf for value in reply["answers"]):
+            what = "another answer"
+        return Outcome(what, case, reply.get("message", ""), tuple(reply["answers"]), seconds, reply["peak_mib"])
 
     def _ask(self, line: str, timeout_s: float | None) -> str | None:
         """What the process writes for a line: "" where it has ended, None where it is too slow."""
@@ -145,3 +134,7 @@ class Reader:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+if __name__ == "__main__":
+    serve(vars(importlib.import_module(sys.argv[1])))

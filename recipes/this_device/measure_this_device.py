@@ -27,6 +27,7 @@ from typing import Any
 
 from kernel_model.sampling.seeds import read_seeds
 from recipes.this_device.steps import TRAINING_SHARE, Budget, expected_errors, run_json
+from records.dataset_files import header_path
 from records.dataset_tables import read_model_table
 from records.kernel_record_files import index_path, read_index
 from runtimes import local_target
@@ -116,9 +117,10 @@ def measure(workspace: Workspace, device: str, own_kernels: int, budget: Budget)
         return None
     log.info("%.1f minutes used; measuring for %.1f, then about %.1f for training", budget.used_s() / 60, minutes,
              TRAINING_SHARE * budget.total_s / 60)
+    begun = header_path(workspace.dataset(local_target(device).name)).exists()  # it keeps its labels if the config names none
     totals: dict[str, Any] = run_json(
         workspace, "benchmark/collector.py", "--config", str(ROOT / "recipes" / "this_device" / f"{device}.yaml"),
-        "--minutes", str(minutes))
+        *(["--set", "labels=[]"] if begun else []), "--minutes", str(minutes))
     budget.save(measured=True)
     return totals
 

@@ -18,7 +18,7 @@ from optional_packages import without
 from recipes.this_device import measure_this_device
 from recipes.this_device.measure_this_device import measure, prediction_command, put_models, shipped_for
 from recipes.this_device.steps import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget, run_json
-from records.dataset_files import journal_path, read_journal
+from records.dataset_files import header_path, journal_path, read_journal
 from runtimes import local_target
 from utils import files
 from utils.cli import LEFT_OUT
@@ -107,6 +107,18 @@ def test_no_measuring_starts_when_drawing_samples_took_the_time(tmp_path: Path, 
     monkeypatch.setattr(measure_this_device, "run_json", run)
     assert measure(Workspace(tmp_path), "cpu", 3, budget) is None
     assert started == ["kernel_model/kernel_sampler.py"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_dataset_that_is_there_keeps_its_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+    """As after `predict_model_latency.py --measure-missing`, which takes other labels."""
+    workspace, collected = Workspace(tmp_path), list[list[str]]()
+    if begun:
+        files.write_text(header_path(workspace.dataset(local_target("cpu").name)), "{}")
+    monkeypatch.setattr(measure_this_device, "run_json", lambda _, script, *options: collected.append([script, *options]))
+    measure(workspace, "cpu", 3, Budget(tmp_path / "spent.json", 10.0))
+    assert collected[-1][0] == "benchmark/collector.py"
+    assert ("labels=[]" in collected[-1]) == begun
 
 
 def test_git_ignores_what_is_written() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -218,3 +219,19 @@ def test_a_bug_and_a_full_disk_are_told_apart(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(OSError, match="No space left on device: '/x'") as raised:
         record_of(path)
     assert raised.value.errno == 28
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    """Whatever is asked of the model: onnx gives such names as bytes."""
+    path = tmp_path / "m.onnx"
+    onnx.save(network(), path, save_as_external_data=True, location="n.weights", size_threshold=64)
+    for name in (b"conv", b"Conv", b"n.weights"):
+        whole = path.read_bytes()
+        path.write_bytes(whole.replace(name, b"\xff" + name[1:]))
+        for ask in (lambda: analysis.own_sizes(path, {"batch": [1]}), lambda: analysis.weight_files(path),
+                    lambda: analysis.graph_of(path, "cpu", {}, False), lambda: analysis.check_opens(path, "cpu", {}, False)):
+            with contextlib.suppress(UserError):
+                ask()
+        with pytest.raises(UserError, match="not UTF-8"):
+            record_of(path)
+        path.write_bytes(whole)

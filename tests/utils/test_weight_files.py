@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.parsing import kept_in
 from utils.errors import UserError
-from utils.model_files import with_values
+from utils.model_files import BYTES, METADATA_FIELD, read_metadata, with_values
 
 
 def test_weights_whose_files_have_several_names(tmp_path: Path) -> None:
@@ -44,3 +44,10 @@ def test_weights_whose_files_have_several_names(tmp_path: Path) -> None:
     (tmp_path / "stored.weights").write_bytes(content[:-8])
     with pytest.raises(UserError, match="too short for weight"):
         analyze(tmp_path / "stored.onnx", "cuda", {"n": 2})
+
+
+def test_damaged_metadata_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(bytes([METADATA_FIELD << 3 | BYTES, 3]) + b"\xff" * 3)
+    with pytest.raises(UserError, match=r"m\.onnx: not an ONNX model, or cut short"):
+        read_metadata(path)

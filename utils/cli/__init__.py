@@ -29,14 +29,13 @@ from utils.cli.options import (
     whole,
 )
 from utils.cli.printing import cell, column_widths, first_of, print_json, print_line, print_rows, print_table, progress
-from utils.cli.running import EXIT_ROUGH, EXIT_SLO_MISSED, LEFT_OUT, OS_ERROR_ADVICE, explain, is_command, run
+from utils.cli.running import EXIT_ROUGH, EXIT_SLO_MISSED, LEFT_OUT, explain, is_command, run, user_can_mend
 
 __all__ = [
     "EXIT_ROUGH",
     "EXIT_SLO_MISSED",
     "EXIT_USAGE",
     "LEFT_OUT",
-    "OS_ERROR_ADVICE",
     "add_config",
     "add_dim",
     "add_estimators",
@@ -72,5 +71,6 @@ __all__ = [
     "progress",
     "run",
     "start",
+    "user_can_mend",
     "whole",
 ]

@@ -19,7 +19,7 @@ from records.operators import operator_row
 from runtimes.ort.graph.nodes import bodies_of
 from utils.errors import UserError
 from utils.lazy import onnx
-from utils.model_files import read_whole_model
+from utils.model_files import array_of, read_whole_model
 
 SINGLE = "float32"
 REDUCED = ("float16", "bfloat16")
@@ -127,7 +127,7 @@ def _widen(tensor: onnx.TensorProto) -> None:
     """Converts a tensor to single precision; a rounded constant that fusions look for gets its exact value."""
     if floating_type(tensor.data_type) not in REDUCED:
         return
-    values = onnx.numpy_helper.to_array(tensor)
+    values = array_of(tensor)
     wide = values.astype(np.float32)
     if values.size == 1:
         meant = [number for number in LOOKED_FOR if values.dtype.type(number) == values.reshape(())]

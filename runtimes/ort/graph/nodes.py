@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from records.operators import VIEWS, operator_row
 from utils.lazy import onnx
+from utils.model_files import array_of
 
 if TYPE_CHECKING:
     import onnx
@@ -90,7 +91,7 @@ def attribute_value(attribute: onnx.AttributeProto) -> Any:
         return {"graph": hashlib.sha256(attribute.g.SerializeToString(deterministic=True)).hexdigest()[:12]}
     value = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, onnx.TensorProto):
-        array = onnx.numpy_helper.to_array(value)
+        array = array_of(value)
         return {"dtype": str(array.dtype), "shape": list(array.shape), "values": array.ravel().tolist()}
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")

@@ -102,6 +102,7 @@ def dynamic_names(model: Path, names: Iterable[str]) -> set[str]:
     check_plain_file(model)
     with model_errors(str(model)):
         proto = onnx.load(str(model), load_external_data=False)
+    check_sound(proto, str(model))
     return (set(open_dims(proto)) & set(names)) | _sizes_by_data(proto, names)
 
 

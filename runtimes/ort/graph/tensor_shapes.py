@@ -33,7 +33,7 @@ from runtimes.ort.graph.open_shapes import (
 )
 from utils.errors import UserError
 from utils.lazy import onnx
-from utils.model_files import with_values
+from utils.model_files import array_of, with_values
 from utils.ort_sessions import PROVIDER_NAMES, open_session, outputs_by_schema
 from utils.temporary import temporary_folder
 
@@ -58,7 +58,7 @@ def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
     whole = dtype.startswith(("int", "uint", "bool"))
     if not (plain.elements <= SMALL_INTS if whole or keep_floats else plain.elements == 1):
         return plain
-    return plain.model_copy(update={"values": tuple(onnx.numpy_helper.to_array(tensor).ravel().tolist())})
+    return plain.model_copy(update={"values": tuple(array_of(tensor).ravel().tolist())})
 
 
 def small_values_by_use(graph: onnx.GraphProto) -> set[str]:
@@ -72,7 +72,7 @@ def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, i
     for tensor in graph.initializer:
         if tensor.data_type not in (onnx.TensorProto.INT32, onnx.TensorProto.INT64) or math.prod(tensor.dims) <= SMALL_INTS:
             continue
-        array = onnx.numpy_helper.to_array(with_values(tensor, folder))
+        array = array_of(with_values(tensor, folder))
         ranges[tensor.name] = (int(array.min()), int(array.max()))
     return ranges
 

@@ -1,35 +1,33 @@
-"""Damages the files of a workspace, by a seed. Hase must answer or report an error to the user, without a traceback, a crash, a
-hang, or gigabytes of memory. (For models see recipes/fuzz.)
-
-The tests run a short form. The command makes a workspace of small models first:
-
-    python -m tests.fuzzing --files 30 --seed 1
-"""
+"""Campaign `files`: damages of every file of a workspace, by a seed."""
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import io
 import json
 import math
 import random
-import sys
-from collections import Counter
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from recipes.fuzz.damaged_models import flipped, torn
-from recipes.fuzz.reading import Outcome, Reader, serve
+from recipes.fuzz.reading import Reader
+from recipes.fuzz.reporting import Outcome, titled
+from recipes.fuzz.small_workspace import trained_workspace
 from records.dataset_files import digests_path
+from records.kernel_record_files import update_index
+from runtimes import flavour_of, local_target
 from training.kernels.sidecar import sidecar_path
 from utils import files
 from utils.paths import ROOT, Workspace
 
+CASES = 30  # damages of each file
 ODD_NUMBERS: tuple[Any, ...] = (0, -1, 1, 2**31, 2**63 - 1, -2**63, 10**30, 1e308, -1e308, 1e-320, math.nan, math.inf, 0.5)
 ODD_VALUES: tuple[Any, ...] = (None, "", "x", "../../x", "\ud800", "a\0b", [], {}, [[]], True, "9" * 5000)
 
@@ -116,8 +114,6 @@ def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, byte
     if path.suffix == ".jsonl":
         return damaged_line(data, rng)
     if path.suffix == ".yaml":
-        import yaml
-
         damage, document = damaged_document(yaml.safe_load(data), rng)
         return damage, json.dumps(document).encode()  # JSON is YAML too
     damage, document = damaged_document(json.loads(data), rng)
@@ -172,96 +168,64 @@ def in_sidecar(path: Path, changed: bytes) -> dict[Path, bytes]:
     return {sidecar_path(path.parent): json.dumps(files.with_digest(document)).encode()}
 
 
-def commands(path: Path, root: Path, target: str) -> list[str]:
+def questions(path: Path, root: Path, target: str) -> list[str]:
     """Lines of Python that read a file of the workspace at `root`; `answers` gathers what must not change."""
     place = path.relative_to(root).as_posix()
-    quoted = repr(str(path))
-    predicting = f"answers.append(predict('anet_c16.onnx', target={target!r}, workspace=workspace).latency_ms)"
-    strictly = predicting.replace("workspace=", "strict=True, workspace=")
-    recorded = f"answers.extend(evaluated_ms(evaluate(workspace, [], recorded=True, target={target!r})))"
-    training = f"answers.append(learned_ms(read_training_set(workspace, {target!r})))"
+    quoted, at = repr(str(path)), f"Workspace(Path({str(root)!r}))"
+    predicting = f"answers.append(predict('anet_c16.onnx', target={target!r}, workspace={str(root)!r}).latency_ms)"
     if path.suffix == ".yaml":
         return [f"read_config(Path({quoted}), {schema})" for schema in
                 ("CollectorConfig", "TrainingConfig", "InferenceConfig", "ZooConfig")]
     if place.endswith("index.json"):
         return [f"kernels_in_file(Path({quoted}))"]
     if place.startswith("ort_analysis"):
-        return [f"answers.append(predict({quoted}, target={target!r}, workspace=workspace).latency_ms)",
-                f"kernels_in_file(Path({quoted}))", "read_model_records(workspace, flavour_of('cpu'))"]
+        return [predicting.replace("'anet_c16.onnx'", quoted), f"kernels_in_file(Path({quoted}))",
+                f"read_model_records({at}, flavour_of('cpu'))"]
     if place.startswith("training/predictors"):
-        return [predicting, strictly]
+        return [predicting, predicting.replace("workspace=", "strict=True, workspace=")]
     if place.startswith("training/kernel_errors"):
         return [f"read_errors(Path({quoted}))"]
-    dataset = f"workspace.dataset({target!r})"
-    return [recorded, training, f"answers.append(len(read_journal({dataset})))",
-            f"answers.append(sum(entry.kernel.flops for entry in read_kernels_of({dataset})))"]
+    dataset = f"{at}.dataset({target!r})"
+    return [f"answers.extend(evaluated_ms(evaluate({at}, [], recorded=True, target={target!r})))",
+            f"answers.append(learned_ms(read_training_set({at}, {target!r})))",
+            f"answers.append(len(read_journal({dataset})))",
+            f"answers.append(sum(entry.kernel.flops for entry in read_kernels({dataset})))"]
 
 
-# the campaign -------------------------------------------------------------------------------------------------------------
+def damaged(root: Path, target: str, paths: Sequence[Path], count: int, seed: int) -> Iterator[Outcome]:
+    """What comes of `count` damages of each file of a workspace, which is put back each time.
 
-NAMES = """
-from pathlib import Path
-import numpy as np
-from benchmark.collecting.config import CollectorConfig
-from records.dataset_files import read_journal, read_kernels as read_kernels_of
-from inference.evaluation.evaluate import evaluate
-from inference import predict
-from inference.live.load import InferenceConfig
-from records.kernel_record_files import kernels_in_file
-from kernel_model.sampling.kernel_errors import read_errors
-from model_zoo.exporting.zoo_config import ZooConfig
-from records.kernel_record_files import read_model_records
-from training.kernels.settings import TrainingConfig
-from training.kernels.training_set import read_training_set
-from utils.config import read_config
-from runtimes import flavour_of
-
-def evaluated_ms(evaluation):
-    return [value for row in evaluation.comparisons for value in (row.predicted_ms, row.strict_ms, row.measured_ms)]
-
-def learned_ms(rows):
-    return float(sum(sum(times_ms[times_ms > 0]) for times_ms in rows.times_ms.values()) + np.nansum(rows.load)
-                 + rows.features.sum())
-"""  # what `commands` calls
-
-
-def fuzz_files(root: Path, target: str, paths: list[Path], count: int, seed: int) -> Iterator[Outcome]:
-    """Reads each file of a workspace with `count` damages, and puts it back. Every third damage is one that no digest shows:
-    an answer may then be another one, but no nonsense."""
-    reader = Reader(("-m", "tests.fuzzing", "--serve", str(root)))
-    for path in paths:
-        lines = commands(path, root, target)
-        data, digests = path.read_bytes(), {holder: holder.read_bytes() for holder in path.parent.glob("*.json")}
-        wanted = {line: reader.answers(line) for line in lines if path.suffix != ".yaml"}
-        for number in range(count):
-            rng, right_digest = random.Random(f"{seed} {path.name} {number}"), number % 3 == 2 and path.suffix != ".yaml"
-            damage, changed, holders = (damaged_contents(path, data, rng) if right_digest else
-                                        (*damaged_file(path, data, rng), {}))
-            if changed == data:
-                continue
-            try:
-                for place, contents in {**holders, path: changed}.items():
-                    place.write_bytes(contents)
-                for line in lines:
-                    outcome = reader.read(line, f"{path.relative_to(root)}: {damage}: {line[:40]}",
-                                          None if right_digest else wanted.get(line))
-                    if outcome.what == "answer" and not all(0.0 <= value < math.inf for value in outcome.answers):
-                        outcome.what = "another answer"
-                    yield outcome
-            finally:
-                for place, contents in {**digests, path: data}.items():
-                    place.write_bytes(contents)
-    reader.close()
+    Every third damage is one that no digest shows: an answer may then be another one, but no nonsense.
+    """
+    with Reader("recipes.fuzz.workspace_reading") as reader:
+        for path in paths:
+            lines = questions(path, root, target)
+            data, digests = path.read_bytes(), {holder: holder.read_bytes() for holder in path.parent.glob("*.json")}
+            wanted = {line: reader.answers(line) for line in lines if path.suffix != ".yaml"}
+            for number in range(count):
+                rng, no_digest = random.Random(f"{seed} {path.name} {number}"), number % 3 == 2 and path.suffix != ".yaml"
+                damage, changed, holders = (damaged_contents(path, data, rng) if no_digest else
+                                            (*damaged_file(path, data, rng), {}))
+                if changed == data:
+                    continue
+                try:
+                    for place, contents in {**holders, path: changed}.items():
+                        place.write_bytes(contents)
+                    for line in lines:
+                        yield reader.read(line, f"{path.relative_to(root)}: {damage}: {line[:40]}",
+                                          None if no_digest else wanted.get(line))
+                finally:
+                    for place, contents in {**digests, path: data}.items():
+                        place.write_bytes(contents)
 
 
 def files_of(workspace: Path, target: str) -> list[Path]:
     """A file of every kind that a workspace holds but its models, and the configs that come with Hase."""
-    import shutil
-
+    update_index(Workspace(workspace), flavour_of("cpu"))
     records = sorted((workspace / "ort_analysis" / "ort_kernel_record").glob("*/*.json"))
     configs = workspace / "configs"
     configs.mkdir(exist_ok=True)
-    for config in [*ROOT.glob("*/config.yaml"), ROOT / "benchmark" / "config.yaml"]:
+    for config in ROOT.glob("*/config.yaml"):
         shutil.copy(config, configs / f"{config.parent.name}.yaml")
     of_target = [workspace / "benchmark" / "dataset" / target, workspace / "training" / "predictors" / target]
     return [*[path for path in records if path.stem in ("anet_c16", "index")],
@@ -269,38 +233,8 @@ def files_of(workspace: Path, target: str) -> list[Path]:
             *sorted((workspace / "training" / "kernel_errors").glob("*.json")), *sorted(configs.glob("*.yaml"))]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--files", type=int, default=30, help="damages of each other file")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "fuzzing", help="the workspace")
-    args = parser.parse_args()
-    if args.serve:
-        names: dict[str, Any] = {"workspace": Workspace(args.serve)}
-        exec(NAMES, names)
-        serve(names)
-        return 0
-    sys.path.insert(0, str(ROOT / "tests"))
-    from trained_workspace import train
-
-    from records.kernel_record_files import update_index
-    from runtimes import flavour_of, local_target
-
+def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
+    """What comes of `count` damages of each file of a small workspace, which is made in `folder`."""
     target = local_target("cpu").name
-    if not (args.out / "training" / "predictors" / target / "composition.json").exists():
-        train(args.out)
-    update_index(Workspace(args.out), flavour_of("cpu"))
-    counts: Counter[str] = Counter()
-    slowest_s = largest_mib = 0.0
-    for outcome in fuzz_files(args.out, target, files_of(args.out, target), args.files, args.seed):
-        counts[outcome.what] += 1
-        slowest_s, largest_mib = max(slowest_s, outcome.seconds), max(largest_mib, outcome.peak_mib)
-        if outcome.fault:
-            print(f"{outcome.what}: {outcome.damage}: {outcome.message.strip()[-700:]}\n", flush=True)
-    print(f"{dict(counts)}, slowest {slowest_s:.1f} s, most memory {largest_mib:.0f} MiB", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    root = trained_workspace(folder / "workspace").root
+    yield from titled("damaged files", damaged(root, target, files_of(root, target), count, seed))
