@@ -25,6 +25,7 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 from pydantic import PlainSerializer, PlainValidator
 
 from measuring.worker_process import TooMuchMemory, WorkerFailed, WorkerProcess
+from records.interface import Interface
 from records.kernel_record import ModelOrigin, ModelRecord
 from runtimes import runtime_named
 from utils import cli
@@ -61,8 +62,8 @@ class Task(Frozen):
 
     Attributes:
         do: `record` takes it apart, `write` also writes its records, `sizes` says which `names` are dynamic dimensions of it,
-            `weights` names the files of its weights, `graph` describes the graph that ONNX Runtime runs, `opens` checks that
-            ONNX Runtime loads it; `prepare` only loads what the others need.
+            `weights` names the files of its weights, `interface` reads its inputs and outputs, `graph` describes the graph that
+            ONNX Runtime runs, `opens` checks that ONNX Runtime loads it; `prepare` only loads what the others need.
         folder: the current folder, from which paths and the weights of a model in memory are found.
         model: its file.
         in_memory: the file only holds a model in memory.
@@ -75,7 +76,7 @@ class Task(Frozen):
         kept: the folder of optimised graphs that are used again (see `optimized_once`); None: none are kept.
     """
 
-    do: Literal["record", "write", "sizes", "weights", "graph", "opens", "prepare"]
+    do: Literal["record", "write", "sizes", "weights", "interface", "graph", "opens", "prepare"]
     folder: AnyPath = Path()
     model: AnyPath = Path()
     in_memory: bool = False
@@ -122,9 +123,11 @@ class Failure(Frozen):
 
 
 class Reply(Frozen):
-    """What the child found: records, a graph, names or files, as asked; what it logged; and why it failed, if it did."""
+    """What the child found: records, an interface, a graph, names or files, as asked; what it logged; and why it failed, if it
+    did."""
 
     records: tuple[ModelRecord, ...] = ()
+    interface: Interface | None = None
     graph: dict[str, Any] = {}
     names: tuple[str, ...] = ()
     files: tuple[AnyPath, ...] = ()
@@ -297,6 +300,19 @@ def weight_files(model: Path) -> list[Path]:
     if not may_name_files(model):
         return []
     return list(_ask(Task(do="weights", folder=Path.cwd(), model=model)).files)
+
+
+def interface_of(model: Path) -> Interface:
+    """The inputs and outputs that the ONNX file `model` declares.
+
+    Raises:
+        UserError: it can't be read, or is damaged.
+    """
+    check_plain_file(model)
+    interface = _ask(Task(do="interface", folder=Path.cwd(), model=model)).interface
+    if interface is None:
+        raise RuntimeError("the child sent no interface")
+    return interface
 
 
 def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:

@@ -22,6 +22,7 @@ import runtimes.ort.graph.analysis  # noqa: F401 - loaded before the first model
 from runtimes import runtime_named
 from runtimes.analysis import AnyPath, Failure, Note, Reply, Task
 from runtimes.ort.building.kernel_models import kernel_in
+from runtimes.ort.graph.interface import interface_of
 from runtimes.ort.graph.parsing import document, kept_in, parse_graph
 from runtimes.ort.graph.source import dynamic_names, read_source
 from utils.errors import UserError
@@ -57,6 +58,10 @@ def weights(task: Task) -> Reply:
     return Reply(files=tuple(weight_files(task.model)))
 
 
+def interface(task: Task) -> Reply:
+    return Reply(interface=interface_of(task.model))
+
+
 def graph(task: Task) -> Reply:
     return Reply(graph=document(parse_graph(task.model, task.device, task.dims, static=task.static)))
 
@@ -75,7 +80,8 @@ def prepare(task: Task) -> Reply:
 
 
 WORK: dict[str, Callable[[Task], Reply]] = {
-    "record": record, "write": write, "sizes": sizes, "weights": weights, "graph": graph, "opens": opens, "prepare": prepare}
+    "record": record, "write": write, "sizes": sizes, "weights": weights, "interface": interface, "graph": graph,
+    "opens": opens, "prepare": prepare}
 
 
 @contextmanager
