@@ -116,14 +116,8 @@ def options() -> argparse.ArgumentParser:
     cli.add_inputs(parser)
     parser.add_argument("--beside", type=Path, metavar="REAL",
                         help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
-    pace_options = parser.add_mutually_exclusive_group()
-    pace_options.add_argument(
-        "--host-pace", type=cli.pace, metavar="RATIO|measure",
-        help="how many times as long as usual the GPU's host takes to dispatch; measure: measure it now on this machine, which "
-             "must be the target (default: from the config's Prometheus, else what benchmark/host_pace.py measured here in the "
-             "last ten minutes; with --watch on the target, measured each time)")
-    pace_options.add_argument("--machine", type=Path, metavar="FILE",
-                              help="the machine's host pace, as benchmark/host_pace.py --out wrote it there")
+    cli.add_host_pace(parser, "from the config's Prometheus, else what benchmark/host_pace.py measured here in the last ten "
+                              "minutes; with --watch on the target, measured each time")
     parser.add_argument("--slo-ms", type=cli.positive, metavar="MS",
                         help="say whether the latency meets this limit, and by how much")
     parser.add_argument("--slo-percentile", type=cli.percentile, metavar="P",

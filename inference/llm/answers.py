@@ -96,6 +96,7 @@ class LlmPrediction(Frozen):
             generated for each. The prompt's run gives the first of them.
         max_length: tokens for which the cache is made.
         shares_cache: whether one buffer of `max_length` tokens is the cache of all runs.
+        cuda_graph: whether tokens after the first are predicted as a CUDA graph, as the model's config asks.
         ttft: time to first token: the run of the prompts with an empty cache.
         tpot: time per output token after the first, the mean over the generation; None where only one is generated.
         tpot_start, tpot_middle, tpot_end: of the first, the middle and the last of these tokens.
@@ -129,6 +130,7 @@ class LlmPrediction(Frozen):
     generate: int
     max_length: int
     shares_cache: bool
+    cuda_graph: bool
     ttft: Time
     tpot: Time | None
     tpot_start: Time | None
@@ -157,14 +159,16 @@ class LlmPrediction(Frozen):
     def judged(self, ttft_ms: float | None, tpot_ms: float | None) -> LlmPrediction:
         """The same with objectives: limits in ms of the time to first token and of the mean time per further token. A request
         for one token has no further ones."""
-        limits: list[tuple[Objective, float | None, Time | None]] = [("ttft", ttft_ms, self.ttft), ("tpot", tpot_ms, self.tpot)]
+        limits: tuple[tuple[Objective, float | None, Time | None], ...] = (
+            ("ttft", ttft_ms, self.ttft), ("tpot", tpot_ms, self.tpot))
         return self.model_copy(update={"objectives": tuple(
-            ObjectiveMet(objective=name, limit_ms=limit, predicted_ms=time.ms, met=time.ms <= limit, headroom_ms=limit - time.ms)
+            ObjectiveMet(objective=name, limit_ms=limit, predicted_ms=time.ms, met=time.ms <= limit,
+                         headroom_ms=limit - time.ms)
             for name, limit, time in limits if limit is not None and time is not None)})
 
     def __str__(self) -> str:
         """One line: `llama: first token after 12.3 ms, then 4.56 ms each (219 tokens/s) on nvidia-h200-cuda-ort1.31-all`."""
         further = f", then {self.tpot.ms:.4g} ms each" if self.tpot else ""
-        return (f"{self.model}: first token after {self.ttft.ms:.4g} ms{further} ({self.device_tokens_per_second:.4g} tokens/s) "
-                f"on {self.target}{'; a rough estimate' if self.rough_estimate else ''}"
+        return (f"{self.model}: first token after {self.ttft.ms:.4g} ms{further} ({self.device_tokens_per_second:.4g} "
+                f"tokens/s) on {self.target}{'; a rough estimate' if self.rough_estimate else ''}"
                 f"{'; more memory than the device has' if self.fits_memory is False else ''}")

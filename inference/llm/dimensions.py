@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from inference.llm.genai_config import GenaiConfig, Inputs, Outputs
 from records.interface import Interface, OpenTensor
@@ -20,6 +20,10 @@ from runtimes import analysis
 from utils.errors import UserError
 
 Role = Literal["batch", "new", "cached", "total"]
+Roles: TypeAlias = tuple[Role | None, ...]
+# of the axes of the mask and of the positions, by their rank
+OF_MASK: dict[int, Roles] = {2: ("batch", "total"), 3: ("batch", "new", "total"), 4: ("batch", None, "new", "total")}
+OF_POSITIONS: dict[int, Roles] = {1: ("new",), 2: ("batch", "new"), 3: (None, "batch", "new")}
 SAID: dict[Role, str] = {"batch": "sequences", "new": "new tokens", "cached": "tokens in the cache", "total": "tokens so far"}
 CACHE = re.compile(r"past|present|cache|(^|[._])kv([._]|$)", re.IGNORECASE)
 STATE = re.compile(r"conv|recurrent|ssm|scale", re.IGNORECASE)  # in a cache's name: it does not grow with the tokens
@@ -120,8 +124,8 @@ def decoder_file(path: Path, config: GenaiConfig | None = None, given: Mapping[s
     inputs = config.model.decoder.inputs if config else Inputs()
     outputs = config.model.decoder.outputs if config else Outputs()
     if paged := next((name for name in PAGED if name in interface.inputs), None):
-        raise UserError(f"{path}: keeps its cache in pages ({paged}), for continuous batching: that is not predicted; export the "
-                        "model without PagedAttention")
+        raise UserError(f"{path}: keeps its cache in pages ({paged}), for continuous batching: that is not predicted; export "
+                        "the model without PagedAttention")
     caches = _caches(interface.inputs, (inputs.past_key_names, inputs.past_value_names, inputs.past_names))
     presents = _caches(interface.outputs, (outputs.present_key_names, outputs.present_value_names, outputs.present_names))
     axes = [axis for name, tensor in interface.inputs.items()
@@ -172,13 +176,14 @@ def _cache_axes(name: str, tensor: OpenTensor, set_by_model: Mapping[str, int]) 
 
 def _axes(name: str, tensor: OpenTensor, names: Inputs) -> list[Axis]:
     """The axes of an input with a role; none where the input is none of those that a decoder has."""
-    rank, roles = len(tensor.shape), tuple[Role | None, ...]()
+    rank = len(tensor.shape)
+    roles: Roles = ()
     if CROSS.search(name):
         roles = ("batch",)
     elif name == names.attention_mask or "mask" in name.lower():
-        roles = {2: ("batch", "total"), 3: ("batch", "new", "total"), 4: ("batch", None, "new", "total")}.get(rank, ())
+        roles = OF_MASK.get(rank, ())
     elif name == names.position_ids or "position" in name.lower():
-        roles = {1: ("new",), 2: ("batch", "new"), 3: (None, "batch", "new")}.get(rank, ())
+        roles = OF_POSITIONS.get(rank, ())
     elif name == names.inputs_embeds or "embed" in name.lower():
         roles = ("batch", "new", None) if rank == 3 else ()
     elif name == names.input_ids or (tensor.dtype in WHOLE and rank == 2):

@@ -105,4 +105,5 @@ def read_genai_config(folder: Path) -> GenaiConfig:
         return GenaiConfig.model_validate(files.read_json(path))
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{path}: not a config of onnxruntime-genai: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: not a config of onnxruntime-genai: {where}: {first['msg']}") from None

@@ -22,6 +22,7 @@ class LanguageModel:
         shares_cache: one buffer is the cache of all runs, as long as a request's `max_length`.
         beams: sequences that are followed for each one of a request.
         captures_cuda_graph: each further token is run as a CUDA graph.
+        provider: the first execution provider in the config, in lower case; None where there is no config.
         max_length: tokens of prompt and answer, as the config says; None where nothing does.
         context_length: the most that the model allows; None where nothing says.
         notices: what the reader should know.
@@ -33,6 +34,7 @@ class LanguageModel:
     shares_cache: bool = False
     beams: int = 1
     captures_cuda_graph: bool = False
+    provider: str | None = None
     max_length: int | None = None
     context_length: int | None = None
     notices: tuple[str, ...] = ()
@@ -58,6 +60,8 @@ def language_model(model: Path, decode: Path | None = None, dims: Mapping[str, i
         UserError: there is no such model, or it is none that generates tokens with a cache.
     """
     workspace = workspace or Workspace()
+    if model.name == FILE:
+        model = model.parent
     if (model / FILE).is_file():
         if decode is not None:
             raise UserError(f"{model}: its {FILE} names its files; leave the second file out")
@@ -78,8 +82,8 @@ def _files_in(folder: Path) -> list[Path]:
     if not paths:
         raise UserError(f"{folder}: neither {FILE} nor an .onnx file in this folder")
     if len(paths) > 2:
-        raise UserError(f"{folder}: several models ({', '.join(path.name for path in paths)}), and no {FILE} that says which is "
-                        "which; name the file with --model, and one that only runs further tokens with --decode-model")
+        raise UserError(f"{folder}: several models ({', '.join(path.name for path in paths)}), and no {FILE} that says which "
+                        "is which; name the file with --model, and one that only runs further tokens with --decode-model")
     return paths
 
 
@@ -120,5 +124,5 @@ def _of_config(folder: Path, config: GenaiConfig, dims: Mapping[str, int] | None
         notices.append(f"the config splits prompts into chunks of {search.chunk_size} tokens; a prompt is predicted as one run")
     return LanguageModel(
         folder.resolve().name, part, part, config.shares_cache, search.num_beams,
-        config.captures_cuda_graph and config.shares_cache, search.max_length or model.context_length, model.context_length,
-        tuple(notices))
+        config.captures_cuda_graph and config.shares_cache, next(iter(config.providers), "cpu"),
+        search.max_length or model.context_length, model.context_length, tuple(notices))

@@ -1,8 +1,8 @@
 """The memory of a request to a language model, and what fits into that of a device.
 
-Counted are the weights, the cache, the other inputs and outputs (the prompt's logits are large: sequences × tokens × words) with
-the intermediate tensors alive at the peak, the arena's surplus, and what `inference.core.memory` counts besides. The cache does
-not grow where runs share it: onnxruntime-genai makes it for `max_length` tokens before the first run.
+Counted are the weights, the cache, the other inputs and outputs (the prompt's logits are large: sequences × tokens × words)
+with the intermediate tensors alive at the peak, the arena's surplus, and what `inference.core.memory` counts besides. The cache
+does not grow where runs share it: onnxruntime-genai makes it for `max_length` tokens before the first run.
 
 On CUDA cache and activations lie in ONNX Runtime's arena, whose regions double in size from 1 MiB to 1 GiB (`ArenaConfig`:
 DEFAULT_MAX_POWER_OF_TWO_EXTEND_BYTES). The surplus is what is left in the last region. No measurement of a language model is in

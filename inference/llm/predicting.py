@@ -12,6 +12,7 @@ from inference.core.answers import make_monotonic
 from inference.core.energy import EnergyPrediction
 from inference.core.memory import device_memory_mib, memory_warnings
 from inference.core.predictor import Predictor
+from inference.core.report import log_measured
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import predictor_folders
 from inference.llm.answers import LlmEnergy, LlmMemory, LlmPrediction, Time, TokenTime
@@ -88,6 +89,11 @@ class Runs(NamedTuple):
     tokens: dict[int, PredictedRun]
 
     @property
+    def cuda_graph(self) -> bool:
+        """Whether the tokens are predicted as a CUDA graph."""
+        return any(run.prediction.way.cuda_graph for run in self.tokens.values())
+
+    @property
     def all(self) -> list[PredictedRun]:
         return [self.prompt, *self.tokens.values()]
 
@@ -149,8 +155,6 @@ def measure_missing(predictor: Predictor, model: LanguageModel, requests: Iterab
     Raises:
         UserError: this machine is not the target, or a model can't be used or run there.
     """
-    from inference.core.report import log_measured
-
     analysed, sizes = Analysed(predictor, model), dict[Path, list[dict[str, int]]]()
     for request in requests:
         for step in (analysed.prompt_step(request), *(analysed.token_step(request, cached) for cached in request.outline)):
@@ -237,12 +241,13 @@ def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Seque
     at = dict(zip(lengths, times, strict=True))
     energy, of_energy = _energy(analysed, request, runs)
     device = fitted.target.flavour.device
-    warnings = (*model.notices, *notices, *(() if loop else (NO_LOOP,)), *((PADDED,) if request.batch > 1 else ()),
-                *_memory_warnings(model, request, memory, device_mib), *_distinct(
-                    warning for run in runs.all for warning in _of_run(run.prediction)), *of_energy)
+    warnings = (*model.notices, *notices, *_provider_warning(model, device), *(() if loop else (NO_LOOP,)),
+                *((PADDED,) if request.batch > 1 else ()), *_memory_warnings(model, request, memory, device_mib),
+                *_distinct(warning for run in runs.all for warning in _of_run(run.prediction)), *of_energy)
     return LlmPrediction(
         model=model.name, target=fitted.target.name, batch=request.batch, prompt=request.prompt, generate=request.generate,
-        max_length=request.max_length, shares_cache=model.shares_cache, ttft=first,
+        max_length=request.max_length, shares_cache=model.shares_cache, cuda_graph=runs.cuda_graph,
+        ttft=first,
         tpot=_spanned(*(total / len(request.further) for total in sums)) if lengths else None,
         tpot_start=at[lengths[0]] if lengths else None, tpot_middle=at[request.middle] if lengths else None,
         tpot_end=at[lengths[-1]] if lengths else None,
@@ -256,6 +261,14 @@ def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Seque
         token_share=runs.tokens[request.middle].prediction.time_share if lengths else None,
         host_pace=runs.prompt.prediction.host_pace, host_pace_source=runs.prompt.prediction.host_pace_source,
         rough_estimate=any(run.prediction.rough_estimate for run in runs.all), warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _provider_warning(model: LanguageModel, device: str) -> tuple[str, ...]:
+    """A warning where a model's config has it run on another kind of device than the target's."""
+    if model.provider is None or model.provider == device:
+        return ()
+    return (f"the config has it run by the {model.provider} provider, and the target's is {device}: predicted as if the config "
+            f"named {device}; a model that is built for that may have other operators",)
 
 
 def _time(prediction: Prediction, loop: GenerationLoop | None, loop_ms: float | None) -> Time:
@@ -288,9 +301,10 @@ def _memory_warnings(model: LanguageModel, request: Request, memory: LlmMemory, 
     """What the reader should know about a request's cache and its memory."""
     warnings, needed = [], request.prompt + request.generate
     if model.shares_cache and request.max_length > needed:
-        warnings.append(f"onnxruntime-genai makes the cache for max_length = {request.max_length} tokens, and the request needs "
-                        f"{needed}: {memory.cache_mib:.4g} MiB in place of {memory.cache_mib * needed / request.max_length:.4g} "
-                        "MiB; set max_length where you generate, and --max-length here")
+        enough_mib = memory.cache_mib * needed / request.max_length
+        warnings.append(f"onnxruntime-genai makes the cache for max_length = {request.max_length} tokens, and the request "
+                        f"needs {needed}: {memory.cache_mib:.4g} MiB in place of {enough_mib:.4g} MiB; set max_length where "
+                        "you generate, and --max-length here")
     if device_mib is not None and memory.peak_mib > device_mib:
         warnings.append(f"it does not fit in the memory: its peak is {memory.peak_mib / 1024:.4g} GiB, and the device has "
                         f"{device_mib / 1024:.4g} GiB; its times are ones that no run has")

@@ -1,9 +1,9 @@
 """A request to a language model as runs of its files, and the time of its tokens between those that are predicted.
 
-A request is one run of the prompt with an empty cache, and then one run for each further token. How long such a run takes grows
-about linearly with the tokens in the cache, in pieces: kernels change their algorithm at some lengths, mostly powers of two. So a
-token is predicted at the start, in the middle and at the end of the generation, and at the powers of two between; the others are
-interpolated linearly and added up one by one.
+A request is one run of the prompt with an empty cache, and then one run for each further token. How long such a run takes
+grows about linearly with the tokens in the cache, in pieces: kernels change their algorithm at some lengths, mostly powers of
+two. So a token is predicted at the start, in the middle and at the end of the generation, and at the powers of two between; the
+others are interpolated linearly and added up one by one.
 """
 
 from __future__ import annotations
@@ -72,13 +72,15 @@ def request_for(model: LanguageModel, batch: int, prompt: int, generate: int, ma
         if count is not None and (not isinstance(count, int) or count < 1):
             raise UserError(f"{what}={count!r}: a whole number, 1 or more, is expected")
     needed, most = prompt + generate, model.context_length
-    if most is not None and max(needed, max_length or 0) > most:
-        raise UserError(f"{model.name}: {f'a max_length of {max_length}' if (max_length or 0) > most else needed} tokens"
-                        f"{'' if (max_length or 0) > most else f' ({prompt} + {generate})'} are more than its context of {most}")
+    tokens = f"{needed} tokens ({prompt} + {generate})"
+    if most is not None and needed > most:
+        raise UserError(f"{model.name}: {tokens} are more than its context, {most}")
+    if most is not None and max_length is not None and max_length > most:
+        raise UserError(f"{model.name}: a max_length of {max_length} tokens is more than its context, {most}")
     length = max_length or model.max_length or needed
     if needed > length:
-        raise UserError(f"{model.name}: {needed} tokens ({prompt} + {generate}) are more than max_length, {length}, at which "
-                        "the generation ends; give a larger --max-length")
+        raise UserError(f"{model.name}: {tokens} are more than max_length, {length}, at which the generation ends; give a "
+                        "larger one (--max-length)")
     return Request(batch, prompt, generate, length)
 
 
