@@ -25,8 +25,8 @@ from records.kernel_record import ModelRecord
 
 FIRST_REGION, LAST_REGION = MIB, 1024 * MIB  # bytes
 MOST_SEQUENCES = 2**20  # of a batch that is asked about
-CLOSE = 0.002  # of a context: how much longer one might fit
-TRIES = 8  # of a search; each analyses the model once more
+CLOSE = 0.01  # of a context: how much longer one might fit
+TRIES = 12  # of a search; each analyses the model once more
 
 
 class Run(NamedTuple):
@@ -107,14 +107,16 @@ def longest_context(left_mib: Callable[[int], float], fewest: int, most: int) ->
     """The most tokens of prompt and answer that fit, to within CLOSE; 0: not even `fewest`.
 
     Args:
-        left_mib: the memory that is left with so many tokens, in MiB; below 0 they do not fit. It falls about linearly.
-        fewest, most: tokens between which to search.
+        left_mib: the memory that is left with so many tokens, in MiB; below 0 they do not fit. It falls as there are more.
+        fewest, most: tokens between which to search: where a line between the ends crosses 0. An end that is kept twice counts
+            half (the Illinois algorithm), since memory may grow with the square of the tokens.
     """
     (low, low_left), (high, high_left) = ((tokens, left_mib(tokens)) for tokens in (fewest, most))
     if low_left < 0:
         return 0
     if high_left >= 0:
         return most
+    kept = ""
     for _ in range(TRIES):
         if high - low <= max(1, CLOSE * low):
             break
@@ -122,7 +124,9 @@ def longest_context(left_mib: Callable[[int], float], fewest: int, most: int) ->
         tokens = min(max(low + round(share * (high - low)), low + 1), high - 1)
         left = left_mib(tokens)
         if left >= 0:
-            low, low_left = tokens, left
+            high_left *= 0.5 if kept == "high" else 1.0
+            low, low_left, kept = tokens, left, "high"
         else:
-            high, high_left = tokens, left
+            low_left *= 0.5 if kept == "low" else 1.0
+            high, high_left, kept = tokens, left, "low"
     return low
