@@ -113,7 +113,7 @@ def requests_of(args: argparse.Namespace, model: LanguageModel) -> list[Request]
 
 def report(args: argparse.Namespace, answers: Sequence[LlmPrediction]) -> int:
     """Prints, writes and draws the answers; returns the exit status."""
-    for warning in dict.fromkeys(warning for answer in answers for warning in answer.warnings):
+    for warning in cli.distinct(warning for answer in answers for warning in answer.warnings):
         log.warning("%s", warning)
     if args.csv:
         write_table(answers, args.csv)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple
 
 from inference.core.answers import make_monotonic
+from inference.core.arguments import shown
 from inference.core.energy import EnergyPrediction
 from inference.core.memory import device_memory_mib, memory_warnings
 from inference.core.predictor import Predictor
@@ -25,6 +27,7 @@ from runtimes.ort.cuda.capture import capture_obstacle
 from training.energy.learned import energy_path
 from training.llm.learned import GenerationLoop, read_loop
 from utils import cli
+from utils.errors import UserError
 
 if TYPE_CHECKING:
     from inference.core.answers import Prediction
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
 
 MOST_CONTEXT = 2**20  # tokens that are asked about where nothing says what a model allows
 LESS_SURE = 0.01  # of a token's kernel time: a length between whose kernels were measured that much less is left out
-NUMBER = re.compile(r"\d[\d.,]*")
 PADDED = "prompts of a batch count as padded to the longest; continuous batching is not predicted"
 NO_LOOP = "without what genai's loop takes per token: not measured for this target"
 
@@ -116,6 +118,9 @@ def predict_llm(model: str | Path | LanguageModel, *, prompt: int, generate: int
         UserError: the model, the predictors, the request or the pace can't be used; the message says why.
     """
     predictor = Predictor(workspace, target, strict=strict, force=force)
+    for name, path in (("model", model), ("decode", decode)):
+        if not isinstance(path, (str, os.PathLike, LanguageModel, NoneType)):
+            raise UserError(f"{name}={shown(path)}: give the path of a folder or of an ONNX file")
     if not isinstance(model, LanguageModel):
         model = language_model(Path(model), Path(decode) if decode else None, dims, predictor.workspace)
     return predict_requests(predictor, model, [request_for(model, batch, prompt, generate, max_length)], host_pace)[0]
@@ -174,7 +179,8 @@ def predicted_runs(analysed: Analysed, requests: Sequence[Request],
     prompts = [analysed.prompt_step(request) for request in requests]
     tokens = [{cached: analysed.token_step(request, cached) for cached in request.lengths} for request in requests]
     steps = list(dict.fromkeys([*prompts, *(step for of_request in tokens for step in of_request.values())]))
-    records = {step: analysed.record(step) for step in cli.progress(steps, "analysing")}
+    shown_steps = cli.progress(steps, "analysing") if cli.is_command() else steps
+    records = {step: analysed.record(step) for step in shown_steps}
     further = [step for step in steps if step.before]
     token_mode, notices = _token_mode(analysed, records[further[0]]) if further else (AS_USUAL, ())
     known: dict[Step, PredictedRun] = {}
@@ -184,7 +190,7 @@ def predicted_runs(analysed: Analysed, requests: Sequence[Request],
         in_order = make_monotonic([run.prediction for run in runs])
         known |= {step: run._replace(prediction=prediction)
                   for step, run, prediction in zip(of_mode, runs, in_order, strict=True)}
-    return [(Runs(known[prompt], _as_sure({cached: known[step] for cached, step in of_request.items()}, request)), notices)
+    return [(Runs(known[prompt], as_sure({cached: known[step] for cached, step in of_request.items()}, request)), notices)
             for request, prompt, of_request in zip(requests, prompts, tokens, strict=True)]
 
 
@@ -199,7 +205,7 @@ def _token_mode(analysed: Analysed, record: ModelRecord) -> tuple[RunMode, tuple
     return RunMode(cuda_graph=True), ()
 
 
-def _as_sure(tokens: dict[int, PredictedRun], request: Request) -> dict[int, PredictedRun]:
+def as_sure(tokens: dict[int, PredictedRun], request: Request) -> dict[int, PredictedRun]:
     """The tokens without those between that rest on less measured kernels than the outline, which --measure-missing
     measures."""
     if not tokens:
@@ -243,7 +249,7 @@ def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Seque
     device = fitted.target.flavour.device
     warnings = (*model.notices, *notices, *_provider_warning(model, device), *(() if loop else (NO_LOOP,)),
                 *((PADDED,) if request.batch > 1 else ()), *_memory_warnings(model, request, memory, device_mib),
-                *_distinct(warning for run in runs.all for warning in _of_run(run.prediction)), *of_energy)
+                *cli.distinct(warning for run in runs.all for warning in _of_run(run.prediction)), *of_energy)
     return LlmPrediction(
         model=model.name, target=fitted.target.name, batch=request.batch, prompt=request.prompt, generate=request.generate,
         max_length=request.max_length, shares_cache=model.shares_cache, cuda_graph=runs.cuda_graph,
@@ -289,14 +295,6 @@ def _of_run(prediction: Prediction) -> list[str]:
     return [warning for warning in prediction.warnings if warning not in single]
 
 
-def _distinct(warnings: Iterable[str]) -> list[str]:
-    """The first of those warnings that differ in nothing but numbers."""
-    first: dict[str, str] = {}
-    for warning in warnings:
-        first.setdefault(NUMBER.sub("#", warning), warning)
-    return list(first.values())
-
-
 def _memory_warnings(model: LanguageModel, request: Request, memory: LlmMemory, device_mib: float | None) -> tuple[str, ...]:
     """What the reader should know about a request's cache and its memory."""
     warnings, needed = [], request.prompt + request.generate
@@ -328,4 +326,4 @@ def _energy(analysed: Analysed, request: Request, runs: Runs) -> tuple[LlmEnergy
     return LlmEnergy(prompt_j=prompt.energy_j, request_j=totals[0], token_j=totals[0] / count,
                      token_interval_j=(totals[1] / count, totals[2] / count),
                      rough_estimate=any(energy.rough_estimate for energy in (prompt, *tokens.values()))), tuple(
-        _distinct(warning for energy in (prompt, *tokens.values()) for warning in energy.warnings))
+        cli.distinct(warning for energy in (prompt, *tokens.values()) for warning in energy.warnings))

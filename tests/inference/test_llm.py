@@ -17,12 +17,13 @@ from decoder_models import INT4, PLAIN, Decoder, genai_folder, plain_decoder
 from test_merged_decoders import merged_decoder
 
 import inference
+from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.llm.answers import LlmMemory, LlmPrediction
 from inference.llm.dimensions import Step, decoder_file
 from inference.llm.language_model import language_model
 from inference.llm.memory import largest_batch, left_in_region, longest_context, times_as_many
-from inference.llm.predicting import NO_LOOP, Analysed, predict_llm, predict_requests
+from inference.llm.predicting import NO_LOOP, Analysed, as_sure, predict_llm, predict_requests, predicted_runs
 from inference.llm.requests import Request, over_generation, request_for
 from runtimes.analysis import optimized_once
 from training.composition.intervals import ErrorRange
@@ -401,6 +402,22 @@ def test_records_are_of_one_optimised_graph(folders: Path, predictor: Predictor)
     assert first is not second
     assert len(first.nodes) == len(second.nodes)
     assert analysed.record(analysed.token_step(Request(1, 100, 60, 2048), 100)) is first
+
+
+def test_lengths_between_that_are_less_sure_are_left_out(folders: Path, predictor: Predictor) -> None:
+    """--measure-missing measures the start, the middle and the end only."""
+    model, request = language_model(folders / "half"), Request(1, 100, 60, 2048)
+    [(runs, _)] = predicted_runs(Analysed(predictor, model), [request], None)
+    assert list(runs.tokens) == [100, 128, 129, 158]
+
+    def with_share(cached: int, share: float) -> PredictedRun:
+        prediction = runs.tokens[cached].prediction
+        return runs.tokens[cached]._replace(prediction=prediction.model_copy(update={"time_share": {
+            "measured": share, "predicted": 0.0, "estimated": 1.0 - share}}))
+
+    measured = {cached: with_share(cached, 0.4 if cached == 128 else 1.0) for cached in request.lengths}
+    assert list(as_sure(measured, request)) == [100, 129, 158]
+    assert list(as_sure({cached: with_share(cached, 0.4) for cached in request.lengths}, request)) == request.lengths
 
 
 @pytest.mark.slow

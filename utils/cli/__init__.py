@@ -30,7 +30,17 @@ from utils.cli.options import (
     start,
     whole,
 )
-from utils.cli.printing import cell, column_widths, first_of, print_json, print_line, print_rows, print_table, progress
+from utils.cli.printing import (
+    cell,
+    column_widths,
+    distinct,
+    first_of,
+    print_json,
+    print_line,
+    print_rows,
+    print_table,
+    progress,
+)
 from utils.cli.running import EXIT_ROUGH, EXIT_SLO_MISSED, LEFT_OUT, OS_ERROR_ADVICE, explain, is_command, run
 
 __all__ = [
@@ -57,6 +67,7 @@ __all__ = [
     "combinations",
     "count",
     "counts",
+    "distinct",
     "explain",
     "first_of",
     "is_command",
