@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference.evaluation.plot import ticks
 from utils import cli, files
 from utils.lazy import matplotlib
 
@@ -133,9 +134,10 @@ def draw(answers: Sequence[LlmPrediction], path: Path, ttft_ms: float | None = N
         if limit is not None:
             axes.axhline(limit, color="0.2", linewidth=1, linestyle="--")
         axes.set(xscale="log", yscale="log", xlabel="batch", ylabel=label)
-        axes.xaxis.set_major_locator(matplotlib.ticker.FixedLocator(sorted({answer.batch for answer in answers})))
-        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        for axis, marks in ((axes.xaxis, sorted({answer.batch for answer in answers})), (axes.yaxis, ticks(*axes.get_ylim()))):
+            axis.set_major_locator(matplotlib.ticker.FixedLocator(marks))
+            axis.set_minor_locator(matplotlib.ticker.NullLocator())
+            axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
         axes.grid(color="0.9")
     panels[0].legend(fontsize=9)
     rough = " (rough estimates among them)" if any(answer.rough_estimate for answer in answers) else ""
