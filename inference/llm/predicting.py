@@ -6,11 +6,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple
 
 from inference.core.answers import make_monotonic
-from inference.core.arguments import shown
+from inference.core.arguments import checked_dims, shown
 from inference.core.energy import EnergyPrediction
 from inference.core.memory import device_memory_mib, memory_warnings
 from inference.core.predictor import Predictor
@@ -118,12 +117,21 @@ def predict_llm(model: str | Path | LanguageModel, *, prompt: int, generate: int
         UserError: the model, the predictors, the request or the pace can't be used; the message says why.
     """
     predictor = Predictor(workspace, target, strict=strict, force=force)
-    for name, path in (("model", model), ("decode", decode)):
-        if not isinstance(path, (str, os.PathLike, LanguageModel, NoneType)):
-            raise UserError(f"{name}={shown(path)}: give the path of a folder or of an ONNX file")
     if not isinstance(model, LanguageModel):
-        model = language_model(Path(model), Path(decode) if decode else None, dims, predictor.workspace)
+        paths = _path("model", model), None if decode is None else _path("decode", decode)
+        model = language_model(*paths, checked_dims(dims), predictor.workspace)
     return predict_requests(predictor, model, [request_for(model, batch, prompt, generate, max_length)], host_pace)[0]
+
+
+def _path(name: str, given: object) -> Path:
+    """The path that an argument names.
+
+    Raises:
+        UserError: it names none.
+    """
+    if not isinstance(given, (str, os.PathLike)):
+        raise UserError(f"{name}={shown(given)}: give the path of a folder or of an ONNX file")
+    return Path(given)
 
 
 def predict_requests(predictor: Predictor, model: LanguageModel, requests: Sequence[Request],
@@ -153,9 +161,9 @@ def predict_requests(predictor: Predictor, model: LanguageModel, requests: Seque
     return answers
 
 
-def measure_missing(predictor: Predictor, model: LanguageModel, requests: Iterable[Request]) -> list[Path]:
+def measure_missing(predictor: Predictor, model: LanguageModel, requests: Iterable[Request]) -> None:
     """Measures the kernels of some requests on this machine, which must be the target: of the prompts, and of a token at the
-    start, in the middle and at the end of each generation. Returns the files whose kernels were looked at.
+    start, in the middle and at the end of each generation.
 
     Raises:
         UserError: this machine is not the target, or a model can't be used or run there.
@@ -170,7 +178,6 @@ def measure_missing(predictor: Predictor, model: LanguageModel, requests: Iterab
     with optimized_once():
         for path, of_file in sizes.items():
             log_measured(predictor.measure_missing(path, of_file))
-    return list(sizes)
 
 
 def predicted_runs(analysed: Analysed, requests: Sequence[Request],

@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -453,6 +454,15 @@ def test_the_command(folders: Path, tmp_path: Path) -> None:
 def test_wrong_options(options: list[str], status: int, message: str, folders: Path) -> None:
     done = run_script("inference/predict_llm.py", "--model", folders / "half", "--target", TARGET, *options)
     assert (done.returncode, message in done.stderr) == (status, True), done.stderr
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"model": None}, "model=None: give the path"), ({"decode": 3}, "decode=3: give the path"),
+    ({"dims": {"x": "y"}}, "dims: x='y'"), ({"batch": 0}, "batch=0: a whole number"), ({"target": 5}, "target=5"),
+    ({"host_pace": 100.0}, "host pace 100")])
+def test_wrong_arguments(wrong: dict[str, Any], message: str, folders: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        predict_llm(**{"model": folders / "half", "prompt": 8, "generate": 1, "target": TARGET, **wrong})
 
 
 def test_the_api_is_named_beside_predict() -> None:
