@@ -180,7 +180,7 @@ def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Eff
                                profile_prefix=folder / "model", provider_options=provider_options)
         feed = random_feed(session, graph.source.dims, steering_of(graph), graph.source.graph_only.graph, inputs)
         with model_errors(str(model)):
-            run = bind(session, feed, device, "device")
+            run = bind(session, feed, device, "device", shared_caches(graph.source.graph_only.graph, graph.source.dims))
             counted = profile_runs(run, effort)
             profile = session.end_profiling()
             return ModelProfile(counted_runs(profile, counted), graph, plain_runs_ms(run, counted) if plain else [])
