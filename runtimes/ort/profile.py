@@ -22,6 +22,7 @@ from measuring.run_times import Effort
 from records.kernel_record import BRANCHES, Kernel
 from records.operators import CONTROL_FLOW
 from runtimes.ort.graph.bodies import steering_inputs
+from runtimes.ort.graph.nodes import shared_caches
 from runtimes.ort.graph.parsing import ParsedGraph, parse_into
 from runtimes.ort.runner import bind, random_feed, timer, warm_up
 from utils import files

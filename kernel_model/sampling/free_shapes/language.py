@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, Generator, as_float32, indices, kernel, log_uniform, pick, tensor
 from records.attention import with_lengths
-from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_record import Kernel, Tensor
 
 
 class Family(NamedTuple):
@@ -377,10 +377,3 @@ def quantise(dtype: str, batch: int, generator: Generator) -> Kernel:
         return kernel("QuantizeLinear", [tensor(dtype, *shape), *about], [Tensor(dtype=kind, shape=shape)], axis=1, saturate=1)
     return kernel("DequantizeLinear", [tensor(kind, *shape), *about], [Tensor(dtype=dtype, shape=shape)], axis=1)
 
-
-def dequantised_weight(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A weight from whole numbers of eight bits, with a scale for each column."""
-    depth, columns = product_sizes(generator)
-    about: list[KernelInput] = [tensor(dtype, columns, constant=True), tensor("int8", columns, constant=True)]
-    return kernel("DequantizeLinear", [tensor("int8", depth, columns, constant=True), *about],
-                  [Tensor(dtype=dtype, shape=(depth, columns))], axis=1)

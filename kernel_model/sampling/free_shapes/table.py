@@ -44,7 +44,7 @@ LANGUAGE: tuple[tuple[Draw, float], ...] = (  # as often as these operators take
     (language.sum_and_norm, 40), (language.norm, 30), (language.activation, 30), (language.elementwise, 25),
     (language.attention, 30), (language.fused_attention, 15), (language.packed_attention, 10), (language.rotary, 15),
     (language.embedding, 10), (language.quantised_embedding, 10), (language.first_layer, 8), (language.sum_and_layer_norm, 8),
-    (language.mixture, 6), (language.quantised_mixture, 8), (language.quantise, 12), (language.dequantised_weight, 6))
+    (language.mixture, 6), (language.quantised_mixture, 8), (language.quantise, 12))
 Kind = Literal["networks", "language"]
 
 

@@ -12,7 +12,7 @@ puts the constant in their place itself (`take_weights`), since a kernel runs wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,6 +49,7 @@ REPEATED_ELEMENTS = 64, 1 << 12  # least and most random numbers that such a wei
 MAKES_WEIGHT = "weight_"  # how the names of these nodes, and of the constants that they read, begin
 IR_VERSION = 10
 WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16", "bfloat16"}}  # types that Abs takes
+WRITTEN_INSTEAD = {"int64", "int32", "int8", "uint8"}  # on a GPU, for kernels without such inputs: their work must be told apart
 WRITER_OP = "Abs"
 WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
 
@@ -313,7 +314,7 @@ class _Graph:
 
     def __init__(self, device: str, with_floats: bool) -> None:
         """Arguments are those of `build_carrier`."""
-        self._written_before = WRITTEN_BEFORE[device]
+        self._device, self._written_before = device, WRITTEN_BEFORE[device]
         self._with_floats = with_floats
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
@@ -325,7 +326,8 @@ class _Graph:
 
     def add(self, number: int, kernel: Kernel) -> None:
         """Adds a kernel between the nodes that write its inputs and those that use up its outputs."""
-        names = [self._add_input(number, kernel, position) if tensor.present else ""
+        written = self._written(kernel)
+        names = [self._add_input(number, kernel, position, written) if tensor.present else ""
                  for position, tensor in enumerate(kernel.inputs)]
         outputs = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
         self.nodes.append(kernel_node(kernel, names, outputs, node_name(number)))
@@ -349,8 +351,17 @@ class _Graph:
         self.constants.append(described_weight(name, value))
         self.weights[name] = value
 
-    def _add_input(self, number: int, kernel: Kernel, position: int) -> str:
-        """What input `position` of a kernel reads: a constant, what an `Abs` wrote, or an input of the graph; its name."""
+    def _written(self, kernel: Kernel) -> list[int]:
+        """The inputs of a kernel that an `Abs` writes: those of floating types, or else, on a GPU, one of whole numbers."""
+        read = [place for place, tensor in enumerate(kernel.inputs)
+                if tensor.present and not is_inside(kernel, place) and not is_cache(kernel, place)]
+        floating = [place for place in read if kernel.inputs[place].dtype in self._written_before]
+        whole = [place for place in read if kernel.inputs[place].dtype in WRITTEN_INSTEAD]
+        return floating or (whole[:1] if self._device == "cuda" else [])
+
+    def _add_input(self, number: int, kernel: Kernel, position: int, written: Collection[int]) -> str:
+        """What input `position` of a kernel reads: a constant, what an `Abs` wrote (`written`), or an input of the graph; its
+        name."""
         name, tensor = f"k{number}_x{position}", kernel.inputs[position]
         if is_inside(kernel, position):
             self._add_constant(name, kernel, position, number)
@@ -359,8 +370,8 @@ class _Graph:
             self.caches.append(name)
             if self._with_floats or "float" not in tensor.dtype:
                 self.values[name] = dummy_tensor(kernel, position, number)
-        elif tensor.dtype in self._written_before:
-            is_chosen = chosen(kernel, position) is not None  # any numbers will not do
+        elif position in written:
+            is_chosen = "float" not in tensor.dtype or chosen(kernel, position) is not None  # any numbers will not do
             shared = f"in_{name}" if is_chosen else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
             self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
             if (is_chosen or self._with_floats) and shared not in self.values:
