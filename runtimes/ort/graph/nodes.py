@@ -174,8 +174,8 @@ def counted(tensor: str, maker: Mapping[str, onnx.NodeProto] | Mapping[str, Pars
 
 
 def shared_caches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, str]:
-    """The outputs of a graph that are written into the buffer of an input, and that input: caches of attention with room for all
-    tokens, as those who generate text bind them.
+    """The outputs of a graph that are written into the buffer of an input, and that input: caches of attention with room for
+    all tokens, as those who generate text bind them.
 
     Args:
         graph: of the model.
