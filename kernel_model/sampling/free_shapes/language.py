@@ -52,6 +52,8 @@ HELD_OUT = {  # widths of a decoder and of the layer between: three configs, and
     (896, 4864), (1536, 8960), (2048, 11008), (3584, 18944), (5120, 13824), (5120, 27648), (8192, 29568),
     (2048, 6144), (2560, 9728), (4096, 12288), (5120, 17408), (5120, 25600)}
 HEADS_HELD_OUT = {(32, 8, 64), (32, 32, 96), (16, 8, 128)}  # of queries, of keys, and the size of one: of the three configs
+MIXTURES = ((8, 2, 4096, 14336), (16, 2, 4096, 6400), (32, 4, 2880, 2880), (32, 8, 1536, 512), (40, 8, 1536, 512),
+            (8, 2, 2048, 4096), (64, 8, 2048, 1024))  # experts, how many compute a token, and their widths
 MOST_TOKENS = 32768  # of a context
 MOST_ROWS = 16384  # tokens of a batch at a time
 ACTIVATIONS = ("QuickGelu", "Gelu", "FastGelu", "BiasGelu")
@@ -351,9 +353,8 @@ class Experts(NamedTuple):
 
 def experts(batch: int, generator: Generator) -> Experts:
     texts, tokens = rows(batch, generator)
-    count, chosen, width, between = [(8, 2, 4096, 14336), (16, 2, 4096, 6400), (32, 4, 2880, 2880), (32, 8, 1536, 512),
-                                     (40, 8, 1536, 512), (8, 2, 2048, 4096), (64, 8, 2048, 1024)][int(generator.integers(7))]
-    return Experts(min(texts * tokens, 4096), count, chosen, width, between)
+    available, chosen, width, between = MIXTURES[int(generator.integers(len(MIXTURES)))]
+    return Experts(min(texts * tokens, 4096), available, chosen, width, between)
 
 
 def mixture(dtype: str, batch: int, generator: Generator) -> Kernel:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from records import attention
-from records.operators import VIEWS, operator_row
+from records.operators import COPIES, VIEWS, operator_row
 from utils.lazy import onnx
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ONNX_DOMAINS = ("", "ai.onnx")
 TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-gram operators
 UNKNOWN = ""
-COUNTED = VIEWS | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
+COUNTED = VIEWS | COPIES | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
 
 
 @dataclass(frozen=True)
