@@ -31,7 +31,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         node("GroupQueryAttention", ["qkv", "", "", "past.key", "past.value", "last32", "size32", "cos", "sin"],
              ["y", "present.key", "present.value"], domain="com.microsoft", num_heads=HEADS, kv_num_heads=KV_HEADS,
              do_rotary=1)]
-    cache = ["batch", KV_HEADS, "past", SIZE]
+    cache: list[str | int | None] = ["batch", KV_HEADS, "past", SIZE]
     inputs = [info("x", TensorProto.FLOAT, ["batch", "sequence", 32]), info("mask", TensorProto.INT64, ["batch", "total"]),
               *(info(f"past.{name}", TensorProto.FLOAT, cache) for name in ("key", "value"))]
     outputs = [info("y", TensorProto.FLOAT, ["batch", "sequence", HEADS * SIZE]), *(

@@ -73,12 +73,13 @@ def test_long_texts_are_split_where_they_would_not_fill_the_gpu() -> None:
     assert parts(total=32000, cache=32768, local_window_size=128) == 1
 
 
-@pytest.mark.parametrize(("sizes", "algorithm"), [
-    ((1,), "vector"), ((2,), "rows"), ((16,), "rows"), ((17,), "dequantised"), ((1, 8), "vector"), ((5, 8), "rows"),
-    ((6, 8), "dequantised"), ((1, 4, 2880, 32), "router"), ((1, 4, 4096, 4099), "dequantised"),
-    ((1024, 4, 4096, 128256), "dequantised in parts"), ((1, 4, 131072), "dequantised")])  # its scales exceed a block's memory
-def test_products_with_quantised_matrices(sizes: tuple[int, ...], algorithm: str) -> None:
-    assert product_algorithm(product(*sizes)) == algorithm
+@pytest.mark.parametrize(("rows", "bits", "depth", "columns", "algorithm"), [
+    (1, 4, 4096, 4096, "vector"), (2, 4, 4096, 4096, "rows"), (16, 4, 4096, 4096, "rows"), (17, 4, 4096, 4096, "dequantised"),
+    (1, 8, 4096, 4096, "vector"), (5, 8, 4096, 4096, "rows"), (6, 8, 4096, 4096, "dequantised"), (1, 4, 2880, 32, "router"),
+    (1, 4, 4096, 4099, "dequantised"), (1024, 4, 4096, 128256, "dequantised in parts"),
+    (1, 4, 131072, 4096, "dequantised")])  # the last one's scales exceed the memory of a block of threads
+def test_products_with_quantised_matrices(rows: int, bits: int, depth: int, columns: int, algorithm: str) -> None:
+    assert product_algorithm(product(rows, bits, depth, columns)) == algorithm
 
 
 def test_every_kernel_of_language_models_has_these_features() -> None:
