@@ -130,6 +130,13 @@ LANGUAGE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "quantised": ("weight_bits", "weight_block", "zero_points", "log_rows")}
 
 
+def language_algorithm(kernel: Kernel, gpu: Gpu = H200) -> Algorithm:
+    """How a kernel is computed; "" for operators with one way alone."""
+    if sizes := attended_by(kernel):
+        return attention_algorithm(kernel, sizes, gpu)
+    return product_algorithm(kernel, gpu) if kernel.op_type == "MatMulNBits" else ""
+
+
 def language_features(kernel: Kernel, gpu: Gpu = H200) -> list[float]:
     """The values of LANGUAGE_GROUPS, in its order; 0 for what a kernel does not have.
 
@@ -137,18 +144,16 @@ def language_features(kernel: Kernel, gpu: Gpu = H200) -> list[float]:
         kernel: any.
         gpu: that runs it.
     """
-    algorithm: Algorithm = ""
+    algorithm = language_algorithm(kernel, gpu)
     of_attention, of_product = [0.0] * len(LANGUAGE_GROUPS["attention"]), [0.0] * len(LANGUAGE_GROUPS["quantised"])
     parts = 0
     if sizes := attended_by(kernel):
-        algorithm = attention_algorithm(kernel, sizes, gpu)
         parts = splits(sizes, algorithm, gpu)
         lengths = (sizes.queries, sizes.total, sizes.cache, sizes.pairs)
         of_attention = [*(math.log2(1 + length) for length in lengths), _group(sizes), sizes.kv_heads,
                         sizes.head_size, sizes.window, sizes.rotary, float(sizes.normed),
                         float(sizes.shares_buffer)]
     elif kernel.op_type == "MatMulNBits":
-        algorithm = product_algorithm(kernel, gpu)
         zeros = len(kernel.inputs) > 3 and kernel.inputs[3].present
         of_product = [float(kernel.attributes.get("bits", 4)), float(kernel.attributes.get("block_size", 32)), float(zeros),
                       math.log2(1 + _rows(kernel))]
