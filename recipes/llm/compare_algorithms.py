@@ -41,7 +41,7 @@ def algorithm_seen(names: Sequence[str]) -> str:
 
 
 def compare(measured: Iterable[tuple[Kernel, Sequence[str]]]) -> list[dict[str, Any]]:
-    """A row for each algorithm by the rules and by the names, with the number of kernels; the operators that have none left out.
+    """A row for each algorithm by the rules and by the names, with the number of kernels; operators with one way are left out.
 
     Args:
         measured: kernels, and the names of the CUDA kernels that ran.
@@ -66,6 +66,9 @@ def main() -> int:
     measured = {m.id: m.cuda_kernels for block in read_journal(folder) for m in block.measurements
                 if m.label == GPU_LABEL and m.subject == "kernel" and m.status == "ok" and m.id in kernels}
     rows = compare((kernels[name], names) for name, names in measured.items())
+    if not rows:
+        raise UserError(f"{folder}: no GroupQueryAttention and no MatMulNBits with label gpu; measure with: "
+                        "recipes/llm/collect_kernels.sh")
     cli.print_rows(rows, args.json, "algorithms")
     return 0
 
