@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from records.operators import VIEWS, operator_row
 from utils.lazy import onnx
-from utils.model_files import array_of
+from utils.model_files import array_of, locations, tensors_of
 
 if TYPE_CHECKING:
     import onnx
@@ -88,7 +88,7 @@ def _name_nodes(graph: onnx.GraphProto, inside: str, seen: set[str]) -> None:
 def attribute_value(attribute: onnx.AttributeProto) -> Any:
     """An attribute as plain data: a tensor is `{"dtype", "shape", "values"}`, a subgraph `{"graph": <hash>}`."""
     if attribute.type == onnx.AttributeProto.GRAPH:
-        return {"graph": hashlib.sha256(attribute.g.SerializeToString(deterministic=True)).hexdigest()[:12]}
+        return {"graph": hashlib.sha256(_without_places(attribute.g).SerializeToString(deterministic=True)).hexdigest()[:12]}
     value = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, onnx.TensorProto):
         array = array_of(value)
@@ -98,6 +98,15 @@ def attribute_value(attribute: onnx.AttributeProto) -> Any:
     if isinstance(value, (list, tuple)):
         return [item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in value]
     return value
+
+
+def _without_places(graph: onnx.GraphProto) -> onnx.GraphProto:
+    """A graph whose constants don't say in which file they lie."""
+    bare = onnx.GraphProto()
+    bare.CopyFrom(graph)
+    for tensor in filter(locations, tensors_of(bare)):
+        tensor.ClearField("external_data")
+    return bare
 
 
 def parsed_node(node: onnx.NodeProto, provider: str) -> ParsedNode:
