@@ -90,6 +90,7 @@ def options() -> argparse.ArgumentParser:
                              "target")
     parser.add_argument("--fail-on-rough", action="store_true",
                         help=f"end with status {cli.EXIT_ROUGH} where an answer is a rough estimate")
+    cli.add_no_weights(parser)
     cli.add_trust(parser)
     cli.add_estimators(parser)
     return parser
@@ -133,13 +134,15 @@ def main() -> int:
     args = parser.parse_args()
     if args.measure_missing and args.strict:
         parser.error("--measure-missing: measured times are not looked up with --strict")
+    if args.measure_missing and args.no_weights:
+        parser.error("--measure-missing may run the model itself, which needs its weights: leave --no-weights out")
     if args.tpot_ms and args.generate == 1:
         parser.error("--tpot-ms: a request for one token has no further ones; generate more")
     workspace = cli.start(args)
     model = language_model(args.model, args.decode_model, cli.one_size_dims(args.dim), workspace)
     requests = requests_of(args, model)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators,
-                          any_device=True)
+                          any_device=True, no_weights=args.no_weights)
     if args.measure_missing:
         measure_missing(predictor, model, requests)
     pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, AS_USUAL)

@@ -101,6 +101,7 @@ def options() -> argparse.ArgumentParser:
                         "it; its kernel record must still be there")
     cli.add_dim(parser)
     cli.add_static(parser)
+    cli.add_no_weights(parser)
     cli.add_target(parser)
     cli.add_load(parser, CONFIG_FILE)
     cli.add_run_mode(parser)
@@ -146,6 +147,8 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--trace draws one run: give each --dim one size")
     if args.measure_missing and (args.strict or args.metrics):
         parser.error("--measure-missing: idle times are looked up neither with --strict nor under a load")
+    if args.measure_missing and args.no_weights:
+        parser.error("--measure-missing may run the model itself, which needs its weights: leave --no-weights out")
     if args.inputs and not args.measure_missing:
         parser.error("--inputs are what --measure-missing measures with; nothing else runs the model")
     if args.beside and not args.trace:
@@ -264,7 +267,7 @@ def main() -> int:
                         "--set prometheus.url=null")
     sources = LiveSources(
         Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators,
-                  any_device=True),
+                  any_device=True, no_weights=args.no_weights),
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
     if args.watch:

@@ -74,6 +74,7 @@ class Task(Frozen):
         dims, static: sizes of its dynamic dimensions, and whether they are fixed before it is optimised.
         names: for `sizes`.
         kept: the folder of optimised graphs that are used again (see `optimized_once`); None: none are kept.
+        no_weights: whether files of its weights may be missing.
     """
 
     do: Literal["record", "write", "sizes", "weights", "interface", "graph", "opens", "prepare"]
@@ -89,6 +90,7 @@ class Task(Frozen):
     static: bool = False
     names: tuple[str, ...] = ()
     kept: AnyPath | None = None
+    no_weights: bool = False
 
 
 class Note(Frozen):
@@ -263,7 +265,7 @@ def optimized_once() -> Iterator[None]:
 
 
 def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool,
-              weights: Sequence[Path] = ()) -> ModelRecord:
+              weights: Sequence[Path] = (), no_weights: bool = False) -> ModelRecord:
     """The record of a model, made in the child.
 
     Args:
@@ -272,12 +274,13 @@ def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str
         dims: sizes of its dynamic dimensions.
         static: whether they are fixed before the runtime optimises the model.
         weights: the files of a file's weights (see `weight_files`).
+        no_weights: whether files of its weights may be missing.
 
     Raises:
         UserError: the model can't be read or analysed, or reaches a limit.
     """
     task = partial(Task, do="record", folder=Path.cwd(), runtime=flavour.runtime, flavour=flavour, dims=dict(dims),
-                   static=static, kept=_kept)
+                   static=static, kept=_kept, no_weights=no_weights)
     if isinstance(model, Path):
         return _ask(task(model=model), weights).records[0]
     with temporary_folder() as folder:
@@ -290,8 +293,12 @@ def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str
         return _ask(task(model=path, in_memory=True)).records[0]
 
 
-def weight_files(model: Path) -> list[Path]:
+def weight_files(model: Path, no_weights: bool = False) -> list[Path]:
     """The files that hold the weights of the ONNX file `model`, each checked. The child is asked only if it may name any.
+
+    Args:
+        model: the ONNX file.
+        no_weights: whether they may be missing.
 
     Raises:
         UserError: `model` or a file of its weights is missing or not a plain file, `model` is not an ONNX model, or a file of
@@ -299,7 +306,7 @@ def weight_files(model: Path) -> list[Path]:
     """
     if not may_name_files(model):
         return []
-    return list(_ask(Task(do="weights", folder=Path.cwd(), model=model)).files)
+    return list(_ask(Task(do="weights", folder=Path.cwd(), model=model, no_weights=no_weights)).files)
 
 
 def interface_of(model: Path) -> Interface:
@@ -328,7 +335,7 @@ def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, 
     return cli.combinations({name: sizes for name, sizes in dims.items() if name in names})
 
 
-def graph_of(model: Path, device: str, dims: Mapping[str, int], static: bool) -> dict[str, Any]:
+def graph_of(model: Path, device: str, dims: Mapping[str, int], static: bool, no_weights: bool = False) -> dict[str, Any]:
     """The graph that ONNX Runtime runs, as `runtimes.ort.graph.parsing.document` describes it.
 
     Args:
@@ -336,12 +343,13 @@ def graph_of(model: Path, device: str, dims: Mapping[str, int], static: bool) ->
         device: `cpu`, `cuda` or `auto`.
         dims: sizes of its dynamic dimensions.
         static: whether they are fixed before ONNX Runtime optimises the model.
+        no_weights: whether files of its weights may be missing.
 
     Raises:
         UserError: the model can't be read or analysed, or reaches a limit.
     """
-    return _ask(Task(do="graph", folder=Path.cwd(), model=model, device=device, dims=dict(dims), static=static),
-                weight_files(model)).graph
+    return _ask(Task(do="graph", folder=Path.cwd(), model=model, device=device, dims=dict(dims), static=static,
+                     no_weights=no_weights), weight_files(model, no_weights)).graph
 
 
 def check_opens(model: Path, device: str, dims: Mapping[str, int], static: bool) -> None:
@@ -377,7 +385,7 @@ def _stored_bytes(path: Path) -> int:
 
 
 def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize], device: str, jobs: int, static: bool = False,
-                origin: ModelOrigin = AS_THE_FILE_SAYS) -> list[list[ModelRecord] | UserError]:
+                origin: ModelOrigin = AS_THE_FILE_SAYS, no_weights: bool = False) -> list[list[ModelRecord] | UserError]:
     """Writes the records of models, `jobs` at a time.
 
     Args:
@@ -388,6 +396,7 @@ def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize],
         jobs: children at a time.
         static: whether sizes are fixed before the runtime optimises a model.
         origin: of all the models, where their user gives it.
+        no_weights: whether files of their weights may be missing.
 
     Returns:
         For each model its records, or its error, in the order of `work`. If one of several models crashes the runtime, only
@@ -402,8 +411,8 @@ def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize],
         analyst = idle.get()
         try:
             task = Task(do="write", folder=Path.cwd(), model=model, runtime=runtime, workspace=workspace.root, device=device,
-                        dims=dict(dims), static=static, origin=origin)
-            return list(_ask(task, weight_files(model), analyst).records)
+                        dims=dict(dims), static=static, origin=origin, no_weights=no_weights)
+            return list(_ask(task, weight_files(model, no_weights), analyst).records)
         except UserError as error:
             return error
         finally:

@@ -20,6 +20,7 @@ from utils.paths import Workspace
 
 PREDICT = "inference/predict_model_latency.py --model dyn.onnx"
 H200 = f"{PREDICT} --target h200"
+LONG = "x" * 300  # no file may have such a name
 CASES = [  # the command, its exit code, and a part of the line; {here} is a workspace with dyn.onnx, a dynamic model
     (f"{PREDICT} --modle x", 2, "unknown option --modle; did you mean --model?"),
     (f"{PREDICT} --top -1", 2, "--top: '-1' is not a whole number, 0 or more"),
@@ -50,6 +51,11 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     ("ort_analysis/ort_graph_parser.py --model {here}/pointer.onnx", 1, "this is a git-lfs pointer"),
     ("benchmark/ort_kernel_runner.py --model {here}/pointer.onnx --device cpu", 1, "this is a git-lfs pointer"),
     ("inference/predict_model_latency.py --model {here}/text.json --target h200", 1, "text.json: not valid JSON"),
+    (f"inference/predict_model_latency.py --target h200 --model {LONG}", 1, "no such model"),
+    (f"evaluator.py {LONG}", 1, "no such model"),
+    (f"{H200} --config {LONG}", 1, "the name is too long"),
+    (f"{H200} --config {{here}}/circle.yaml", 1, "links lead in a circle"),
+    (f"benchmark/metrics_exporter.py --source replay --replay {LONG}", 1, "the name is too long"),
     (f"{H200} --dim batch", 1, "--dim batch: write NAME=SIZE"),
     (f"{H200} --dim batch=x", 1, "--dim batch=x: write NAME=SIZE"),
     (f"{H200} --dim batch=-1", 1, "--dim batch=-1: write NAME=SIZE"),
@@ -121,6 +127,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("here")
     files.write_bytes(folder / "model_zoo" / "models" / "dyn.onnx", small_model(batch="batch").SerializeToString())
     (folder / "logs").mkdir()
+    (folder / "circle.yaml").symlink_to(folder / "circle.yaml")
     for name in ("text.onnx", "text.json"):
         (folder / name).write_text("just a text\n")
     (folder / "pointer.onnx").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 46828\n")

@@ -8,6 +8,7 @@ Mappings are merged key by key; any other value, a list too, replaces that of th
 from __future__ import annotations
 
 import difflib
+import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -133,7 +134,7 @@ def _depth(data: Any, location: Sequence[int | str]) -> int:
 
 def _layers(path: Path, extended_by: tuple[Path, ...] = ()) -> list[_Layer]:
     """A config file after those that it extends, the first base first."""
-    if path.resolve() in [file.resolve() for file in extended_by]:
+    if os.path.realpath(path) in map(os.path.realpath, extended_by):
         circle = " extends ".join(map(str, (*extended_by, path)))
         raise UserError(f"{extended_by[-1]}: {EXTENDS}: a config can't extend itself ({circle}); remove one {EXTENDS}")
     data = _read_yaml(path, extended_by[-1] if extended_by else None)

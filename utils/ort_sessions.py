@@ -34,7 +34,7 @@ def open_session(
     model: Path | bytes, device: str, *, optimize: str = "all", disabled: Sequence[str] = (),
     dims: Mapping[str, int] | None = None, save_to: Path | None = None, profile_prefix: Path | None = None,
     provider_options: Mapping[str, str] | None = None, name: str = "", entries: Mapping[str, str] | None = None,
-    threads: int = 0, weights: Mapping[str, np.ndarray] | None = None,
+    threads: int = 0, weights: Mapping[str, np.ndarray] | None = None, plan_memory: bool = True,
 ) -> onnxruntime.InferenceSession:
     """An inference session with ORT's defaults, changed only by the arguments.
 
@@ -51,6 +51,7 @@ def open_session(
         entries: further session config entries.
         threads: that share an operator's work on the CPU; 0 for ORT's own choice.
         weights: values by name, of constants that the model describes as lying in another file.
+        plan_memory: whether ORT takes memory for all constants at once, which fails where they are larger than the memory.
 
     Raises:
         UserError: the model can't be loaded, or the CUDA provider does not start.
@@ -63,6 +64,7 @@ def open_session(
         "basic": levels.ORT_ENABLE_BASIC, "none": levels.ORT_DISABLE_ALL}[optimize]
     options.log_severity_level = FATAL
     options.intra_op_num_threads = threads
+    options.enable_mem_pattern = plan_memory
     for dim, size in (dims or {}).items():
         options.add_free_dimension_override_by_name(dim, size)
     for key, value in (entries or {}).items():
@@ -176,8 +178,8 @@ def advise(message: str) -> str:
           "external_data", "filesystem error"), "its weights lie in a separate file that is missing or too short"),
         (("Failed to construct locale",), "reads text by the rules of a language that is not installed on this machine: "
          "install its locale (Debian: apt-get install locales-all)"),
-        (("Failed to serialize proto",), "its CUDA graph can't be derived here, since the converted weights take over 2 GiB; "
-         "analyse it on a machine with a GPU"),
+        (("Failed to serialize proto",),
+         "takes over 2 GiB in memory; save it with its weights in a separate file, and name all its dynamic dimensions"),
         (("INVALID_GRAPH", "This is an invalid model"), "not a valid graph"),
         (("Failed to allocate memory", "out of memory", "CUDA_ERROR_OUT_OF_MEMORY"), "does not fit in the memory"),
     )

@@ -8,6 +8,7 @@ through `as_file_name`.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -114,9 +115,9 @@ class Workspace:
             UserError: it is in neither place; the message lists the models that exist.
         """
         for candidate in (name, self.models / name):
-            if candidate.is_file():
+            if os.path.isfile(candidate):  # Path.is_file raises an error for a name that no file can have
                 return candidate
-        if name.is_dir():
+        if os.path.isdir(name):
             inside = [path.name for path in model_files([name])]
             raise UserError(f"{name}: a folder, not a model; name " + (f"one of its models: {', '.join(inside)}" if inside else
                             "an .onnx file (this folder holds none)"))
@@ -134,7 +135,7 @@ class Workspace:
         """
         models: list[Path] = []
         for name in names:
-            folder = next((p for p in (name, self.root / "model_zoo" / name) if p.is_dir()), None)
+            folder = next((p for p in (name, self.root / "model_zoo" / name) if os.path.isdir(p)), None)
             if folder is None:
                 models.append(self.find_model(name))
                 continue

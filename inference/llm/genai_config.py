@@ -42,8 +42,10 @@ class Outputs(Section):
 
 
 class SessionOptions(Section):
-    """`provider_options` holds a mapping for each provider, of its name to its options."""
+    """`provider_options` holds a mapping for each provider, of its name to its options. `intra_op_num_threads`: on a CPU; by
+    default onnxruntime-genai takes half as many as the machine has."""
 
+    intra_op_num_threads: int | None = None
     provider_options: tuple[dict[str, dict[str, Any] | None], ...] = ()
 
 

@@ -23,6 +23,7 @@ class LanguageModel:
         beams: sequences that are followed for each one of a request.
         captures_cuda_graph: each further token is run as a CUDA graph.
         provider: the first execution provider in the config, in lower case; None where there is no config.
+        threads: on a CPU, as the config says; None where it does not, and 0 where there is no config.
         max_length: tokens of prompt and answer, as the config says; None where nothing does.
         context_length: the most that the model allows; None where nothing says.
         notices: what the reader should know.
@@ -35,6 +36,7 @@ class LanguageModel:
     beams: int = 1
     captures_cuda_graph: bool = False
     provider: str | None = None
+    threads: int | None = 0
     max_length: int | None = None
     context_length: int | None = None
     notices: tuple[str, ...] = ()
@@ -125,4 +127,5 @@ def _of_config(folder: Path, config: GenaiConfig, dims: Mapping[str, int] | None
     return LanguageModel(
         folder.resolve().name, part, part, config.shares_cache, search.num_beams,
         config.captures_cuda_graph and config.shares_cache, next(iter(config.providers), "cpu"),
-        search.max_length or model.context_length, model.context_length, tuple(notices))
+        model.decoder.session_options.intra_op_num_threads, search.max_length or model.context_length, model.context_length,
+        tuple(notices))

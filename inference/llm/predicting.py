@@ -12,9 +12,11 @@ from inference.core.answers import make_monotonic
 from inference.core.arguments import checked_dims, shown
 from inference.core.energy import EnergyPrediction
 from inference.core.memory import device_memory_mib, memory_warnings
+from inference.core.model_warnings import weights_warning
 from inference.core.predictor import Predictor
 from inference.core.report import log_measured
 from inference.core.run_modes import AS_USUAL, RunMode
+from inference.core.sources import missing_weights
 from inference.core.targets import predictor_folders
 from inference.llm.answers import LlmEnergy, LlmMemory, LlmPrediction, Time, TokenTime
 from inference.llm.dimensions import DecoderFile, Step
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from inference.core.host_pace import HostPace
     from inference.core.model_run import PredictedRun
     from records.kernel_record import ModelRecord
+    from utils.fingerprint import Target
     from utils.paths import Workspace
 
 MOST_CONTEXT = 2**20  # tokens that are asked about where nothing says what a model allows
@@ -102,7 +105,7 @@ class Runs(NamedTuple):
 def predict_llm(model: str | Path | LanguageModel, *, prompt: int, generate: int, batch: int = 1, max_length: int | None = None,
                 decode: str | Path | None = None, dims: Mapping[str, int] | None = None,
                 workspace: Workspace | str | Path | None = None, target: str | None = None, strict: bool = False,
-                force: bool = False, host_pace: float | HostPace | None = None) -> LlmPrediction:
+                force: bool = False, no_weights: bool = False, host_pace: float | HostPace | None = None) -> LlmPrediction:
     """What a request to a language model takes.
 
     Args:
@@ -111,12 +114,12 @@ def predict_llm(model: str | Path | LanguageModel, *, prompt: int, generate: int
         max_length: tokens of prompt and answer for which the cache is made; by default as genai_config.json says.
         decode: the file that runs each further token, where `model` runs prompts only.
         dims: sizes of dimensions whose role is not known, by name.
-        workspace, target, strict, force, host_pace: as for `inference.predict`.
+        workspace, target, strict, force, no_weights, host_pace: as for `inference.predict`.
 
     Raises:
         UserError: the model, the predictors, the request or the pace can't be used; the message says why.
     """
-    predictor = Predictor(workspace, target, strict=strict, force=force)
+    predictor = Predictor(workspace, target, strict=strict, force=force, no_weights=no_weights)
     if not isinstance(model, LanguageModel):
         paths = _path("model", model), None if decode is None else _path("decode", decode)
         model = language_model(*paths, checked_dims(dims), predictor.workspace)
@@ -254,8 +257,9 @@ def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Seque
     at = dict(zip(lengths, times, strict=True))
     energy, of_energy = _energy(analysed, request, runs)
     device = fitted.target.flavour.device
-    warnings = (*model.notices, *notices, *_provider_warning(model, device), *(() if loop else (NO_LOOP,)),
-                *((PADDED,) if request.batch > 1 else ()), *_memory_warnings(model, request, memory, device_mib),
+    warnings = (*model.notices, *notices, *_missing_weights(analysed), *_config_warnings(model, fitted.target),
+                *(() if loop else (NO_LOOP,)), *((PADDED,) if request.batch > 1 else ()),
+                *_memory_warnings(model, request, memory, device_mib),
                 *cli.distinct(warning for run in runs.all for warning in _of_run(run.prediction)), *of_energy)
     return LlmPrediction(
         model=model.name, target=fitted.target.name, batch=request.batch, prompt=request.prompt, generate=request.generate,
@@ -276,12 +280,26 @@ def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Seque
         rough_estimate=any(run.prediction.rough_estimate for run in runs.all), warnings=tuple(dict.fromkeys(warnings)))
 
 
-def _provider_warning(model: LanguageModel, device: str) -> tuple[str, ...]:
-    """A warning where a model's config has it run on another kind of device than the target's."""
-    if model.provider is None or model.provider == device:
+def _missing_weights(analysed: Analysed) -> tuple[str, ...]:
+    """A warning where files of the model's weights are missing: runs are predicted from records, which do not say so."""
+    if not analysed.predictor.no_weights:
         return ()
-    return (f"the config has it run by the {model.provider} provider, and the target's is {device}: predicted as if the config "
-            f"named {device}; a model that is built for that may have other operators",)
+    paths = dict.fromkeys((analysed.model.prefill.path, analysed.model.decode.path))
+    return weights_warning([missing for path in paths for missing in missing_weights(path)])
+
+
+def _config_warnings(model: LanguageModel, target: Target) -> list[str]:
+    """Warnings where a model's config has it run in another way than the target was measured."""
+    warnings, device = [], target.flavour.device
+    if model.provider not in (None, device):
+        warnings.append(f"the config has it run by the {model.provider} provider, and the target's is {device}: predicted as "
+                        f"if the config named {device}; a model that is built for that may have other operators")
+    if device == "cpu" and model.threads not in (0, target.threads):
+        asked = (f"asks for {model.threads} threads" if model.threads else
+                 "does not say how many threads, and onnxruntime-genai takes half as many as the machine has")
+        warnings.append(f"the config {asked}; predicted for {target.threads}, as on the target: set "
+                        f"session_options.intra_op_num_threads to {target.threads}")
+    return warnings
 
 
 def _time(prediction: Prediction, loop: GenerationLoop | None, loop_ms: float | None) -> Time:

@@ -121,7 +121,7 @@ def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet
             answer = error
         except OSError as error:
             log.debug("%s", argument, exc_info=True)
-            answer = error if error.errno in cli.OS_ERROR_ADVICE else UserError(short(error))
+            answer = error if cli.user_can_mend(error) else UserError(short(error))
         except Exception as error:  # whatever fails for one model, the others go on
             log.debug("%s", argument, exc_info=True)
             answer = UserError(short(error))

@@ -47,7 +47,7 @@ def serve(names: dict[str, Any]) -> None:
         except UserError as error:
             reply = {"what": "error", "message": str(error)}
         except OSError as error:
-            reply = {"what": "error" if error.errno in cli.OS_ERROR_ADVICE else "traceback", "message": traceback.format_exc()}
+            reply = {"what": "error" if cli.user_can_mend(error) else "traceback", "message": traceback.format_exc()}
         except BaseException:  # noqa: BLE001 - this looks for whatever escapes
             reply = {"what": "traceback", "message": traceback.format_exc()}
         peaks_mib = [_peak_mib(process) for process in (psutil.Process(), *psutil.Process().children(recursive=True))]

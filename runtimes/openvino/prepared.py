@@ -19,7 +19,7 @@ from runtimes.openvino.package import check_openvino, refused
 from runtimes.ort.graph.source import Source
 from runtimes.ort.graph.tensor_shapes import constant_inputs
 from utils.lazy import onnx, openvino
-from utils.model_files import read_whole_model
+from utils.model_files import array_of, read_whole_model
 
 if TYPE_CHECKING:
     import onnx.reference
@@ -70,7 +70,7 @@ def prepare(source: Source) -> Prepared:
         node.name = node_name(place, node.op_type)
     model = read(proto, source.name)
     tensors = {name: KernelInput(**tensor.model_dump()) for name, tensor in {**shapes, **tensors_of(model)}.items()}
-    constants = constant_inputs(proto.graph, Path())
+    constants = constant_inputs(proto.graph)
     return Prepared(
         source, tuple(proto.graph.node), names,
         {**tensors, **constants},
@@ -119,7 +119,7 @@ def fold(proto: onnx.ModelProto, shapes: Mapping[str, Tensor]) -> None:
         shapes: of its tensors, by name.
     """
     graph = proto.graph
-    constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    constants = {tensor.name: array_of(tensor) for tensor in graph.initializer}
     kept = []
     for node in graph.node:
         values = dict(folded(node, constants, shapes, proto.opset_import))

@@ -14,7 +14,7 @@ import onnx
 import pytest
 from command import run_script
 from conftest import Once
-from decoder_models import INT4, PLAIN, Decoder, genai_folder, plain_decoder
+from decoder_models import TINY, genai_folder, plain_decoder
 from test_merged_decoders import merged_decoder
 
 import inference
@@ -41,7 +41,7 @@ def folders(once: Once) -> Path:
     """Model folders `half`, `int4` and `graph` as onnxruntime-genai's builder writes them, `plain` and a `pair`."""
     def make(folder: Path) -> None:
         genai_folder(folder / "half")
-        genai_folder(folder / "int4", INT4)
+        genai_folder(folder / "int4", precision="int4")
         genai_folder(folder / "graph", cuda_graph=True)
         (folder / "plain").mkdir()
         onnx.save(plain_decoder(), folder / "plain" / "model.onnx")
@@ -88,7 +88,7 @@ def test_names_of_dimensions_and_caches_do_not_matter(tmp_path: Path) -> None:
     assert part.caches == ("cache_key_0", "cache_value_0", "cache_key_1", "cache_value_1")
     assert set(part.presents) == {f"new_{name}" for name in part.caches}
     assert part.dims(Step(2, 1, 40, 40, 41)) == {"b": 2, "N": 1, "P": 40}
-    assert part.words == PLAIN.words
+    assert part.words == TINY.words
 
 
 def test_a_pair_of_files(folders: Path) -> None:
@@ -245,13 +245,14 @@ def test_one_token_is_the_prompts_run_alone(folders: Path) -> None:
     assert not answer.judged(None, 1.0).objectives
 
 
+@pytest.mark.slow
 def test_a_shared_cache_is_as_long_as_max_length(folders: Path, predictor: Predictor) -> None:
     """However short the request. The logits of the prompts are among the activations."""
-    decoder, analysed = Decoder(), Analysed(predictor, language_model(folders / "half"))
+    analysed = Analysed(predictor, language_model(folders / "half"))
     for tokens in (160, 1280, 2048):
         memory = analysed.memory(Request(2, 100, 60, tokens))
-        assert memory.cache_mib == 2 * 2 * decoder.layers * decoder.kv_heads * decoder.head_size * tokens * 2 / MIB
-        assert memory.activations_mib >= 2 * 100 * decoder.words * 2 / MIB
+        assert memory.cache_mib == 2 * 2 * TINY.layers * TINY.key_heads * TINY.head * tokens * 2 / MIB
+        assert memory.activations_mib >= 2 * 100 * TINY.words * 2 / MIB
         parts = memory.model_dump()
         assert parts.pop("peak_mib") == pytest.approx(sum(parts.values()))
     said = [warning for warning in answer_of(folders / "half", 2).warnings if "makes the cache for max_length" in warning]
@@ -260,7 +261,7 @@ def test_a_shared_cache_is_as_long_as_max_length(folders: Path, predictor: Predi
 
 
 def test_a_cache_that_is_not_shared_is_held_twice(folders: Path, predictor: Predictor) -> None:
-    token = 2 * 2 * PLAIN.layers * PLAIN.hidden * 4 / MIB
+    token = 2 * 2 * TINY.layers * TINY.hidden * 4 / MIB
     one, pair = (Analysed(predictor, language_model(folders / name)).memory(Request(2, 100, 60, 160))
                  for name in ("plain", "pair"))
     assert one.cache_mib == pair.cache_mib == pytest.approx(token * (158 + 159))
@@ -369,6 +370,19 @@ def test_a_config_that_asks_for_cuda_graphs(folders: Path) -> None:
     assert graph.tpot.ms < node_by_node.tpot.ms
     model = language_model(folders / "graph")
     assert (model.step(1, 1, 100, 2048).masked, model.step(1, 100, 0, 2048).masked) == (2048, 100)
+
+
+def test_weights_may_be_missing(tmp_path: Path) -> None:
+    """With --no-weights, and the answer says so once."""
+    folder = genai_folder(tmp_path)
+    whole = answer_of(folder, generate=1)
+    (folder / "model.onnx.data").unlink()
+    without = predict_llm(folder, prompt=100, generate=1, target=TARGET, no_weights=True)
+    assert without.ttft == whole.ttft
+    assert without.memory == whole.memory
+    assert len([warning for warning in without.warnings if "its weights were not read (--no-weights)" in warning]) == 1
+    with pytest.raises(UserError, match=r"model.onnx.data"):
+        predict_llm(folder, prompt=100, generate=2, target=TARGET)
 
 
 def test_a_folder_for_another_provider_is_named(tmp_path: Path) -> None:

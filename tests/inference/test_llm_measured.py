@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command import run_script
-from decoder_models import Decoder, genai_folder
+from decoder_models import TINY, genai_folder
 
 from inference.llm.predicting import predict_llm
 from runtimes import local_target
@@ -16,7 +17,8 @@ TARGET = local_target("cpu").name
 
 
 def test_kernels_are_measured_at_three_lengths(tmp_path: Path) -> None:
-    folder, workspace = genai_folder(tmp_path / "model", Decoder(half=False, int4=True, layers=1), "cpu"), tmp_path / "out"
+    folder = genai_folder(tmp_path / "model", replace(TINY, layers=1), "int4-fp32", "cpu")
+    workspace = tmp_path / "out"
     workspace.mkdir()
     done = run_script("inference/predict_llm.py", "--workspace", workspace, "--model", folder, "--target", TARGET,
                       "--prompt", "20", "--generate", "60", "--measure-missing")
@@ -28,3 +30,4 @@ def test_kernels_are_measured_at_three_lengths(tmp_path: Path) -> None:
     assert answer.tpot
     assert 0.0 < answer.tpot.ms < answer.ttft.ms
     assert answer.energy is None
+    assert any("does not say how many threads" in warning for warning in answer.warnings)

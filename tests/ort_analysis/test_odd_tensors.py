@@ -240,3 +240,16 @@ def test_attention_that_reads_lengths_gets_those_of_its_cache(by_mask: bool, tmp
     runner = open_runner(tmp_path / "decoder.onnx", "cpu", dims={"batch": 2, "past": 7, **({"total": 8} if by_mask else {})},
                          io="host")
     assert [out.shape for out in runner.run_once()] == [(2, 1, 64), (2, 2, 8, 16), (2, 2, 8, 16)]
+
+
+@pytest.mark.parametrize("within", ["initializer", "attribute"])
+def test_a_constant_that_does_not_fit_its_shape(within: str) -> None:
+    """In half precision, which is widened before ONNX Runtime sees the model."""
+    half = TensorProto.FLOAT16
+    short = onnx.TensorProto(name="short", data_type=half, dims=[4], raw_data=bytes(6))
+    nodes = [helper.make_node("Add", ["x", "short"], ["y"])]
+    if within == "attribute":
+        nodes.insert(0, helper.make_node("Constant", [], ["short"], value=short))
+    model = graph(nodes, [value("x", 4, kind=half)], [value("y", 4, kind=half)], [short] if within == "initializer" else [])
+    with pytest.raises(UserError, match=r"the model is damaged: its constant short of shape \[4\] can't be read"):
+        analyze(model, "cuda")

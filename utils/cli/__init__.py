@@ -9,6 +9,7 @@ from utils.cli.options import (
     add_inputs,
     add_load,
     add_model,
+    add_no_weights,
     add_run_mode,
     add_static,
     add_target,
@@ -41,14 +42,13 @@ from utils.cli.printing import (
     print_table,
     progress,
 )
-from utils.cli.running import EXIT_ROUGH, EXIT_SLO_MISSED, LEFT_OUT, OS_ERROR_ADVICE, explain, is_command, run
+from utils.cli.running import EXIT_ROUGH, EXIT_SLO_MISSED, LEFT_OUT, explain, is_command, run, user_can_mend
 
 __all__ = [
     "EXIT_ROUGH",
     "EXIT_SLO_MISSED",
     "EXIT_USAGE",
     "LEFT_OUT",
-    "OS_ERROR_ADVICE",
     "add_config",
     "add_dim",
     "add_estimators",
@@ -56,6 +56,7 @@ __all__ = [
     "add_inputs",
     "add_load",
     "add_model",
+    "add_no_weights",
     "add_run_mode",
     "add_static",
     "add_target",
@@ -87,5 +88,6 @@ __all__ = [
     "progress",
     "run",
     "start",
+    "user_can_mend",
     "whole",
 ]

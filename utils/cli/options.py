@@ -208,6 +208,13 @@ def add_static(made: argparse.ArgumentParser) -> None:
                            "shape computations and all)")
 
 
+def add_no_weights(made: argparse.ArgumentParser) -> None:
+    """`--no-weights`: files of a model's weights may be missing."""
+    made.add_argument("--no-weights", action="store_true",
+                      help="go on where a file of the model's weights is missing: kernels and sizes are those of the graph "
+                           "(default: an error)")
+
+
 def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
     """`["batch=1,2", "height=224"]` as `{"batch": [1, 2], "height": [224]}`.
 

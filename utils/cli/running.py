@@ -42,6 +42,8 @@ OS_ERROR_ADVICE = {
     errno.ENOTDIR: "a part of this path is a file, not a folder",
     errno.ENOENT: "no such file or folder",
     errno.EISDIR: "this is a folder, a file was expected",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.ELOOP: "links lead in a circle",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 0.7  # between a signal and the forced end of a script; together less than a second
@@ -56,6 +58,11 @@ def explain(error: OSError) -> str:
     """A readable message for an operating-system error: the file, what is wrong, what to do."""
     where = f"{error.filename}: " if error.filename else ""
     return where + OS_ERROR_ADVICE.get(error.errno or 0, error.strerror or str(error))
+
+
+def user_can_mend(error: BaseException) -> bool:
+    """Whether an error is one of the operating system's that `explain` makes one line of: it has advice, or names a file."""
+    return isinstance(error, OSError) and (error.errno in OS_ERROR_ADVICE or error.filename is not None)
 
 
 def is_command() -> bool:
@@ -98,7 +105,7 @@ def _report(error: BaseException, stopped: str) -> int | None:
         return 0
     if isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
-    elif isinstance(error, OSError) and error.errno in OS_ERROR_ADVICE:
+    elif isinstance(error, OSError) and user_can_mend(error):
         print(f"error: {explain(error)}", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in LEFT_OUT:
         print(f"error: needs the package {error.name}, which requirements-predict.txt leaves out; "

@@ -19,6 +19,7 @@ from runtimes.ort.graph.nodes import ParsedNode, attention_lengths, bodies_of, c
 from runtimes.ort.graph.open_shapes import Body, Held, InferredTensors, SizeNotKnown, Trips, Values
 from utils.errors import UserError
 from utils.lazy import onnx
+from utils.model_files import array_of
 
 if TYPE_CHECKING:
     import onnx
@@ -303,7 +304,7 @@ def _always_goes_on(body: onnx.GraphProto) -> bool:
     if constant is None and tensor in maker and maker[tensor].op_type == "Constant":
         constant = next((attribute.t for attribute in maker[tensor].attribute if attribute.name == "value"), None)
     if constant is not None:
-        return bool(onnx.numpy_helper.to_array(constant).all())
+        return bool(array_of(constant).all())
     return tensor not in maker and tensor in [value.name for value in body.input][1:2]
 
 

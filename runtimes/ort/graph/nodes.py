@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from records import attention
 from records.operators import COPIES, VIEWS, operator_row
 from utils.lazy import onnx
+from utils.model_files import array_of, locations, tensors_of
 
 if TYPE_CHECKING:
     import onnx
@@ -87,16 +88,25 @@ def _name_nodes(graph: onnx.GraphProto, inside: str, seen: set[str]) -> None:
 def attribute_value(attribute: onnx.AttributeProto) -> Any:
     """An attribute as plain data: a tensor is `{"dtype", "shape", "values"}`, a subgraph `{"graph": <hash>}`."""
     if attribute.type == onnx.AttributeProto.GRAPH:
-        return {"graph": hashlib.sha256(attribute.g.SerializeToString(deterministic=True)).hexdigest()[:12]}
+        return {"graph": hashlib.sha256(_without_places(attribute.g).SerializeToString(deterministic=True)).hexdigest()[:12]}
     value = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, onnx.TensorProto):
-        array = onnx.numpy_helper.to_array(value)
+        array = array_of(value)
         return {"dtype": str(array.dtype), "shape": list(array.shape), "values": array.ravel().tolist()}
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, (list, tuple)):
         return [item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in value]
     return value
+
+
+def _without_places(graph: onnx.GraphProto) -> onnx.GraphProto:
+    """A graph whose constants don't say in which file they lie."""
+    bare = onnx.GraphProto()
+    bare.CopyFrom(graph)
+    for tensor in filter(locations, tensors_of(bare)):
+        tensor.ClearField("external_data")
+    return bare
 
 
 def parsed_node(node: onnx.NodeProto, provider: str) -> ParsedNode:
