@@ -326,8 +326,8 @@ def _memory_warnings(model: LanguageModel, request: Request, memory: LlmMemory, 
     if model.shares_cache and request.max_length > needed:
         enough_mib = memory.cache_mib * needed / request.max_length
         warnings.append(f"onnxruntime-genai makes the cache for max_length = {request.max_length} tokens, and the request "
-                        f"needs {needed}: {memory.cache_mib:.4g} MiB in place of {enough_mib:.4g} MiB; set max_length where "
-                        "you generate, and --max-length here")
+                        f"needs {needed}: {cli.cell(memory.cache_mib)} MiB in place of {cli.cell(enough_mib)} MiB; set "
+                        "max_length where you generate, and --max-length here")
     if device_mib is not None and memory.peak_mib > device_mib:
         warnings.append(f"it does not fit in the memory: its peak is {memory.peak_mib / 1024:.4g} GiB, and the device has "
                         f"{device_mib / 1024:.4g} GiB; its times are ones that no run has")
