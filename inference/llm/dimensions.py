@@ -161,7 +161,10 @@ def _caches(tensors: Mapping[str, OpenTensor], templates: tuple[str, ...]) -> tu
 
 
 def _cache_axes(name: str, tensor: OpenTensor, set_by_model: Mapping[str, int]) -> list[Axis]:
-    """The axes of a cache with a role. Keys and values in one tensor are [2, batch, heads, length, size of a head]."""
+    """The axes of a cache with a role; none where its rank is unknown. Keys and values in one tensor are [2, batch, heads,
+    length, size of a head]."""
+    if len(tensor.shape) < 3:
+        return []
     first = len(tensor.shape) - 4 if tensor.shape[0] == 2 and len(tensor.shape) == 5 else 0
     axes = [Axis(name, first, tensor.shape[first], "batch")]
     if STATE.search(name) or CROSS.search(name):

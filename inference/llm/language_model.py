@@ -59,9 +59,16 @@ def language_model(model: Path, decode: Path | None = None, dims: Mapping[str, i
         workspace: where a bare name is looked for, too.
 
     Raises:
-        UserError: there is no such model, or it is none that generates tokens with a cache.
+        UserError: there is no such model, it is none that generates tokens with a cache, or it has no dimension of a name in
+            `dims`.
     """
-    workspace = workspace or Workspace()
+    result = _language_model(model, decode, dims, workspace or Workspace())
+    if unknown := sorted(set(dims or {}) - set(result.prefill.fixed) - set(result.decode.fixed)):
+        raise UserError(f"{model}: no dynamic dimension {', '.join(unknown)} among its inputs")
+    return result
+
+
+def _language_model(model: Path, decode: Path | None, dims: Mapping[str, int] | None, workspace: Workspace) -> LanguageModel:
     if model.name == FILE:
         model = model.parent
     if (model / FILE).is_file():

@@ -130,6 +130,8 @@ def test_a_dimension_of_which_nothing_is_known_is_asked_for(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"dimension pixels \(image, axis 1\) is; give its size: --dim pixels=SIZE"):
         decoder_file(path)
     assert decoder_file(path, given={"pixels": 64}).dims(Step(2, 1, 4, 4, 5))["pixels"] == 64
+    with pytest.raises(UserError, match="no dynamic dimension pixel among its inputs"):
+        language_model(path, dims={"pixels": 64, "pixel": 64})
 
 
 def test_models_that_are_refused(tmp_path: Path, folders: Path) -> None:
