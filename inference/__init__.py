@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from inference.core.model_run import PredictedRun
     from inference.core.predictor import Predictor, predict
     from inference.live.watch import Watch
+    from inference.llm.answers import LlmPrediction
+    from inference.llm.predicting import predict_llm
     from inference.sharing.shared_models import check_slo, highest_busy_share
 
-__all__ = ["EnergyPrediction", "PredictedRun", "Prediction", "Predictor", "Watch", "check_slo", "highest_busy_share",
-           "measure_missing", "predict"]
+__all__ = ["EnergyPrediction", "LlmPrediction", "PredictedRun", "Prediction", "Predictor", "Watch", "check_slo",
+           "highest_busy_share", "measure_missing", "predict", "predict_llm"]
 MODULES = {
     "EnergyPrediction": "core.energy",
+    "LlmPrediction": "llm.answers",
     "PredictedRun": "core.model_run",
     "Prediction": "core.answers",
     "Predictor": "core.predictor",
@@ -26,6 +29,7 @@ MODULES = {
     "highest_busy_share": "sharing.shared_models",
     "measure_missing": "core.missing_kernels",
     "predict": "core.predictor",
+    "predict_llm": "llm.predicting",
 }
 
 

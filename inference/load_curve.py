@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--points", type=cli.count, default=POINTS, metavar="N",
                         help=f"loads, from idle to always busy (default: {POINTS})")
     parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="write the curve as CSV")
-    parser.add_argument("--plot", type=cli.out_file, metavar="FILE", help="draw it: a .png, .svg or .pdf")
+    parser.add_argument("--plot", type=cli.plot_file, metavar="FILE", help="draw it: a .png, .svg or .pdf")
     parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="a line at this latency in the plot")
     cli.add_trust(parser)
     args = parser.parse_args()
@@ -65,8 +65,6 @@ def main() -> int:
         parser.error("--points: two at least, idle and always busy")
     if args.slo_ms and not args.plot:
         parser.error("--slo-ms is a line in the plot: it goes with --plot FILE")
-    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
-        parser.error(f"--plot {args.plot}: a .png, .svg or .pdf")
     workspace = cli.start(args)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
     curve = predictor.curve(args.model, args.points, dims=cli.one_size_dims(args.dim), static=args.static)

@@ -101,6 +101,7 @@ def options() -> argparse.ArgumentParser:
                         "it; its kernel record must still be there")
     cli.add_dim(parser)
     cli.add_static(parser)
+    cli.add_no_weights(parser)
     cli.add_target(parser)
     cli.add_load(parser, CONFIG_FILE)
     cli.add_run_mode(parser)
@@ -116,14 +117,8 @@ def options() -> argparse.ArgumentParser:
     cli.add_inputs(parser)
     parser.add_argument("--beside", type=Path, metavar="REAL",
                         help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
-    pace_options = parser.add_mutually_exclusive_group()
-    pace_options.add_argument(
-        "--host-pace", type=cli.pace, metavar="RATIO|measure",
-        help="how many times as long as usual the GPU's host takes to dispatch; measure: measure it now on this machine, which "
-             "must be the target (default: from the config's Prometheus, else what benchmark/host_pace.py measured here in the "
-             "last ten minutes; with --watch on the target, measured each time)")
-    pace_options.add_argument("--machine", type=Path, metavar="FILE",
-                              help="the machine's host pace, as benchmark/host_pace.py --out wrote it there")
+    cli.add_host_pace(parser, "from the config's Prometheus, else what benchmark/host_pace.py measured here in the last ten "
+                              "minutes; with --watch on the target, measured each time")
     parser.add_argument("--slo-ms", type=cli.positive, metavar="MS",
                         help="say whether the latency meets this limit, and by how much")
     parser.add_argument("--slo-percentile", type=cli.percentile, metavar="P",
@@ -152,6 +147,8 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--trace draws one run: give each --dim one size")
     if args.measure_missing and (args.strict or args.metrics):
         parser.error("--measure-missing: idle times are looked up neither with --strict nor under a load")
+    if args.measure_missing and args.no_weights:
+        parser.error("--measure-missing may run the model itself, which needs its weights: leave --no-weights out")
     if args.inputs and not args.measure_missing:
         parser.error("--inputs are what --measure-missing measures with; nothing else runs the model")
     if args.beside and not args.trace:
@@ -270,7 +267,7 @@ def main() -> int:
                         "--set prometheus.url=null")
     sources = LiveSources(
         Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators,
-                  any_device=True),
+                  any_device=True, no_weights=args.no_weights),
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
     if args.watch:

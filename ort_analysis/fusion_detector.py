@@ -62,6 +62,7 @@ def main() -> int:
                         help="whose graph; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
     cli.add_static(parser)
+    cli.add_no_weights(parser)
     parser.add_argument("--group", default="", metavar="NAME",
                         help="the group of these models: variants of one another, held out together (default: the one that the "
                              "exporter wrote into the file, else each model is a group of its own)")
@@ -79,7 +80,7 @@ def main() -> int:
     work = [(path, dims) for path in paths for dims in cli.combinations(sizes)]
     with sole_writer(workspace.kernel_records):
         done = analyze_all(workspace, args.runtime, work, graph_device(args.device), args.jobs, args.static,
-                           ModelOrigin(args.group, args.collection))
+                           ModelOrigin(args.group, args.collection), args.no_weights)
         records = [record for of_model in done if not isinstance(of_model, UserError) for record in of_model]
         flavours = {record.flavour.name: record.flavour for record in records}
         indexes = [update_index(workspace, flavour) for flavour in flavours.values()]

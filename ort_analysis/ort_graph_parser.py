@@ -32,11 +32,13 @@ def main() -> int:
                         help="whose graph; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
     cli.add_static(parser)
+    cli.add_no_weights(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    graph = graph_of(workspace.find_model(args.model), args.device, cli.one_size_dims(args.dim), args.static)
+    graph = graph_of(workspace.find_model(args.model), args.device, cli.one_size_dims(args.dim), args.static,
+                     args.no_weights)
     if graph["derived"]:
-        log.info("no GPU here: this is the graph that the CUDA provider would run, derived on the CPU provider")
+        log.info("this is the graph that the CUDA provider would run, derived on the CPU provider")
     if args.json:
         cli.print_json(graph)
     else:

@@ -25,6 +25,7 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 from pydantic import PlainSerializer, PlainValidator
 
 from measuring.worker_process import TooMuchMemory, WorkerFailed, WorkerProcess
+from records.interface import Interface
 from records.kernel_record import ModelOrigin, ModelRecord
 from runtimes import runtime_named
 from utils import cli
@@ -61,8 +62,8 @@ class Task(Frozen):
 
     Attributes:
         do: `record` takes it apart, `write` also writes its records, `sizes` says which `names` are dynamic dimensions of it,
-            `weights` names the files of its weights, `graph` describes the graph that ONNX Runtime runs, `opens` checks that
-            ONNX Runtime loads it; `prepare` only loads what the others need.
+            `weights` names the files of its weights, `interface` reads its inputs and outputs, `graph` describes the graph that
+            ONNX Runtime runs, `opens` checks that ONNX Runtime loads it; `prepare` only loads what the others need.
         folder: the current folder, from which paths and the weights of a model in memory are found.
         model: its file.
         in_memory: the file only holds a model in memory.
@@ -73,9 +74,10 @@ class Task(Frozen):
         dims, static: sizes of its dynamic dimensions, and whether they are fixed before it is optimised.
         names: for `sizes`.
         kept: the folder of optimised graphs that are used again (see `optimized_once`); None: none are kept.
+        no_weights: whether files of its weights may be missing.
     """
 
-    do: Literal["record", "write", "sizes", "weights", "graph", "opens", "prepare"]
+    do: Literal["record", "write", "sizes", "weights", "interface", "graph", "opens", "prepare"]
     folder: AnyPath = Path()
     model: AnyPath = Path()
     in_memory: bool = False
@@ -88,6 +90,7 @@ class Task(Frozen):
     static: bool = False
     names: tuple[str, ...] = ()
     kept: AnyPath | None = None
+    no_weights: bool = False
 
 
 class Note(Frozen):
@@ -122,9 +125,11 @@ class Failure(Frozen):
 
 
 class Reply(Frozen):
-    """What the child found: records, a graph, names or files, as asked; what it logged; and why it failed, if it did."""
+    """What the child found: records, an interface, a graph, names or files, as asked; what it logged; and why it failed, if it
+    did."""
 
     records: tuple[ModelRecord, ...] = ()
+    interface: Interface | None = None
     graph: dict[str, Any] = {}
     names: tuple[str, ...] = ()
     files: tuple[AnyPath, ...] = ()
@@ -260,7 +265,7 @@ def optimized_once() -> Iterator[None]:
 
 
 def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool,
-              weights: Sequence[Path] = ()) -> ModelRecord:
+              weights: Sequence[Path] = (), no_weights: bool = False) -> ModelRecord:
     """The record of a model, made in the child.
 
     Args:
@@ -269,12 +274,13 @@ def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str
         dims: sizes of its dynamic dimensions.
         static: whether they are fixed before the runtime optimises the model.
         weights: the files of a file's weights (see `weight_files`).
+        no_weights: whether files of its weights may be missing.
 
     Raises:
         UserError: the model can't be read or analysed, or reaches a limit.
     """
     task = partial(Task, do="record", folder=Path.cwd(), runtime=flavour.runtime, flavour=flavour, dims=dict(dims),
-                   static=static, kept=_kept)
+                   static=static, kept=_kept, no_weights=no_weights)
     if isinstance(model, Path):
         return _ask(task(model=model), weights).records[0]
     with temporary_folder() as folder:
@@ -287,8 +293,12 @@ def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str
         return _ask(task(model=path, in_memory=True)).records[0]
 
 
-def weight_files(model: Path) -> list[Path]:
+def weight_files(model: Path, no_weights: bool = False) -> list[Path]:
     """The files that hold the weights of the ONNX file `model`, each checked. The child is asked only if it may name any.
+
+    Args:
+        model: the ONNX file.
+        no_weights: whether they may be missing.
 
     Raises:
         UserError: `model` or a file of its weights is missing or not a plain file, `model` is not an ONNX model, or a file of
@@ -296,7 +306,20 @@ def weight_files(model: Path) -> list[Path]:
     """
     if not may_name_files(model):
         return []
-    return list(_ask(Task(do="weights", folder=Path.cwd(), model=model)).files)
+    return list(_ask(Task(do="weights", folder=Path.cwd(), model=model, no_weights=no_weights)).files)
+
+
+def interface_of(model: Path) -> Interface:
+    """The inputs and outputs that the ONNX file `model` declares.
+
+    Raises:
+        UserError: it can't be read, or is damaged.
+    """
+    check_plain_file(model)
+    interface = _ask(Task(do="interface", folder=Path.cwd(), model=model)).interface
+    if interface is None:
+        raise RuntimeError("the child sent no interface")
+    return interface
 
 
 def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
@@ -312,7 +335,7 @@ def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, 
     return cli.combinations({name: sizes for name, sizes in dims.items() if name in names})
 
 
-def graph_of(model: Path, device: str, dims: Mapping[str, int], static: bool) -> dict[str, Any]:
+def graph_of(model: Path, device: str, dims: Mapping[str, int], static: bool, no_weights: bool = False) -> dict[str, Any]:
     """The graph that ONNX Runtime runs, as `runtimes.ort.graph.parsing.document` describes it.
 
     Args:
@@ -320,12 +343,13 @@ def graph_of(model: Path, device: str, dims: Mapping[str, int], static: bool) ->
         device: `cpu`, `cuda` or `auto`.
         dims: sizes of its dynamic dimensions.
         static: whether they are fixed before ONNX Runtime optimises the model.
+        no_weights: whether files of its weights may be missing.
 
     Raises:
         UserError: the model can't be read or analysed, or reaches a limit.
     """
-    return _ask(Task(do="graph", folder=Path.cwd(), model=model, device=device, dims=dict(dims), static=static),
-                weight_files(model)).graph
+    return _ask(Task(do="graph", folder=Path.cwd(), model=model, device=device, dims=dict(dims), static=static,
+                     no_weights=no_weights), weight_files(model, no_weights)).graph
 
 
 def check_opens(model: Path, device: str, dims: Mapping[str, int], static: bool) -> None:
@@ -361,7 +385,7 @@ def _stored_bytes(path: Path) -> int:
 
 
 def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize], device: str, jobs: int, static: bool = False,
-                origin: ModelOrigin = AS_THE_FILE_SAYS) -> list[list[ModelRecord] | UserError]:
+                origin: ModelOrigin = AS_THE_FILE_SAYS, no_weights: bool = False) -> list[list[ModelRecord] | UserError]:
     """Writes the records of models, `jobs` at a time.
 
     Args:
@@ -372,6 +396,7 @@ def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize],
         jobs: children at a time.
         static: whether sizes are fixed before the runtime optimises a model.
         origin: of all the models, where their user gives it.
+        no_weights: whether files of their weights may be missing.
 
     Returns:
         For each model its records, or its error, in the order of `work`. If one of several models crashes the runtime, only
@@ -386,8 +411,8 @@ def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize],
         analyst = idle.get()
         try:
             task = Task(do="write", folder=Path.cwd(), model=model, runtime=runtime, workspace=workspace.root, device=device,
-                        dims=dict(dims), static=static, origin=origin)
-            return list(_ask(task, weight_files(model), analyst).records)
+                        dims=dict(dims), static=static, origin=origin, no_weights=no_weights)
+            return list(_ask(task, weight_files(model, no_weights), analyst).records)
         except UserError as error:
             return error
         finally:

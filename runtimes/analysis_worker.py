@@ -22,11 +22,12 @@ import runtimes.ort.graph.analysis  # noqa: F401 - loaded before the first model
 from runtimes import runtime_named
 from runtimes.analysis import AnyPath, Failure, Note, Reply, Task
 from runtimes.ort.building.kernel_models import kernel_in
+from runtimes.ort.graph.interface import interface_of
 from runtimes.ort.graph.parsing import document, kept_in, parse_graph
-from runtimes.ort.graph.source import dynamic_names, read_source
+from runtimes.ort.graph.source import dynamic_names, read_source, without_weights
 from utils.errors import UserError
 from utils.lazy import onnx, onnxruntime
-from utils.model_files import weight_files
+from utils.model_graphs import weight_files
 from utils.ort_sessions import model_errors, open_session
 from utils.paths import Workspace
 from utils.processes import serve_lines
@@ -54,7 +55,11 @@ def sizes(task: Task) -> Reply:
 
 
 def weights(task: Task) -> Reply:
-    return Reply(files=tuple(weight_files(task.model)))
+    return Reply(files=tuple(weight_files(task.model, task.no_weights)))
+
+
+def interface(task: Task) -> Reply:
+    return Reply(interface=interface_of(task.model))
 
 
 def graph(task: Task) -> Reply:
@@ -75,7 +80,8 @@ def prepare(task: Task) -> Reply:
 
 
 WORK: dict[str, Callable[[Task], Reply]] = {
-    "record": record, "write": write, "sizes": sizes, "weights": weights, "graph": graph, "opens": opens, "prepare": prepare}
+    "record": record, "write": write, "sizes": sizes, "weights": weights, "interface": interface, "graph": graph,
+    "opens": opens, "prepare": prepare}
 
 
 @contextmanager
@@ -119,7 +125,8 @@ def failure_of(error: Exception, task: Task) -> Failure:
 def answer(line: bytes) -> str:
     """The reply to a task."""
     task = Task.model_validate_json(line)
-    with logged() as notes, kept_in(task.kept) if task.kept else nullcontext():
+    kept = kept_in(task.kept) if task.kept else nullcontext()
+    with logged() as notes, kept, without_weights() if task.no_weights else nullcontext():
         try:
             os.chdir(task.folder)
             reply = WORK[task.do](task)

@@ -6,23 +6,24 @@ a path elsewhere, it could read what its author must not see.
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors
+from utils.wire_format import BYTES, fields
 
 if TYPE_CHECKING:
     import numpy as np
 
 _EXTERNAL_KEY = b"location"  # the key of the file in which a weight is stored
+SEARCHED_BYTES = 1 << 26  # of a file; to search a larger one takes longer than to ask the process that reads it
 _ZIP = b"PK"  # how a program of torch begins, which TVM reads too
 SHOWN = 200  # characters of a file name in errors
 _PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}  # bits per element
@@ -31,8 +32,6 @@ DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: default s
 GROUP_KEY = "hase.group"  # metadata of every model: the name of its variants, which are held out together
 COLLECTION_KEY = "hase.collection"  # metadata of every model: where its architecture comes from, for example `timm`
 METADATA_FIELD = 14  # of ModelProto in onnx.proto
-VARINT, FIXED_64, BYTES, FIXED_32 = 0, 1, 2, 5  # protobuf's wire types
-FIXED_BYTES = {FIXED_64: 8, FIXED_32: 4}
 
 
 def check_plain_file(path: Path, whose: str = "") -> None:
@@ -68,36 +67,27 @@ def may_name_files(model: Path) -> bool:
     """
     check_plain_file(model)
     with model.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
+        if not (size := os.fstat(file.fileno()).st_size) or file.read(len(_ZIP)) == _ZIP:
             return False
+        if size > SEARCHED_BYTES:
+            return True
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return content[:2] != _ZIP and content.find(_EXTERNAL_KEY) >= 0
+            return content.find(_EXTERNAL_KEY) >= 0
 
 
-def weight_files(model: Path) -> list[Path]:
-    """The files that hold the weights of the ONNX file `model`, each checked.
-
-    Raises:
-        UserError: `model` or a file of its weights is missing or not a plain file, `model` is not an ONNX model, or a file of
-            weights is outside its folder.
-    """
-    check_plain_file(model)
-    with model_errors(str(model)):
-        return external_files(model, onnx.load(str(model), load_external_data=False))
-
-
-def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
-    """The files that hold weights of `proto`, each checked.
+def external_files(model: Path, proto: onnx.ModelProto, missing_ok: bool = False) -> list[Path]:
+    """The files besides its own that hold weights of `proto`, each checked.
 
     Args:
         model: the file from which `proto` was read; for a model in memory a name without folder: its weights are then in the
             current folder.
+        missing_ok: whether files may be missing; they are among the result.
 
     Raises:
         UserError: a file is outside the model's folder (or a link to such a file), is missing, or is not a plain file.
     """
     paths = []
-    for location in sorted({place for tensor in _tensors(proto) for place in _locations(tensor)}):
+    for location in sorted({place for tensor in every_tensor(proto) for place in locations(tensor)} - {model.name}):
         path = model.parent / location
         try:
             folders = (model.parent.resolve(), model.resolve().parent)  # a link's folder, and its target's
@@ -108,9 +98,11 @@ def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
         if not inside:
             raise UserError(f"{model}: refused: it says that its weights lie in {location[:SHOWN]!r}, outside its own folder; "
                             "use models from sources that you trust, with their weights in the same folder")
-        if not exists:
-            raise UserError(f"{model}: its weights lie in {location[:SHOWN]}, which is missing from {model.parent}")
-        check_plain_file(path, f"{model}: its weights lie in ")
+        if not exists and not missing_ok:
+            raise UserError(f"{model}: its weights lie in {location[:SHOWN]}, which is missing from {model.parent}; "
+                            "predictions can do without them (--no-weights)")
+        if exists:
+            check_plain_file(path, f"{model}: its weights lie in ")
         paths.append(path)
     return paths
 
@@ -129,8 +121,8 @@ def read_whole_model(model: Path | bytes) -> onnx.ModelProto:
     with model_errors(str(model)):
         proto = onnx.load(str(model), load_external_data=False)
     external_files(model, proto)
-    for tensor in _tensors(proto):
-        if _locations(tensor):
+    for tensor in every_tensor(proto):
+        if locations(tensor):
             tensor.CopyFrom(with_values(tensor, model.parent))
     return proto
 
@@ -145,29 +137,49 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
     Raises:
         UserError: the file is too short, or the tensor is not valid.
     """
-    if not _locations(tensor):
+    if not locations(tensor):
         return tensor
-    place = {entry.key: entry.value for entry in tensor.external_data}
-    path = folder / place["location"]
+    path = folder / locations(tensor)[0]
+    offset, length = place_in_file(tensor, path)
+    with path.open("rb") as file:
+        file.seek(offset)
+        content = file.read(length)
+    return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=content)
+
+
+def tensor_bytes(tensor: onnx.TensorProto) -> int:
+    """The bytes that a tensor's values take.
+
+    Raises:
+        UserError: its type is unknown, or a size is negative.
+    """
     try:
         packed = _PACKED_BITS.get(onnx.TensorProto.DataType.Name(tensor.data_type))
         bits = packed or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     except (ValueError, KeyError):
-        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} is of an unknown type ({tensor.data_type})") from None
+        raise UserError(f"weight {tensor.name[:SHOWN]} is of an unknown type ({tensor.data_type})") from None
     if min(tensor.dims, default=0) < 0:
-        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} has a negative size")
-    needed = -(-math.prod(tensor.dims) * bits // 8)
+        raise UserError(f"weight {tensor.name[:SHOWN]} has a negative size")
+    return -(-math.prod(tensor.dims) * bits // 8)
+
+
+def place_in_file(tensor: onnx.TensorProto, path: Path) -> tuple[int, int]:
+    """Where the values of a tensor begin in the file to which it refers, and how many bytes they take.
+
+    Raises:
+        UserError: the file is too short, or the tensor is not valid.
+    """
+    given = next((entry.value for entry in tensor.external_data if entry.key == "offset"), "") or "0"
     try:
-        offset = int(place.get("offset") or 0)
-        with path.open("rb") as file:
-            file.seek(offset)
-            content = file.read(needed)
+        offset, length, there = int(given), tensor_bytes(tensor), path.stat().st_size
     except ValueError:
-        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} has the offset {place['offset'][:SHOWN]!r}, "
-                        "which is not a number of bytes") from None
-    if len(content) < needed:
-        raise UserError(f"{path}: too short for weight {tensor.name[:SHOWN]}, which takes {needed} bytes from {offset} on")
-    return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=content)
+        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} has the offset {given[:SHOWN]!r}, which is not a number of "
+                        "bytes") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if offset < 0 or offset + length > there:
+        raise UserError(f"{path}: too short for weight {tensor.name[:SHOWN]}, which takes {length} bytes from {offset} on")
+    return offset, length
 
 
 def array_of(tensor: onnx.TensorProto) -> np.ndarray:
@@ -183,7 +195,7 @@ def array_of(tensor: onnx.TensorProto) -> np.ndarray:
                         f"({error})") from None
 
 
-def _locations(tensor: onnx.TensorProto) -> list[str]:
+def locations(tensor: onnx.TensorProto) -> list[str]:
     """The files that a tensor names for its values, usually one; none if the values are in the model."""
     if tensor.data_location != tensor.EXTERNAL:
         return []
@@ -193,14 +205,15 @@ def _locations(tensor: onnx.TensorProto) -> list[str]:
     return locations
 
 
-def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+def every_tensor(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every constant of a model, including those in attributes, in inner graphs and in functions."""
-    yield from _of_graph(proto.graph, 0)
+    yield from tensors_of(proto.graph)
     for function in proto.functions:
         yield from _of_nodes(function.node, 0)
 
 
-def _of_graph(graph: onnx.GraphProto, depth: int) -> Iterator[onnx.TensorProto]:
+def tensors_of(graph: onnx.GraphProto, depth: int = 0) -> Iterator[onnx.TensorProto]:
+    """Every constant of a graph, which lies in `depth` graphs."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
@@ -216,9 +229,9 @@ def _of_nodes(nodes: Any, depth: int) -> Iterator[onnx.TensorProto]:
             for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
                 yield from (sparse.values, sparse.indices)
             if attribute.HasField("g"):
-                yield from _of_graph(attribute.g, depth + 1)
+                yield from tensors_of(attribute.g, depth + 1)
             for graph in attribute.graphs:
-                yield from _of_graph(graph, depth + 1)
+                yield from tensors_of(graph, depth + 1)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -227,31 +240,14 @@ def read_metadata(path: Path) -> dict[str, str]:
     Raises:
         UserError: an entry of it is damaged.
     """
-    metadata: dict[str, str] = {}
-    end = path.stat().st_size
-    with path.open("rb") as file, model_errors(str(path)):
-        while (tag := _varint(file)) is not None:
-            field, wire = tag >> 3, tag & 7
-            size = _varint(file) if wire in (VARINT, BYTES) else FIXED_BYTES.get(wire)
-            size = 0 if wire == VARINT else size
-            if size is None or file.tell() + size > end:
-                return {}
-            if field == METADATA_FIELD and wire == BYTES:
-                entry = onnx.StringStringEntryProto.FromString(file.read(size))
-                metadata[entry.key] = entry.value
-            else:
-                file.seek(size, io.SEEK_CUR)
-    return metadata
-
-
-def _varint(file: BinaryIO) -> int | None:
-    """The number that comes next, seven bits a byte, the lowest first; None at the end of the file."""
-    value = 0
-    for shift in range(0, 64, 7):
-        byte = file.read(1)
-        if not byte:
-            return None
-        value |= (byte[0] & 127) << shift
-        if byte[0] < 128:
-            return value
-    return None
+    if not path.stat().st_size:
+        return {}
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+        try:
+            parts = [bytes(view[part.contents:part.end]) for part in fields(view, 0, len(view))
+                     if part.number == METADATA_FIELD and part.wire == BYTES]
+        except ValueError:
+            return {}
+    with model_errors(str(path)):
+        entries = [onnx.StringStringEntryProto.FromString(part) for part in parts]
+        return {entry.key: entry.value for entry in entries}

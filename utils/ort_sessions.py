@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from utils.errors import UserError
 from utils.lazy import onnx, onnxruntime
-
-if TYPE_CHECKING:
-    import numpy as np
-    import onnx
-    import onnxruntime
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
 CUDA_GRAPH = {"enable_cuda_graph": "1"}  # options of the CUDA provider: capture a model once, then replay it
@@ -37,7 +34,7 @@ def open_session(
     model: Path | bytes, device: str, *, optimize: str = "all", disabled: Sequence[str] = (),
     dims: Mapping[str, int] | None = None, save_to: Path | None = None, profile_prefix: Path | None = None,
     provider_options: Mapping[str, str] | None = None, name: str = "", entries: Mapping[str, str] | None = None,
-    threads: int = 0, weights: Mapping[str, np.ndarray] | None = None,
+    threads: int = 0, weights: Mapping[str, np.ndarray] | None = None, plan_memory: bool = True,
 ) -> onnxruntime.InferenceSession:
     """An inference session with ORT's defaults, changed only by the arguments.
 
@@ -54,6 +51,7 @@ def open_session(
         entries: further session config entries.
         threads: that share an operator's work on the CPU; 0 for ORT's own choice.
         weights: values by name, of constants that the model describes as lying in another file.
+        plan_memory: whether ORT takes memory for all constants at once, which fails where they are larger than the memory.
 
     Raises:
         UserError: the model can't be loaded, or the CUDA provider does not start.
@@ -66,13 +64,13 @@ def open_session(
         "basic": levels.ORT_ENABLE_BASIC, "none": levels.ORT_DISABLE_ALL}[optimize]
     options.log_severity_level = FATAL
     options.intra_op_num_threads = threads
+    options.enable_mem_pattern = plan_memory
     for dim, size in (dims or {}).items():
         options.add_free_dimension_override_by_name(dim, size)
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
     if weights:
-        values = list(map(runtime.OrtValue.ortvalue_from_numpy, weights.values()))
-        options.add_external_initializers(list(weights), values)
+        options.add_external_initializers(list(weights), list(map(ort_value, weights.values())))
     if save_to is not None:
         options.optimized_model_filepath = str(save_to)
     if profile_prefix is not None:
@@ -101,6 +99,19 @@ def outputs_by_schema(model: bytes) -> list[onnxruntime.NodeArg]:
         return list(runtime.capi._pybind_state.InferenceSession(options, model, False, False).outputs_meta)
     except Exception:  # noqa: BLE001 - ONNX Runtime raises any exception
         return []
+
+
+def ort_value(array: np.ndarray, device: str = "cpu") -> onnxruntime.OrtValue:
+    """An array as ONNX Runtime's value on `cpu` or `cuda`; on `cpu` it shares the memory of the array. ONNX Runtime takes the
+    bits of types that numpy itself lacks (bfloat16, float8)."""
+    if not array.dtype.name.startswith(("bfloat16", "float8")):
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0)
+    bits, code = array.view(f"uint{8 * array.dtype.itemsize}"), onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    if device == "cpu":
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, code)
+    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(array.shape), code, device, 0)
+    value.update_inplace(bits)
+    return value
 
 
 def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Sequence[int], device: str,
@@ -180,8 +191,8 @@ def advise(message: str) -> str:
           "external_data", "filesystem error"), "its weights lie in a separate file that is missing or too short"),
         (("Failed to construct locale",), "reads text by the rules of a language that is not installed on this machine: "
          "install its locale (Debian: apt-get install locales-all)"),
-        (("Failed to serialize proto",), "its CUDA graph can't be derived here, since the converted weights take over 2 GiB; "
-         "analyse it on a machine with a GPU"),
+        (("Failed to serialize proto",),
+         "takes over 2 GiB in memory; save it with its weights in a separate file, and name all its dynamic dimensions"),
         (("INVALID_GRAPH", "This is an invalid model"), "not a valid graph"),
         (("Failed to allocate memory", "out of memory", "CUDA_ERROR_OUT_OF_MEMORY"), "does not fit in the memory"),
     )

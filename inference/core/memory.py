@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from records.kernel_record import Kernel, ModelRecord, Node
@@ -120,18 +120,19 @@ def _column_bytes(kernel: Kernel) -> int:
     return per_pixel * math.prod(image.shape[2:])
 
 
-def peak_memory(record: ModelRecord, workspace_mib: float | None = None,
-                layouts: Mapping[str, Layout] | None = None) -> Memory:
+def peak_memory(record: ModelRecord, workspace_mib: float | None = None, layouts: Mapping[str, Layout] | None = None,
+                apart: Collection[str] = ()) -> Memory:
     """The memory that a session of a model holds while it runs.
 
     Args:
         record: the model.
         workspace_mib: the kernels' scratch, where it was measured; by default estimated.
         layouts: of its kernels by id, where they are known already; by default computed.
+        apart: tensors that are left out, since the caller counts them: the caches of a language model.
     """
     if layouts is None:
         layouts = {name: layout_of(kernel) for name, kernel in record.kernels.items()}
-    activations = live_activations(record, layouts)
+    activations = live_activations(record, layouts, apart)
     arena, scratch, loading = _surplus(record, activations, [layouts[node.kernel_id] for node in record.nodes])
     if workspace_mib is None:
         workspace_mib = scratch / MIB
@@ -152,14 +153,15 @@ def _surplus(record: ModelRecord, activations: Activations, used: Sequence[Layou
             LOADED_BASE_BYTES + sum(layout.loading_bytes for layout in used))
 
 
-def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None = None) -> Activations:
-    """The most bytes of tensors alive while any node runs, in linear time; `layouts` as for `peak_memory`.
+def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None = None,
+                     apart: Collection[str] = ()) -> Activations:
+    """The most bytes of tensors alive while any node runs, in linear time; `layouts` and `apart` as for `peak_memory`.
 
     Inputs and outputs of the graph belong to the caller: inputs live throughout, outputs from the node that makes them.
     """
     if layouts is None:
         layouts = {name: layout_of(kernel) for name, kernel in record.kernels.items()}
-    sizes = {name: tensor.bytes for name, tensor in record.inputs.items()}
+    sizes = {name: tensor.bytes for name, tensor in record.inputs.items() if name not in apart}
     buffer_of = {name: name for name in sizes}  # tensor name -> the tensor that its buffer is named after
     kept = {*record.inputs, *record.outputs}
     readers = Counter(itertools.chain.from_iterable(node.inputs for node in record.nodes))
@@ -183,7 +185,7 @@ def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None =
         unread = 0  # bytes that nobody reads once they are made
         may_share = renames or bool(in_place)
         for name, size in zip(node.outputs, output_bytes, strict=False):
-            if name:
+            if name and name not in apart:
                 source = taken_over(node, renames, in_place, size) if may_share and name not in kept else None
                 if source is not None:
                     buffer_of[name] = source

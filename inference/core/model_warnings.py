@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.core.answers import UsedEstimator
@@ -25,6 +26,14 @@ def model_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel], r
     """
     return (*_capture_warning(record, run_mode), *_assumed_warning(record), *_uncounted_warning(record),
             *_guessed_warnings(record), *_range_warning(record, known), *_unsteady_warning(record, known))
+
+
+def weights_warning(missing: Sequence[Path]) -> tuple[str, ...]:
+    """A warning where files of a model's weights are missing."""
+    if not missing:
+        return ()
+    names = ", ".join(path.name for path in missing)
+    return (f"its weights were not read (--no-weights), since {names} is missing: what is in it counts as zeros",)
 
 
 def _capture_warning(record: ModelRecord, run_mode: RunMode) -> tuple[str, ...]:

@@ -23,9 +23,9 @@ from inference.core.conditions import Conditions, check_run_mode, pace_of, share
 from inference.core.energy import EnergyPrediction, energy_of
 from inference.core.kernels_in_model import kernels_in_models
 from inference.core.model_run import PredictedRun, predicted_run
-from inference.core.model_warnings import estimator_warnings, model_warnings
+from inference.core.model_warnings import estimator_warnings, model_warnings, weights_warning
 from inference.core.run_modes import AS_USUAL, RunMode
-from inference.core.sources import Source, needs_analysis, record_of, record_otherwise
+from inference.core.sources import Source, missing_weights, needs_analysis, record_of, record_otherwise
 from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders, refuse_other_device
 from inference.sharing.shared_models import (
     PERCENTILE,
@@ -102,10 +102,12 @@ class Predictor:
         estimators: files and folders with the code of admitted estimators of your own (docs/estimators.md); it is run.
         any_device: without a target's name, take the only target with predictors, even if it is another device (with a
             warning).
+        no_weights: predict a model although files of its weights are missing (with a warning).
     """
 
     def __init__(self, workspace: Workspace | str | Path | None = None, target: str | None = None, *, strict: bool = False,
-                 force: bool = False, estimators: Sequence[Path] = (), any_device: bool = False) -> None:
+                 force: bool = False, estimators: Sequence[Path] = (), any_device: bool = False,
+                 no_weights: bool = False) -> None:
         """Makes a predictor; nothing is read yet.
 
         Args:
@@ -116,6 +118,7 @@ class Predictor:
             estimators: files and folders with the code of admitted estimators of your own (docs/estimators.md); it is run.
             any_device: without a target's name, take the only target with predictors, even if it is another device (with a
                 warning). Commands print warnings, so they do; a program may never look at them.
+            no_weights: predict a model although files of its weights are missing (with a warning).
 
         Raises:
             UserError: `workspace` is no folder, or `target` no name.
@@ -126,6 +129,7 @@ class Predictor:
         self.force = force
         self.estimators = tuple(estimators)
         self.any_device = any_device
+        self.no_weights = no_weights
 
     @cached_property
     def fitted(self) -> Fitted:
@@ -161,7 +165,8 @@ class Predictor:
         Raises:
             UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
         """
-        return record_of(self._model(source), self.fitted.target.flavour, checked_dims(dims), static)
+        return record_of(self._model(source), self.fitted.target.flavour, checked_dims(dims), static,
+                         self.no_weights)
 
     def _model(self, source: Source) -> Source:
         """The same with the path of a model file as it is found."""
@@ -219,7 +224,9 @@ class Predictor:
         pace = pace_of(host_pace, fitted, used, run_mode, self.workspace)
         models = [self._model(source) for source in sources]
         records = [self.record(model, dims, static) for model in models]
-        otherwise = [record_otherwise(model, record, static) for model, record in zip(models, records, strict=True)]
+        otherwise = [record_otherwise(model, record, static, self.no_weights)
+                     for model, record in zip(models, records, strict=True)]
+        without_weights = [weights_warning(missing_weights(model)) if self.no_weights else () for model in models]
         notices = (*notices, *fitted.notices)
         if run_mode.cuda_graph and host_pace is not None:
             notices = (*notices, "a CUDA graph that is replayed does not wait for its host, so the host's pace changes nothing")
@@ -230,9 +237,9 @@ class Predictor:
                                 shared_gpu_of(fitted, used, run_mode, load, co_runner), pace)
         known = kernels_in_models([*records, *filter(None, otherwise)], conditions)
         runs = [predicted_run(record, known, conditions, (
-            *notices, *of_record, *sharing_warning(conditions.shared_gpu), *model_warnings(record, known, run_mode),
+            *notices, *without, *of_record, *sharing_warning(conditions.shared_gpu), *model_warnings(record, known, run_mode),
             *estimator_warnings(record, known, conditions)))
-            for record, of_record in zip(records, mismatches, strict=True)]
+            for record, of_record, without in zip(records, mismatches, without_weights, strict=True)]
         return [run if record is None else run.spanning(predicted_run(record, known, conditions, ()))
                 for run, record in zip(runs, otherwise, strict=True)]
 
@@ -349,7 +356,7 @@ class Predictor:
 
 
 def predict(source: Source, *, workspace: Workspace | str | Path | None = None, target: str | None = None, strict: bool = False,
-            force: bool = False, **options: Unpack[Options]) -> Prediction:
+            force: bool = False, no_weights: bool = False, **options: Unpack[Options]) -> Prediction:
     """The latency of one model. Keep a `Predictor` to ask many questions about a target.
 
     Args:
@@ -358,9 +365,10 @@ def predict(source: Source, *, workspace: Workspace | str | Path | None = None, 
         target: the target's name, or a part of it; by default this machine.
         strict: predict every kernel, even measured ones.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
+        no_weights: predict although files of the model's weights are missing (with a warning).
         options: what else the prediction is for.
 
     Raises:
         UserError: the model, the predictors, the load or the pace can't be used; the message says why.
     """
-    return Predictor(workspace, target, strict=strict, force=force).predict(source, **options)
+    return Predictor(workspace, target, strict=strict, force=force, no_weights=no_weights).predict(source, **options)

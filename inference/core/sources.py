@@ -23,11 +23,12 @@ Source: TypeAlias = "str | Path | onnx.ModelProto | ModelRecord"
 Signature = tuple[tuple[str, int, int, int, int], ...]
 KEPT_FILES = 256  # records held in a process: a few hundred KiB each
 _files: dict[Any, tuple[tuple[Path, ...], Signature, ModelRecord]] = {}
-_weights: dict[Signature, list[Path]] = {}  # of each model file, by its signature: a model is read at several sizes
+# Of each model file, by its signature and whether they may be missing: a model is read at several sizes.
+_weights: dict[tuple[Signature, bool], list[Path]] = {}
 
 
 def record_of(source: Source, wanted: Flavour,
-              dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
+              dims: Mapping[str, int] | None = None, static: bool = False, no_weights: bool = False) -> ModelRecord:
     """The record of `source`, of the graph that this machine makes of it.
 
     Args:
@@ -35,18 +36,19 @@ def record_of(source: Source, wanted: Flavour,
         wanted: the graph's device, runtime and level. Its version and instruction set are those of this machine.
         dims: sizes of dynamic dimensions by name.
         static: whether they are fixed before the runtime optimises the model. Some always fix them.
+        no_weights: whether files of its weights may be missing.
 
     Raises:
         UserError: the model can't be read or analysed, a size of 0 leaves nothing to run, or `dims` are given for a record,
             whose shapes are fixed.
     """
     if isinstance(source, (str, Path)):
-        record = _record_of_file(Path(source), wanted, dict(dims or {}), static)
+        record = _record_of_file(Path(source), wanted, dict(dims or {}), static, no_weights)
     elif isinstance(source, ModelRecord):
         record = source
         _refuse_other_dims(record, dims)
     elif isinstance(source, onnx.ModelProto):
-        record = analysis.record_of(source, wanted, dims or {}, static)
+        record = analysis.record_of(source, wanted, dims or {}, static, no_weights=no_weights)
     else:
         raise UserError(f"{type(source).__name__} is not a model: give the path of an ONNX file or of a kernel record, an "
                         "onnx.ModelProto, or a ModelRecord")
@@ -77,17 +79,35 @@ def needs_analysis(source: Source) -> bool:
     return Path(source).suffix != ".json" if isinstance(source, (str, Path)) else not isinstance(source, ModelRecord)
 
 
-def record_otherwise(source: Source, record: ModelRecord, static: bool = False) -> ModelRecord | None:
+def record_otherwise(source: Source, record: ModelRecord, static: bool = False,
+                     no_weights: bool = False) -> ModelRecord | None:
     """The record of a model whose Ifs take the branches that its `record` does not assume; None where that assumes none, or
     where there is no model that could be analysed again."""
     dims = record.dims_otherwise
     if not dims or isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
         return None
-    return record_of(source, record.flavour, dims, static)
+    return record_of(source, record.flavour, dims, static, no_weights)
 
 
-def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: bool) -> ModelRecord:
-    key = (str(path.absolute()), wanted.device, wanted.runtime, wanted.optimization, tuple(sorted(dims.items())), static)
+def missing_weights(source: Source) -> tuple[Path, ...]:
+    """The files of a model's weights that are missing.
+
+    Raises:
+        UserError: the model can't be read.
+    """
+    if not isinstance(source, (str, Path)) or not needs_analysis(source):
+        return ()
+    return tuple(path for path in _files_of(Path(source), True)[1:] if not path.exists())
+
+
+def _files_of(path: Path, no_weights: bool) -> tuple[Path, ...]:
+    """A model's file and the files of its weights."""
+    return (path, *cached(_weights, (_signature((path,)), no_weights), lambda: weight_files(path, no_weights), KEPT_FILES))
+
+
+def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: bool, no_weights: bool) -> ModelRecord:
+    key = (str(path.absolute()), wanted.device, wanted.runtime, wanted.optimization, tuple(sorted(dims.items())), static,
+           no_weights)
     if kept := _files.get(key):
         watched, before, record = kept
         if _signature(watched) == before:
@@ -98,8 +118,8 @@ def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: b
         record, watched = read_model_record(path), (path,)
         _refuse_other_dims(record, dims)
     else:
-        watched = (path, *cached(_weights, before, lambda: weight_files(path), KEPT_FILES))
-        record = analysis.record_of(path, wanted, dims, static, watched[1:])
+        watched = _files_of(path, no_weights)
+        record = analysis.record_of(path, wanted, dims, static, watched[1:], no_weights)
     if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
         cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)
     return record

@@ -19,6 +19,7 @@ from training.sharing.learned import Sharing, read_sharing
 from utils.errors import UserError
 from utils.files import cached
 from utils.fingerprint import CUDNN, Target, has_cuda, package_version, slug
+from utils.model_graphs import MOST_LOADED_BYTES
 from utils.paths import SHIPPED, SIDECAR, Workspace
 
 if TYPE_CHECKING:
@@ -260,5 +261,7 @@ def check_target(record: ModelRecord, target: Target, dtypes: Sequence[str], for
         warnings.append(f"the graph is shaped for {graph.instruction_set or 'another CPU'}, "
                         f"the target is an {trained.instruction_set} CPU: layouts may differ")
     if record.derived:
-        warnings.append(f"no {graph.device} device here: its graph is derived with the CPU provider")
+        loads_much = record.weight_bytes > MOST_LOADED_BYTES and has_cuda()
+        why = "the GPU would have to load all its weights" if loads_much else f"no {graph.device} device here"
+        warnings.append(f"{why}: its graph is derived with the CPU provider")
     return warnings

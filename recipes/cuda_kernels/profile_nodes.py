@@ -18,7 +18,6 @@ from measuring.run_times import Effort
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_records
 from runtimes import flavour_of
-from runtimes.ort.graph.nodes import name_nodes
 from runtimes.ort.graph.parsing import optimize
 from runtimes.ort.graph.source import read_source
 from runtimes.ort.profile import counted_runs, profile_runs
@@ -26,7 +25,6 @@ from runtimes.ort.runner import bind, random_feed
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device
-from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.ort_sessions import model_errors, open_session
 from utils.paths import as_file_name, model_files
@@ -46,10 +44,7 @@ def profile(path: Path, record: ModelRecord, device: str) -> list[dict[str, Any]
     source = read_source(path, record.dims)
     with temporary_folder() as folder:
         optimized = folder / "optimized.onnx"
-        optimize(source, record.flavour, False, optimized, record.static)
-        proto = onnx.load(str(optimized), load_external_data=False)
-        name_nodes(proto.graph)
-        onnx.save(proto, str(optimized))
+        optimize(source, record.flavour, optimized, record.static)
         session = open_session(optimized, device, optimize="none", name=str(path), profile_prefix=folder / "run")
         feed = random_feed(session, source.dims, source.steering, source.graph_only.graph)
         with model_errors(str(path)):

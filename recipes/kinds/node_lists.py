@@ -17,13 +17,14 @@ from records.operators import COPIES
 from runtimes.ort.building.dummy_data import random_floats
 from runtimes.ort.graph.analysis import analyze, kernel_of
 from runtimes.ort.graph.nodes import name_nodes
-from runtimes.ort.graph.parsing import EXTERNAL_BYTES, parse_graph, shape_text
+from runtimes.ort.graph.parsing import parse_graph, shape_text
 from runtimes.ort.graph.source import read_source
 from runtimes.ort.graph.tensor_shapes import assignments
 from utils.errors import UserError
 from utils.fingerprint import package_version
 from utils.lazy import onnx, onnxruntime
 from utils.model_files import external_files
+from utils.model_graphs import LARGE_BYTES
 from utils.ort_sessions import PROVIDER_NAMES, open_session
 
 
@@ -126,7 +127,7 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
     entries = {
         "session.record_ep_graph_assignment_info": "1",
         "session.optimized_model_external_initializers_file_name": "saved.weights",
-        "session.optimized_model_external_initializers_min_size_in_bytes": str(EXTERNAL_BYTES)}
+        "session.optimized_model_external_initializers_min_size_in_bytes": str(LARGE_BYTES)}
     session = open_session(named(path), "cuda", dims=model.dims if way == "static" else None, save_to=saved,
                            profile_prefix=folder / "profile", entries=entries, name=model.name)
     providers = dict(assignments(session))

@@ -70,7 +70,7 @@ def prepare(source: Source) -> Prepared:
         node.name = node_name(place, node.op_type)
     model = read(proto, source.name)
     tensors = {name: KernelInput(**tensor.model_dump()) for name, tensor in {**shapes, **tensors_of(model)}.items()}
-    constants = constant_inputs(proto.graph, Path())
+    constants = constant_inputs(proto.graph)
     return Prepared(
         source, tuple(proto.graph.node), names,
         {**tensors, **constants},

@@ -12,7 +12,7 @@ from records.kernel_record import BRANCHES
 from runtimes import flavour_of
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.bodies import body_sizes, given_branch
-from runtimes.ort.graph.nodes import bodies_of, name_nodes
+from runtimes.ort.graph.nodes import bodies_of
 from runtimes.ort.graph.open_shapes import SizeNotKnown
 from runtimes.ort.graph.parsing import optimize
 from runtimes.ort.graph.source import read_source
@@ -57,10 +57,7 @@ def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndar
     source = read_source(model, dims)
     with temporary_folder() as folder:
         optimized = folder / "optimized.onnx"
-        optimize(source, flavour_of("cpu"), False, optimized, static)
-        proto = onnx.load(str(optimized), load_external_data=False)
-        name_nodes(proto.graph)
-        onnx.save(proto, str(optimized))
+        proto = optimize(source, flavour_of("cpu"), optimized, static)
         session = open_session(optimized, "cpu", optimize="none", name=str(model), profile_prefix=folder / "run")
         feed = random_feed(session, source.dims, source.steering, source.graph_only.graph) | dict(inputs or {})
         with model_errors(str(model)):

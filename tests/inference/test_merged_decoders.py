@@ -44,8 +44,7 @@ def branch(name: str, cached: bool) -> onnx.GraphProto:
         helper.make_tensor_value_info(f"{name}_keys", TensorProto.FLOAT, ["batch", HEADS, f"{name}_total", WIDTH])])
 
 
-@pytest.fixture
-def decoder(tmp_path: Path) -> Path:
+def merged_decoder() -> onnx.ModelProto:
     rng = np.random.default_rng(0)
     weights = [numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name) for name, shape in WEIGHTS.items()]
     weights += [numpy_helper.from_array(np.array(shape), name)
@@ -57,8 +56,13 @@ def decoder(tmp_path: Path) -> Path:
               helper.make_tensor_value_info("use_cache_branch", TensorProto.BOOL, [1])]
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence", WORDS]),
                helper.make_tensor_value_info("present", TensorProto.FLOAT, ["batch", HEADS, "total", WIDTH])]
-    onnx.save(helper.make_model(helper.make_graph([choice], "decoder", inputs, outputs, weights), ir_version=10,
-                                opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "decoder.onnx")
+    return helper.make_model(helper.make_graph([choice], "decoder", inputs, outputs, weights), ir_version=10,
+                             opset_imports=[helper.make_opsetid("", 17)])
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> Path:
+    onnx.save(merged_decoder(), tmp_path / "decoder.onnx")
     return tmp_path / "decoder.onnx"
 
 

@@ -35,10 +35,11 @@ from runtimes.ort.building.kernel_models import (
     read_built,
 )
 from runtimes.ort.graph.analysis import analyze, record_of
-from runtimes.ort.graph.parsing import parse_into
+from runtimes.ort.graph.parsing import parse_graph
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
+from utils.model_graphs import at_root, values_of
 from utils.ort_sessions import open_session
 from utils.paths import Workspace
 
@@ -58,15 +59,14 @@ class Traced:
 
 def trace(path: Path, provider: str, folder: Path) -> Traced:
     """Runs the optimised graph unchanged, with every tensor as an output."""
-    saved = folder / "optimized.onnx"
-    record = record_of(parse_into(saved, path, provider))
-    proto = onnx.load(str(saved))
+    graph = parse_graph(path, provider, folder=folder)
+    record, proto = record_of(graph), graph.proto
     assert [node.name for node in proto.graph.node] == [node.name for node in record.nodes]
-    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    values = {tensor.name: numpy_helper.to_array(values_of(tensor)) for tensor in proto.graph.initializer}
     outputs = {value.name for value in proto.graph.output}
     for node in proto.graph.node:
         proto.graph.output.extend(helper.ValueInfoProto(name=name) for name in node.output if name and name not in outputs)
-    session = open_session(proto.SerializeToString(), "cpu" if record.derived else provider, optimize="none")
+    session = open_session(proto.SerializeToString(), "cpu" if record.derived else provider, optimize="none", entries=at_root())
     generator = np.random.default_rng(0)
     values |= {name: generator.standard_normal(tensor.shape).astype(tensor.dtype) for name, tensor in record.inputs.items()}
     names = [output.name for output in session.get_outputs()]
@@ -227,8 +227,8 @@ def test_a_kernel_with_a_subgraph_is_refused() -> None:
 @pytest.mark.parametrize("model", TORCH_MODELS)
 def test_a_carrier_runs_all_kernels(traced: dict[tuple[str, str], Traced], model: str) -> None:
     kernels = list(traced[model, "cpu"].record.kernels.values())
-    carrier, feed = build_carrier(kernels, "cpu")
-    session = open_session(carrier.SerializeToString(), "cpu", optimize="none", name="carrier")
+    carrier, feed, weights, _ = build_carrier(kernels, "cpu")
+    session = open_session(carrier.SerializeToString(), "cpu", optimize="none", name="carrier", weights=weights)
     shapes = session.run(None, feed)
     wanted = [tensor.shape for kernel in kernels for tensor in kernel.outputs if tensor.present]
     assert [tuple(shape.tolist()) for shape in shapes] == wanted
@@ -368,6 +368,6 @@ def test_a_kernel_has_the_same_output_shapes_as_in_its_model(tmp_path: Path) -> 
         [made] = run_kernel(kernel, list(dummy_inputs(kernel).values()) + [None] * sum(
             x.constant for x in kernel.inputs), "cpu")[:1]
         assert made.shape == kernel.outputs[0].shape, kernel.type
-    model, feed = build_carrier(kernels, "cpu")
-    shapes = open_session(model.SerializeToString(), "cpu", optimize="none", name="carrier").run(None, feed)
+    model, feed, weights, _ = build_carrier(kernels, "cpu")
+    shapes = open_session(model.SerializeToString(), "cpu", optimize="none", name="carrier", weights=weights).run(None, feed)
     assert [tuple(shape) for shape in shapes] == [kernel.outputs[0].shape for kernel in kernels]

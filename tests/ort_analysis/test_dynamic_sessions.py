@@ -132,13 +132,12 @@ def test_sessions_match_their_analysis(tmp_path: Path) -> None:
 def test_several_sizes_of_one_model_are_optimised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, runs = small_model(batch="batch"), list[object]()
     apart = [analyze(model, "cpu", {"batch": batch}) for batch in (1, 2, 8)]
-    optimize = parsing.optimize
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any, **options: Any) -> Any:
         runs.append(arguments)
-        optimize(*arguments)
+        return open_session(*arguments, **options)
 
-    monkeypatch.setattr(parsing, "optimize", counted)
+    monkeypatch.setattr(parsing, "open_session", counted)
     with kept_in(tmp_path / "kept"):
         together = [analyze(model, "cpu", {"batch": batch}) for batch in (1, 2, 8)]
     assert (len(runs), together) == (1, apart)

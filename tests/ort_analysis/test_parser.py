@@ -212,7 +212,7 @@ BAD: dict[Callable[[Path], None], str] = {
     unsupported_op: "an operator that this ONNX Runtime can't run",
     unknown_domain: "an operator that this ONNX Runtime can't run",
     external_missing: "weights.bin, which is missing from",
-    external_short: "separate file that is missing or too short",
+    external_short: "weights.bin: too short for weight w",
     not_matching: "ShapeInferenceError",
 }
 

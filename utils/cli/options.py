@@ -18,6 +18,7 @@ from utils.paths import ROOT, Workspace
 
 LAST_PORT = 65535
 EXIT_USAGE = 2
+PLOTS = (".png", ".svg", ".pdf")  # how the names of plots end
 
 
 def positive(text: str) -> float:
@@ -95,6 +96,14 @@ def out_file(text: str) -> Path:
     return path
 
 
+def plot_file(text: str) -> Path:
+    """An option that names a plot to write."""
+    path = out_file(text)
+    if path.suffix not in PLOTS:
+        raise argparse.ArgumentTypeError(f"{text}: a {', '.join(PLOTS[:-1])} or {PLOTS[-1]}")
+    return path
+
+
 def address(text: str) -> tuple[str, int]:
     """An option that says where to listen: `[ADDRESS:]PORT`."""
     host, _, port = text.rpartition(":")
@@ -120,6 +129,16 @@ def add_run_mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--io", choices=("device", "host"), default="device",
                         help="device: tensors stay on the device; host: numpy in and out (default: device)")
     parser.add_argument("--cuda-graph", action="store_true", help="captured once as a CUDA graph, and replayed")
+
+
+def add_host_pace(parser: argparse.ArgumentParser, default: str) -> None:
+    """`--host-pace` and `--machine`: how fast a GPU's host launches work; `default` says where it comes from otherwise."""
+    made = parser.add_mutually_exclusive_group()
+    made.add_argument("--host-pace", type=pace, metavar="RATIO|measure",
+                      help="how many times as long as usual the GPU's host takes to dispatch; measure: measure it now on this "
+                           f"machine, which must be the target (default: {default})")
+    made.add_argument("--machine", type=Path, metavar="FILE",
+                      help="the machine's host pace, as benchmark/host_pace.py --out wrote it there")
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
@@ -187,6 +206,13 @@ def add_static(made: argparse.ArgumentParser) -> None:
     made.add_argument("--static", action="store_true",
                       help="take the model as exported at the sizes given (default: as a session that takes any sizes runs it, "
                            "shape computations and all)")
+
+
+def add_no_weights(made: argparse.ArgumentParser) -> None:
+    """`--no-weights`: files of a model's weights may be missing."""
+    made.add_argument("--no-weights", action="store_true",
+                      help="go on where a file of the model's weights is missing: kernels and sizes are those of the graph "
+                           "(default: an error)")
 
 
 def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:

@@ -24,6 +24,14 @@ def first_of(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
+def distinct(texts: Iterable[str]) -> list[str]:
+    """The first of those texts that differ in nothing but numbers."""
+    first: dict[str, str] = {}
+    for text in texts:
+        first.setdefault(re.sub(r"\d[\d.,]*", "#", text), text)
+    return list(first.values())
+
+
 def print_json(value: Any) -> None:
     """Prints one JSON document; pydantic models are dumped by field name."""
     if hasattr(value, "model_dump"):

@@ -7,25 +7,28 @@ operator that no optimiser handles; afterwards the types are propagated from the
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from records.kernel_record import KernelInput, type_code, type_name
 from records.operators import operator_row
+from runtimes.ort.graph.constants import looked_at, read_by_value
 from runtimes.ort.graph.nodes import bodies_of
 from utils.errors import UserError
 from utils.lazy import onnx
-from utils.model_files import array_of, read_whole_model
+from utils.model_files import array_of, tensor_bytes
+from utils.model_graphs import LARGE_BYTES, hollow, is_hollow, values_of
 
 SINGLE = "float32"
 REDUCED = ("float16", "bfloat16")
 MARK = "ThresholdedRelu"  # works on single precision, and is part of no fusion
 MARK_OPSET = 10  # the first operator set with it
 ALPHAS = {"float32": 3.5e-20, "float16": 5.5e-20, "bfloat16": 7.5e-20}  # its attribute, by the type of the cast
+MOST_SEEN_BYTES = 1 << 26  # of a constant at which an optimiser may look, such as a mask for 5,000 tokens
 NEAR = 1e-3  # tolerance for the attribute, which is stored in single precision
 # Constants in the forms of Gelu that ONNX Runtime fuses: √2, 1/√2, √(2/π), that times 0.044715, 0.044715, 1.702. It compares
 # them with a tolerance for their type; a half-precision number converted to single precision would be outside.
@@ -69,23 +72,25 @@ class Reduced:
     """A model converted to single precision, and its former types.
 
     Attributes:
-        model: serialised.
+        model: the result.
         only: the model's only floating-point type; "" if it mixes several.
         known: if it mixes several, the types of inputs, weights and constants by name.
     """
 
-    model: bytes
+    model: onnx.ModelProto
     only: str
     known: Mapping[str, str]
 
 
-def as_single(loadable: Path | bytes, name: str) -> Reduced:
-    """Converts a model with float16 or bfloat16 to single precision.
+def as_single(model: onnx.ModelProto, name: str) -> Reduced:
+    """A copy of a model with float16 or bfloat16 in single precision. The large weights of its products are not read: they
+    become hollow, as `utils.model_graphs` describes it.
 
     Raises:
         UserError: it mixes types, and its operator set is too old for that, or it contains Loop, If or Scan.
     """
-    proto = read_whole_model(loadable)
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model)
     graph = proto.graph
     types = floating_types(graph)
     only = types.pop() if len(types) == 1 else ""
@@ -101,33 +106,44 @@ def as_single(loadable: Path | bytes, name: str) -> Reduced:
             raise UserError(f"{name}: mixes floating types in operator set {opset}, whose CUDA graph can't be derived without "
                             "a GPU; analyse it on a machine with one, convert it to a newer operator set, or use --device cpu")
         _mark_casts(graph)
-    _widen_graph(graph)
-    return Reduced(proto.SerializeToString(), only, known)
+    _widen_graph(graph, frozenset(), frozenset())
+    return Reduced(proto, only, known)
 
 
-def _widen_graph(graph: onnx.GraphProto) -> None:
-    """Converts a graph and its bodies to single precision, in place."""
+def _widen_graph(graph: onnx.GraphProto, decisive: Set[str], seen: Set[str]) -> None:
+    """Converts a graph and its bodies to single precision, in place; `decisive`, `seen`: as `read_by_value` and `looked_at` for
+    the graph around it."""
+    decisive, seen = decisive | read_by_value(graph), seen | looked_at(graph)
+
+    def most_bytes(name: str) -> float:
+        return math.inf if name in decisive else MOST_SEEN_BYTES if name in seen else LARGE_BYTES
+
     for tensor in graph.initializer:
-        _widen(tensor)
+        _widen(tensor, most_bytes(tensor.name))
     for value in (*graph.input, *graph.output):
         if floating_type(value.type.tensor_type.elem_type) in REDUCED:
             value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("t"):
-                _widen(attribute.t)
+                _widen(attribute.t, most_bytes(node.output[0]))
             elif attribute.name in ("to", "dtype") and floating_type(attribute.i) in REDUCED:
                 attribute.i = onnx.TensorProto.FLOAT
         for body in bodies_of(node).values():
             del body.value_info[:]
-            _widen_graph(body)
+            _widen_graph(body, decisive, seen)
 
 
-def _widen(tensor: onnx.TensorProto) -> None:
-    """Converts a tensor to single precision; a rounded constant that fusions look for gets its exact value."""
+def _widen(tensor: onnx.TensorProto, most_bytes: float) -> None:
+    """Converts a tensor to single precision; a rounded constant that fusions look for gets its exact value. One of more than
+    `most_bytes` becomes hollow."""
     if floating_type(tensor.data_type) not in REDUCED:
         return
-    values = array_of(tensor)
+    if is_hollow(tensor) or tensor_bytes(tensor) > most_bytes:
+        tensor.data_type = onnx.TensorProto.FLOAT
+        hollow(tensor)
+        return
+    values = array_of(values_of(tensor))
     wide = values.astype(np.float32)
     if values.size == 1:
         meant = [number for number in LOOKED_FOR if values.dtype.type(number) == values.reshape(())]

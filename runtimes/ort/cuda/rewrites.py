@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from records.kernel_record import KernelInput
 from runtimes.ort.cuda.placement import CONTRIB
 from runtimes.ort.graph.open_shapes import Shape
 from utils.lazy import onnx
-from utils.model_files import read_whole_model
 from utils.ort_sessions import CPU_ONLY_FUSIONS
 
 BIASED_DTYPES = ("float16", "float32", "float64")  # types that BiasSoftmax supports
@@ -178,15 +176,13 @@ def runs_on_whole_numbers(graph: onnx.GraphProto) -> bool:
     return any(node.op_type.startswith("QLinear") for node in graph.node)
 
 
-def cover_pools(loadable: Path | bytes) -> bytes:
-    """The model with MaxPools that the optimiser does not change. It would move them to a channels-last layout together with
-    the CPU's quantised convolutions, but a CUDA session runs them on the GPU. They get a second output, which the optimiser
-    does not handle; `uncover_pools` removes it."""
-    proto = read_whole_model(loadable)
-    for node in proto.graph.node:
+def cover_pools(graph: onnx.GraphProto) -> None:
+    """Gives, in place, each MaxPool a second output, so that the optimiser does not change it. It would move them to a
+    channels-last layout together with the CPU's quantised convolutions, but a CUDA session runs them on the GPU.
+    `uncover_pools` removes these outputs."""
+    for node in graph.node:
         if node.op_type == "MaxPool" and len(node.output) == 1:
             node.output.append(node.output[0] + COVER)
-    return bytes(proto.SerializeToString())
 
 
 def uncover_pools(graph: onnx.GraphProto) -> None:

@@ -118,9 +118,8 @@ def fitting_sizes(proto: onnx.ModelProto, missing: Sequence[str], given: Mapping
         name: of the model.
     """
     light = without_weights(proto)
-    try:
-        set_by_model = _sizes_set(light, ask(shape_query(light, {}), "cpu", name, fold=False).shapes)
-    except UserError:  # whatever it is that ONNX Runtime can't open is told when all sizes are given
+    set_by_model = _set_by_light(light, name)
+    if set_by_model is None:
         return {}
     batch = {dim.dim_param for value in proto.graph.input for dim in value.type.tensor_type.shape.dim[:1]}
     fitting: dict[str, int] = {}
@@ -133,6 +132,25 @@ def fitting_sizes(proto: onnx.ModelProto, missing: Sequence[str], given: Mapping
         if not fewest and fitting:
             break
     return fitting
+
+
+def sizes_set_by_model(proto: onnx.ModelProto, name: str) -> dict[str, int]:
+    """The dynamic dimensions that have only one right size, and that size; none where ONNX Runtime can't open the model.
+
+    Args:
+        proto: the model.
+        name: of the model.
+    """
+    return _set_by_light(without_weights(proto), name) or {}
+
+
+def _set_by_light(light: onnx.ModelProto, name: str) -> dict[str, int] | None:
+    """The same of a model without weights; None where ONNX Runtime can't open it: the reason is told when all sizes are
+    given."""
+    try:
+        return _sizes_set(light, ask(shape_query(light, {}), "cpu", name, fold=False).shapes)
+    except UserError:
+        return None
 
 
 def _unknown(proto: onnx.ModelProto, dims: Mapping[str, int], name: str) -> int | None:

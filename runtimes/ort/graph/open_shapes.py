@@ -18,6 +18,7 @@ import numpy as np
 from records.kernel_record import KernelInput, type_code, zeros
 from utils.errors import UserError
 from utils.lazy import onnx
+from utils.model_graphs import at_root
 from utils.ort_sessions import model_errors, open_session
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def shapes_when_run(node: onnx.NodeProto, proto: onnx.ModelProto, tensors: Mappi
     graph = onnx.helper.make_graph([node], "node", inputs, [onnx.helper.ValueInfoProto(name=out) for out in node.output if out],
                               list(constants.values()))
     model = onnx.helper.make_model(graph, opset_imports=list(proto.opset_import), ir_version=proto.ir_version)
-    session = open_session(model.SerializeToString(), "cpu", optimize="none", name=f"{name}: node {node.name}")
+    session = open_session(model.SerializeToString(), "cpu", optimize="none", name=f"{name}: node {node.name}",
+                           entries=at_root())
     feed = {value: zeros(tensors[value].shape, tensors[value].dtype) for value in fed}
     with model_errors(f"{name}: node {node.name}"):
         made = session.run(None, feed)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,19 @@ from records.kernel_record import GuessedRuns, KernelInput, Tensor
 from runtimes import flavour_of
 from runtimes.ort.cuda.gpu_only import check_on_gpu, cover, holds_gpu_only, uncover
 from runtimes.ort.cuda.placement import assign_providers
-from runtimes.ort.cuda.reduced_precision import as_single, holds_reduced, restore_types
+from runtimes.ort.cuda.reduced_precision import Reduced, as_single, holds_reduced, restore_types
 from runtimes.ort.cuda.rewrites import cover_pools, cuda_optimizers, rewrite_for_cuda, runs_on_whole_numbers, uncover_pools
 from runtimes.ort.graph.bodies import all_tensors, flat_bodies, made_within, unused_trips
+from runtimes.ort.graph.constants import fold_large
 from runtimes.ort.graph.fitting_sizes import refuse_other_caches
-from runtimes.ort.graph.nodes import ParsedNode, name_nodes
+from runtimes.ort.graph.nodes import ParsedNode, bodies_of, name_nodes
 from runtimes.ort.graph.open_shapes import Body, InferredTensors, Shape, Values
 from runtimes.ort.graph.source import Source, open_dims, read_source, tensor_of_size
 from runtimes.ort.graph.tensor_shapes import (
+    FRESH,
+    add_fresh_input,
     infer_tensors,
+    remove_fresh_input,
     shape_query,
     shapes_of_any_size,
     types_by_schema,
@@ -33,15 +38,25 @@ from utils.errors import UserError
 from utils.fingerprint import Flavour, graph_device, has_cuda
 from utils.lazy import onnx
 from utils.logger import get_logger
-from utils.model_files import read_whole_model
-from utils.ort_sessions import model_errors, open_session
+from utils.model_graphs import (
+    LARGE_BYTES,
+    MOST_LOADED_BYTES,
+    at_root,
+    bytes_in_files,
+    put_zeros,
+    read_graph,
+    read_saved,
+    weights_beside,
+)
+from utils.ort_sessions import open_session
 from utils.temporary import temporary_folder
 
 _kept: Path | None = None  # where optimised graphs are kept, each in a folder of its own (`kept_in`)
 log = get_logger("parser")
 SHOWN_SIZES = 3  # in a warning
 PACKED_AXES = 5  # batch, place, head, which of queries, keys and values, and number
-EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
+TOO_LARGE = "Protobuf serialization failed"  # what ORT says where it made constants of more than 2 GiB
+AS_THEY_LIE = {"session.disable_prepacking": "1"}  # a session that only optimises does not lay weights out anew
 
 
 @contextmanager
@@ -57,28 +72,28 @@ def kept_in(folder: Path) -> Iterator[None]:
 
 
 def keep(model: str, save_to: Path, optimize: Callable[[], None]) -> None:
-    """Calls `optimize` to write a graph to `save_to`, or copies the graph that an earlier call wrote.
+    """Calls `optimize` to write a graph to `save_to`, or takes the graph that an earlier call wrote.
 
     Args:
         model: a file name that identifies the model and how it is optimised.
-        save_to: path of the graph.
-        optimize: writes the graph, and `<save_to>.weights` if it has large weights.
+        save_to: path of the graph, which nobody may change.
+        optimize: writes the graph, and perhaps large weights beside it.
     """
     if _kept is None:
         optimize()
         return
-    folder, weights = _kept / model, save_to.with_name(save_to.name + ".weights")
-    if folder.exists():
-        shutil.copyfile(folder / save_to.name, save_to)
-        _link(folder / weights.name, weights)
+    kept, beside = _kept / model, weights_beside(save_to)
+    if kept.exists():
+        _link(kept / save_to.name, save_to)
+        _link(kept / beside.name, beside)
         return
     optimize()
-    unfinished = folder.with_name(f"{folder.name}.unfinished")  # what a process leaves that is ended meanwhile
+    unfinished = kept.with_name(f"{kept.name}.unfinished")  # what a process leaves that is ended meanwhile
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
-    shutil.copyfile(save_to, unfinished / save_to.name)  # a copy, since the graph is changed in place; weights never are
-    _link(weights, unfinished / weights.name)
-    unfinished.rename(folder)
+    _link(save_to, unfinished / save_to.name)
+    _link(beside, unfinished / beside.name)
+    unfinished.rename(kept)
 
 
 def _link(source: Path, to: Path) -> None:
@@ -147,51 +162,96 @@ def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[
                     "them out", source.name, ", ".join(f"{name}={source.dims[name]}" for name in unused[:SHOWN_SIZES]), more)
 
 
-def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path, static: bool) -> None:
-    """Lets ORT optimise `source` and save the graph to `save_to`, with weights over 1 KiB in a second file.
+def optimize(source: Source, flavour: Flavour, save_to: Path, static: bool) -> onnx.ModelProto:
+    """Lets ORT optimise `source`, and saves the graph to `save_to` as it runs, with named nodes; returns it.
 
-    With `static`, dynamic dimensions are fixed first, so that ORT folds what it computes from them into constants.
+    With `static`, dynamic dimensions are fixed first, so that ORT folds what it computes from them into constants. Constants
+    over 1 KiB are written to a second file.
     """
-    dims = source.dims if static else {}
-    entries = {
-        "session.optimized_model_external_initializers_file_name": save_to.name + ".weights",
-        "session.optimized_model_external_initializers_min_size_in_bytes": str(EXTERNAL_BYTES),
-    }
-    if derived:
-        level, disabled = cuda_optimizers(source.graph_only.graph)
-        open_session(source.loadable, "cpu", optimize=level, disabled=disabled, dims=dims, save_to=save_to,
-                     name=source.name, entries=entries)
-    else:
-        open_session(source.loadable, flavour.device, optimize=flavour.optimization, dims=dims,
-                     save_to=save_to, name=source.name, entries=entries)
+    open_session(source.loadable, flavour.device, optimize=flavour.optimization, dims=source.dims if static else {},
+                 save_to=save_to, name=source.name, entries=_beside(save_to))
+    proto = onnx.load(str(save_to), load_external_data=False)
+    name_nodes(proto.graph)
+    onnx.save(proto, str(save_to))
+    return read_graph(save_to)
 
 
-def _optimized(path: Path, source: Source, loadable: Path | bytes, flavour: Flavour, derived: bool,
-               static: bool) -> onnx.ModelProto:
-    """Writes the optimised graph of the source to `path`, and returns it with named nodes.
+def _beside(save_to: Path) -> dict[str, str]:
+    """The entries with which a session writes large constants to a file beside the graph."""
+    return {"session.optimized_model_external_initializers_file_name": weights_beside(save_to).name,
+            "session.optimized_model_external_initializers_min_size_in_bytes": str(LARGE_BYTES)}
+
+
+def _optimized(source: Source, changed: onnx.ModelProto, flavour: Flavour, derived: bool, static: bool,
+               folder: Path) -> onnx.ModelProto:
+    """Lets ORT optimise a graph, without reading its large weights unless an optimiser needs them; named nodes.
 
     Args:
-        loadable: what ORT loads for the source, perhaps with other types.
+        source: the model.
+        changed: its graph as it is optimised; perhaps with other types.
+        derived: whether the CPU provider stands for the GPU's.
+        static: as for `parse_graph`.
+        folder: where what ORT writes is kept; the graph's large constants refer to it.
     """
-    if derived and runs_on_whole_numbers(source.graph_only.graph):
-        loadable = cover_pools(loadable)
-    gpu_only = derived and holds_gpu_only(source.graph_only.graph)
-    if gpu_only:
-        with model_errors(source.name):  # over 2 GiB, which a serialised model can't have
-            whole = read_whole_model(loadable)
-            loadable = cover(whole, types_by_schema(shape_query(without_weights(whole), {}))).SerializeToString()
-    work = partial(optimize, replace(source, loadable=loadable), flavour, derived, path, static)
+    path, original = folder / "optimized.onnx", source.graph_only.graph
+    if derived:
+        if holds_gpu_only(original):
+            changed = cover(changed, types_by_schema(shape_query(without_weights(changed), {})))
+        if runs_on_whole_numbers(original):
+            cover_pools(changed.graph)
+    fold_large(changed)
+    put_zeros(changed, _kept or folder)
+    level, disabled = cuda_optimizers(original) if derived else (flavour.optimization, ())
+
+    def save(graph: onnx.ModelProto, dims: Mapping[str, int]) -> None:
+        entries = {**at_root(), **AS_THEY_LIE}
+        open_at = partial(open_session, graph.SerializeToString(), "cpu" if derived else flavour.device, optimize=level,
+                          disabled=disabled, dims=dims, save_to=path, name=source.name, plan_memory=False)
+        try:
+            open_at(entries=entries)
+        except UserError as error:
+            if TOO_LARGE not in str(error):
+                raise
+            open_at(entries={**entries, **_beside(path)})
+
+    def write() -> None:
+        dims = source.dims if static else {}
+        save(changed, dims)
+        if _is_untouched(path, changed):
+            add_fresh_input(changed.graph)
+            save(changed, {FRESH: 1, **dims})
+            _restore_bodies(path, changed)
+
     if static or not source.dims:
-        work()
+        write()
     else:
-        keep(f"{source.sha256}-{flavour.name}-{path.name}", path, work)
-    proto = onnx.load(str(path), load_external_data=False)
-    if gpu_only:
-        uncover(proto.graph, source.graph_only.graph)
+        keep(f"{source.sha256}-{flavour.name}", path, write)
+    proto = read_saved(path)
+    if derived:
+        uncover(proto.graph, original)
     name_nodes(proto.graph)
-    uncover_pools(proto.graph)
-    onnx.save(proto, str(path))
+    if derived:
+        uncover_pools(proto.graph)
     return proto
+
+
+def _is_untouched(path: Path, before: onnx.ModelProto) -> bool:
+    """Whether a session changed nothing in the nodes of a graph. It then saved the graph as it was: in its order, and without
+    default attributes."""
+    saved = read_saved(path).graph.node
+    return len(saved) == len(before.graph.node) and all(map(operator.eq, saved, before.graph.node))
+
+
+def _restore_bodies(path: Path, before: onnx.ModelProto) -> None:
+    """Gives the nodes of a saved graph the bodies that they had, and removes the additional input, which had ORT write the
+    bodies anew too."""
+    proto = onnx.load(str(path), load_external_data=False)
+    had = {(node.op_type, out): bodies_of(node) for node in before.graph.node for out in node.output if out}
+    for node in proto.graph.node:
+        for attribute, body in bodies_of(node).items():
+            body.CopyFrom(had[node.op_type, next(filter(None, node.output))][attribute])
+    remove_fresh_input(proto.graph)
+    onnx.save(proto, str(path))
 
 
 def _check_trips(source: Source, inferred: InferredTensors, proto: onnx.ModelProto) -> None:
@@ -217,41 +277,67 @@ def _check_packed(name: str, nodes: Iterable[ParsedNode], tensors: Mapping[str, 
 
 
 def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[str, int] | None = None,
-                name: str | None = None, static: bool = False) -> ParsedGraph:
+                name: str | None = None, static: bool = False, folder: Path | None = None) -> ParsedGraph:
     """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
 
     A model with dynamic dimensions is optimised as for a session that takes any sizes, which keeps the computation of shapes;
     then all shapes are those at `dims`. With `static`, it is optimised as if it had been exported at these sizes.
 
     For `cuda` on a machine without it, the graph comes from the CPU provider with the optimisers of the CUDA provider, and is
-    marked as derived.
+    marked as derived. So is that of a model with more weights than a GPU should load only for this.
 
-    Raises:
-        UserError: the model can't be read (no such file, no ONNX, no nodes, weights missing), a dynamic dimension is unknown or
-            has no size, or ORT can't load the model.
-    """
-    with temporary_folder() as folder:
-        return parse_into(folder / "optimized.onnx", model, device, dims, name, static)
-
-
-def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
-               dims: Mapping[str, int] | None = None, name: str | None = None, static: bool = False) -> ParsedGraph:
-    """Like `parse_graph`; also writes the optimised graph to `path`, with the node names of the result.
-
-    ORT gives the nodes that it inserts other names each time, so a graph and its description must come from one run.
+    Args:
+        model: an ONNX file, or a model in memory.
+        device: `cpu`, `cuda` or `auto`.
+        dims: sizes of its dynamic dimensions.
+        name: of a model in memory.
+        static: whether dynamic dimensions are fixed before the model is optimised.
+        folder: of a file with the large constants that ORT made, to which `proto` refers; by default it is gone in the end.
 
     Raises:
         UserError: the model can't be read (no such file, no ONNX, no nodes, weights missing), a dynamic dimension is unknown or
             has no size, or ORT can't load the model.
     """
     provider = graph_device(device)
-    flavour = flavour_of(provider)
-    derived = provider == "cuda" and not has_cuda()
-    source = read_source(model, dims, name)
-    with model_errors(source.name):  # as for `cover`
-        reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
-    proto = _optimized(path, source, reduced.model if reduced else source.loadable, flavour, derived, static)
-    inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
+    flavour, source = flavour_of(provider), read_source(model, dims, name)
+    derived = provider == "cuda" and (not has_cuda() or bytes_in_files(source.graph_only) > MOST_LOADED_BYTES)
+    reduced = as_single(source.graph_only, source.name) if derived and holds_reduced(source.graph_only.graph) else None
+    changed = onnx.ModelProto()
+    changed.CopyFrom(reduced.model if reduced else source.graph_only)
+    with nullcontext(folder) if folder else temporary_folder() as written:
+        return _parsed(source, _optimized(source, changed, flavour, derived, static, written), flavour, reduced, derived,
+                       static)
+
+
+def parse_to_run(path: Path, model: Path, device: str, dims: Mapping[str, int] | None = None,
+                 static: bool = False) -> ParsedGraph:
+    """Like `parse_graph`, for a device that this machine has; also writes the optimised graph to `path`, with the node names of
+    the result and with all weights.
+
+    ORT gives the nodes that it inserts other names each time, so a graph and its description must come from one run.
+
+    Raises:
+        UserError: as `parse_graph`.
+    """
+    flavour, source = flavour_of(graph_device(device)), read_source(model, dims)
+    return _parsed(source, optimize(source, flavour, path, static), flavour, None, False, static)
+
+
+def _parsed(source: Source, proto: onnx.ModelProto, flavour: Flavour, reduced: Reduced | None, derived: bool,
+            static: bool) -> ParsedGraph:
+    """The description of an optimised graph.
+
+    Args:
+        source: the model.
+        proto: the graph, with named nodes.
+        reduced: the model in single precision, if that was optimised.
+        derived, static: as for `parse_graph`.
+
+    Raises:
+        UserError: a shape is not known, a given size is wrong, or the provider can't run the graph.
+    """
+    provider = flavour.device
+    inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, source.dims)
     refuse_other_caches(proto.graph.node, inferred.tensors, source.open_names, source.name)
     _check_trips(source, inferred, proto)
     _check_sizes_by_data(source, inferred.used, all_tensors(inferred))
@@ -276,8 +362,6 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
 
     tensors, assigned = on_provider(proto, tensors, original,
                                     lambda: inferred.plain if fixed else shapes_of_any_size(proto, source.name))
-    if derived:
-        onnx.save(proto, str(path))
     flat = flat_bodies(proto.graph.node, assigned, inferred.held, original, finish)
     tensors = tensors | flat.tensors | {"": KernelInput(dtype="")}
     _check_packed(source.name, flat.nodes, tensors)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from runtimes.ort.graph.bodies import body_sizes, made_within, steering_inputs
+from runtimes.ort.graph.constants import read_by_value
 from runtimes.ort.graph.fitting_sizes import fitting_sizes
 from runtimes.ort.graph.nodes import bodies_of
 from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
@@ -25,19 +28,32 @@ from utils.model_files import (
     DEFAULT_DIMS_KEY,
     GROUP_KEY,
     SHOWN,
-    check_plain_file,
-    external_files,
+    every_tensor,
+    locations,
     read_whole_model,
 )
+from utils.model_graphs import find_tensors, is_hollow, read_as_written, read_graph
 from utils.ort_sessions import kind_of_file, model_errors
 from utils.paths import as_file_name
 
 log = get_logger("parser")
 DEFAULT_DIMS = TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=1, lt=2**63)]])
 TENSOR_FIELDS = ("name", "data_type", "external_data")
+_missing_ok = False  # whether files of weights may be missing (`without_weights`)
 MOST_CALLED = 50_000  # nodes; ONNX Runtime takes half a minute to write so many calls out
 DEEPEST_CALLS = 100  # functions; ONNX Runtime runs out of stack at some thousands
 OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """While the block runs, the files of models' weights may be missing."""
+    global _missing_ok
+    before, _missing_ok = _missing_ok, True
+    try:
+        yield
+    finally:
+        _missing_ok = before
 
 
 @dataclass(frozen=True)
@@ -47,8 +63,8 @@ class Source:
     Attributes:
         name: the file's stem, or the name given for a model in memory.
         group, collection: those that the file names; "" where it names none.
-        graph_only: the graph, without external weights.
-        loadable: the file or the serialised model that ORT loads.
+        graph_only: the graph; its large tensors refer to files, as `utils.model_graphs` describes it.
+        given: the file, or the model in memory.
         sha256: the hash of the file, or of the serialised model.
         dims: the sizes of its dynamic dimensions.
     """
@@ -57,9 +73,23 @@ class Source:
     group: str
     collection: str
     graph_only: onnx.ModelProto
-    loadable: Path | bytes
+    given: Path | onnx.ModelProto
     sha256: str
     dims: dict[str, int]
+
+    @cached_property
+    def loadable(self) -> Path | bytes:
+        """The file, or the serialised model, that a runtime loads: with all weights.
+
+        Raises:
+            UserError: dynamic dimensions without a name get one, and the weights can't be read, or take more than 2 GiB.
+        """
+        if isinstance(self.given, Path) and not any("." in dim for dim in open_dims(self.graph_only)):
+            return self.given
+        whole = read_whole_model(self.given) if isinstance(self.given, Path) else self.given
+        open_dims(whole)  # gives them names
+        with model_errors(self.name):
+            return bytes(whole.SerializeToString())
 
     @property
     def steering(self) -> dict[str, Any]:
@@ -99,9 +129,7 @@ def dynamic_names(model: Path, names: Iterable[str]) -> set[str]:
     Raises:
         UserError: it can't be read.
     """
-    check_plain_file(model)
-    with model_errors(str(model)):
-        proto = onnx.load(str(model), load_external_data=False)
+    proto = read_as_written(model)
     check_sound(proto, str(model))
     return (set(open_dims(proto)) & set(names)) | _sizes_by_data(proto, names)
 
@@ -224,21 +252,23 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     """
     given = dict(dims or {})
     if isinstance(model, Path):
-        shown = str(model)
-        check_plain_file(model)
-        with model_errors(shown):
-            proto = onnx.load(str(model), load_external_data=False)
-        external_files(model, proto)
-        digest, stem = files.kept_sha256(model), model.stem
+        shown, stem = str(model), model.stem
+        proto = read_graph(model, _missing_ok)
+        digest = files.kept_sha256(model)
     else:
         proto, shown, stem = model, name or model.graph.name or "model", name or model.graph.name or "model"
-        external_files(Path(as_file_name(shown)), proto)
         digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
+        if any(map(locations, every_tensor(model))):
+            proto = onnx.ModelProto()
+            proto.CopyFrom(model)
+            find_tensors(proto, Path(as_file_name(shown)), _missing_ok)
     check_sound(proto, shown)
     if not proto.graph.node:
         kind = kind_of_file(model) if isinstance(model, Path) else ""
         raise UserError(f"{shown}: no ONNX model with nodes in it ({f'this is {kind}' if kind else 'an empty graph'})")
-    unnamed_before = proto.SerializeToString() if not isinstance(model, Path) else b""
+    unread = {tensor.name for tensor in proto.graph.initializer if is_hollow(tensor)}
+    if unread and (decisive := sorted(unread & read_by_value(proto.graph))):
+        raise UserError(f"{shown}: what it computes depends on its {decisive[0]}, whose file is missing")
     dynamic = open_dims(proto)
     unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto, given))
     if unknown:
@@ -257,15 +287,6 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         options = " ".join(f"--dim {shlex.quote(f'{dim}={size}')}" for dim, size in fitting.items())
         raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example "
                         f"{options or '--dim NAME=SIZE'}")
-    renamed = any("." in dim for dim in dynamic)
-    if isinstance(model, Path) and not renamed:
-        loadable: Path | bytes = model
-    elif isinstance(model, Path):
-        whole = read_whole_model(model)
-        open_dims(whole)
-        loadable = whole.SerializeToString()
-    else:
-        loadable = proto.SerializeToString() if renamed else unnamed_before
     group, collection = origin_in(proto)
-    return Source(name=name or stem, group=group, collection=collection, graph_only=proto, loadable=loadable, sha256=digest,
+    return Source(name=name or stem, group=group, collection=collection, graph_only=proto, given=model, sha256=digest,
                   dims=given)

@@ -33,18 +33,18 @@ from runtimes.ort.graph.open_shapes import (
 )
 from utils.errors import UserError
 from utils.lazy import onnx
-from utils.model_files import array_of, with_values
+from utils.model_files import array_of
+from utils.model_graphs import at_root, is_hollow, values_of
 from utils.ort_sessions import PROVIDER_NAMES, open_session, outputs_by_schema
 from utils.temporary import temporary_folder
 
 SMALL_INTS = 64  # the values of integer constants up to this many elements are kept: shapes, axes, splits
 SMALL_BYTES = 1024  # a larger constant is left out of a shape query
-# An additional input of a shape query, with an open dimension: a session saves shapes only if it changed the graph.
-FRESH = "hase.fresh"
+FRESH = "hase.fresh"  # an additional input (`add_fresh_input`)
 
 
-def constant_inputs(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
-    keep_floats, ranges = small_values_by_use(graph), index_ranges(folder, graph)
+def constant_inputs(graph: onnx.GraphProto) -> dict[str, KernelInput]:
+    keep_floats, ranges = small_values_by_use(graph), index_ranges(graph)
     return {tensor.name: constant_input(tensor, tensor.name in keep_floats).model_copy(
         update={"value_range": ranges.get(tensor.name)}) for tensor in graph.initializer}
 
@@ -66,15 +66,29 @@ def small_values_by_use(graph: onnx.GraphProto) -> set[str]:
     return {name for node in graph.node if operator_row(node.op_type).float_sizes for name in node.input[1:] if name}
 
 
-def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:
-    """The smallest and the largest value of each large integer constant of `graph` (index tables)."""
+def index_ranges(graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:
+    """The smallest and the largest value of each large integer constant of `graph` (index tables) that is not missing."""
     ranges = {}
     for tensor in graph.initializer:
         if tensor.data_type not in (onnx.TensorProto.INT32, onnx.TensorProto.INT64) or math.prod(tensor.dims) <= SMALL_INTS:
             continue
-        array = array_of(with_values(tensor, folder))
+        if is_hollow(tensor):
+            continue
+        array = array_of(values_of(tensor))
         ranges[tensor.name] = (int(array.min()), int(array.max()))
     return ranges
+
+
+def add_fresh_input(graph: onnx.GraphProto) -> None:
+    """Gives a graph one more input, whose size a session fixes (`dims={FRESH: 1}`). A session that changes nothing in a graph
+    saves it as it was, without shapes and without default attributes."""
+    graph.input.append(onnx.helper.make_tensor_value_info(FRESH, onnx.TensorProto.FLOAT, [FRESH]))
+
+
+def remove_fresh_input(graph: onnx.GraphProto) -> None:
+    """Removes that input."""
+    for value in [value for value in graph.input if value.name == FRESH]:
+        graph.input.remove(value)
 
 
 def shape_query(proto: onnx.ModelProto, dims: Mapping[str, int]) -> onnx.ModelProto:
@@ -87,7 +101,7 @@ def shape_query(proto: onnx.ModelProto, dims: Mapping[str, int]) -> onnx.ModelPr
     declared = {value.name for value in graph.input}
     graph.input.extend(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
                        for tensor in outside if tensor.name not in declared)
-    graph.input.append(onnx.helper.make_tensor_value_info(FRESH, onnx.TensorProto.FLOAT, [FRESH]))
+    add_fresh_input(graph)
     del graph.initializer[:]
     graph.initializer.extend(inside)
     for value in (*graph.input, *graph.output, *graph.value_info):
@@ -157,8 +171,9 @@ def ask(query: onnx.ModelProto, device: str, name: str, fold: bool) -> ShapeAnsw
             covered.CopyFrom(query)
             query = cover(covered, types_by_schema(query))
         session = open_session(query.SerializeToString(), device, optimize="basic" if fold else "none", name=name,
-                               dims={FRESH: 1}, save_to=saved, entries={"session.record_ep_graph_assignment_info": "1"})
-        graph = onnx.load(str(saved)).graph
+                               dims={FRESH: 1}, save_to=saved,
+                               entries={"session.record_ep_graph_assignment_info": "1", **at_root()})
+        graph = onnx.load(str(saved), load_external_data=False).graph
     dtypes, shapes, values = {}, {}, {}
     for value in (value for value in [*graph.input, *graph.output] if value.name != FRESH):
         dtypes[value.name] = value_type(value.type)
@@ -217,22 +232,21 @@ Shapes = dict[str, tuple[int, ...]]  # by tensor
 HeldBy = Callable[["onnx.NodeProto", Mapping[str, KernelInput], Mapping[str, Values]], "Held | None"]
 
 
-def infer_tensors(proto: onnx.ModelProto, device: str, name: str, folder: Path,
-                  dims: Mapping[str, int] | None = None, inside: str = "") -> InferredTensors:
+def infer_tensors(proto: onnx.ModelProto, device: str, name: str, dims: Mapping[str, int] | None = None,
+                  inside: str = "") -> InferredTensors:
     """Type and shape of every tensor of an optimised graph, and the provider of every node, as ORT knows them.
 
     Args:
         proto: the graph; its nodes have unique names.
         device: `cpu` or `cuda`.
         name: of the model, for errors.
-        folder: of its external weights.
         dims: sizes of its dynamic dimensions, and of tensors whose sizes depend on data.
         inside: the name of the node whose body it is; "" for the main graph.
 
     Raises:
         UserError: a shape depends on data without a bound, or a rank is not known; the message names the tensor.
     """
-    constants = constant_inputs(proto.graph, folder)
+    constants = constant_inputs(proto.graph)
     query = shape_query(proto, dims or {})
     answer = ask(query, device, name, fold=False)
     providers, plain = answer.providers, answer.shapes
@@ -243,7 +257,7 @@ def infer_tensors(proto: onnx.ModelProto, device: str, name: str, folder: Path,
     sizes = GivenSizes(dims or {}, f"{inside}/" if inside else "", selects_boxes(proto.graph))
 
     def infer_body(body: onnx.ModelProto, holder: str) -> InferredTensors:
-        return infer_tensors(body, device, f"{name}: {holder}", folder, dims, holder)
+        return infer_tensors(body, device, f"{name}: {holder}", dims, holder)
 
     def held_by(node: onnx.NodeProto, tensors: Mapping[str, KernelInput], values: Mapping[str, Values]) -> Held | None:
         return hold(node, proto, tensors, values, dims or {}, infer_body)

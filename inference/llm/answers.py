@@ -1,0 +1,174 @@
+"""The record of a request to a language model, as --json prints it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from inference.core.answers import Provenance
+from inference.core.host_pace import PaceSource
+from utils.frozen import Frozen
+
+LLM_VERSION = 1
+Objective = Literal["ttft", "tpot"]
+
+
+class Time(Frozen):
+    """A time in ms, and the range around it that held nine of ten predictions of a single run. That of a sum is the sum of the
+    ranges: runs of one model err alike, so their errors don't cancel out."""
+
+    ms: float
+    interval_ms: tuple[float, float]
+
+    @property
+    def between(self) -> str:
+        return "{:.4g} and {:.4g}".format(*self.interval_ms)
+
+
+class TokenTime(Time):
+    """The time of one token of each sequence, when the cache holds `cached` tokens of each before."""
+
+    cached: int
+
+
+class LlmMemory(Frozen):
+    """The memory that a request holds at its peak, in MiB: of the process on a CPU, of the device on CUDA.
+
+    Attributes:
+        weights_mib: constants of the optimised graph.
+        cache_mib: keys, values and other states: one buffer that all runs share, as long as `max_length`; or, where runs don't
+            share it, that of the last token before and after its run.
+        activations_mib: the other inputs, outputs (the prompt's logits) and intermediate tensors alive at the peak.
+        arena_mib: the arena's surplus.
+        workspace_mib: the kernels' own scratch, as far as it is known.
+        loading_mib: what loading leaves in the heap of a CPU's process; 0 on CUDA.
+        peak_mib: the sum of all.
+    """
+
+    weights_mib: float
+    cache_mib: float
+    activations_mib: float
+    arena_mib: float
+    workspace_mib: float
+    loading_mib: float
+    peak_mib: float
+
+
+class LlmEnergy(Frozen):
+    """What a request takes of the device's energy, when nothing else runs on it.
+
+    Attributes:
+        prompt_j: the prompts of the whole batch.
+        request_j: the same and all further tokens.
+        token_j: request_j over the tokens generated, all sequences together.
+        token_interval_j: the range around it; the ranges of the runs added up.
+        rough_estimate: whether one of the runs' energies is a rough estimate.
+    """
+
+    prompt_j: float
+    request_j: float
+    token_j: float
+    token_interval_j: tuple[float, float]
+    rough_estimate: bool
+
+
+class ObjectiveMet(Frozen):
+    """Whether a request meets an objective.
+
+    Attributes:
+        objective: `ttft`: the time to first token; `tpot`: the mean time per further token.
+        limit_ms, predicted_ms: the objective, and the prediction that is compared with it.
+        headroom_ms: the limit less the prediction.
+    """
+
+    objective: Objective
+    limit_ms: float
+    predicted_ms: float
+    met: bool
+    headroom_ms: float
+
+
+class LlmPrediction(Frozen):
+    """What a request to a language model takes. `--json` prints it as it is. Version 1 is the first.
+
+    Attributes:
+        model, target: the names of the model's folder or file, and of the target.
+        batch, prompt, generate: sequences, tokens of each prompt (the longest, to which shorter ones are padded), and tokens
+            generated for each. The prompt's run gives the first of them.
+        max_length: tokens for which the cache is made.
+        shares_cache: whether one buffer of `max_length` tokens is the cache of all runs.
+        cuda_graph: whether tokens after the first are predicted as a CUDA graph, as the model's config asks.
+        ttft: time to first token: the run of the prompts with an empty cache.
+        tpot: time per output token after the first, the mean over the generation; None where only one is generated.
+        tpot_start, tpot_middle, tpot_end: of the first, the middle and the last of these tokens.
+        tokens: the lengths at which such a token was predicted. Between two of them the time is interpolated linearly.
+        request: the whole request.
+        tokens_per_second: generated for each sequence, in the time of the whole request.
+        device_tokens_per_second: the same of all sequences together.
+        genai_loop_ms: what onnxruntime-genai's loop takes for each token, in the times; None where it was not measured for the
+            target, so that the times are without it.
+        memory: at its peak.
+        device_memory_mib: of the target's device; None where it is not known, as in all that follows from it.
+        fits_memory: whether the peak is no more than that.
+        largest_batch: the largest with which this request still fits, with caches for max_length tokens; 0: none.
+        longest_context: the most tokens of prompt and answer that fit in this batch, with the same number generated and a cache
+            no longer than that; 0: none.
+        context_length: the most that the model allows; None where nothing says.
+        energy: None where nothing was learned of the target's energy.
+        prompt_share, token_share: the time of the kernels of the prompt's run and of the middle token's, by provenance, a
+            ratio.
+        host_pace, host_pace_source: as in `Prediction`.
+        rough_estimate: whether one of the runs is a rough estimate.
+        objectives: those that were asked for.
+        warnings: what the reader should know.
+    """
+
+    version: int = LLM_VERSION
+    model: str
+    target: str
+    batch: int
+    prompt: int
+    generate: int
+    max_length: int
+    shares_cache: bool
+    cuda_graph: bool
+    ttft: Time
+    tpot: Time | None
+    tpot_start: Time | None
+    tpot_middle: Time | None
+    tpot_end: Time | None
+    tokens: tuple[TokenTime, ...]
+    request: Time
+    tokens_per_second: float
+    device_tokens_per_second: float
+    genai_loop_ms: float | None
+    memory: LlmMemory
+    device_memory_mib: float | None
+    fits_memory: bool | None
+    largest_batch: int | None
+    longest_context: int | None
+    context_length: int | None
+    energy: LlmEnergy | None
+    prompt_share: dict[Provenance, float]
+    token_share: dict[Provenance, float] | None
+    host_pace: float | None = None
+    host_pace_source: PaceSource | None = None
+    rough_estimate: bool
+    objectives: tuple[ObjectiveMet, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def judged(self, ttft_ms: float | None, tpot_ms: float | None) -> LlmPrediction:
+        """The same with objectives: limits in ms of the time to first token and of the mean time per further token. A request
+        for one token has no further ones."""
+        limits: tuple[tuple[Objective, float | None, Time | None], ...] = (
+            ("ttft", ttft_ms, self.ttft), ("tpot", tpot_ms, self.tpot))
+        return self.model_copy(update={"objectives": tuple(
+            ObjectiveMet(objective=name, limit_ms=limit, predicted_ms=time.ms, met=time.ms <= limit,
+                         headroom_ms=limit - time.ms)
+            for name, limit, time in limits if limit is not None and time is not None)})
+
+    def __str__(self) -> str:
+        """One line: `llama: first token after 12.3 ms, then 4.56 ms each (219 tokens/s) on nvidia-h200-cuda-ort1.31-all`."""
+        further = f", then {self.tpot.ms:.4g} ms each" if self.tpot else ""
+        return (f"{self.model}: first token after {self.ttft.ms:.4g} ms{further} ({self.device_tokens_per_second:.4g} "
+                f"tokens/s) on {self.target}{'; a rough estimate' if self.rough_estimate else ''}"
+                f"{'; more memory than the device has' if self.fits_memory is False else ''}")

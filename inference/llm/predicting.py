@@ -1,0 +1,354 @@
+"""Predicts requests to a language model: time to first token, time per token, memory, energy, and what fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from inference.core.answers import make_monotonic
+from inference.core.arguments import checked_dims, shown
+from inference.core.energy import EnergyPrediction
+from inference.core.memory import device_memory_mib, memory_warnings
+from inference.core.model_warnings import weights_warning
+from inference.core.predictor import Predictor
+from inference.core.report import log_measured
+from inference.core.run_modes import AS_USUAL, RunMode
+from inference.core.sources import missing_weights
+from inference.core.targets import predictor_folders
+from inference.llm.answers import LlmEnergy, LlmMemory, LlmPrediction, Time, TokenTime
+from inference.llm.dimensions import DecoderFile, Step
+from inference.llm.language_model import LanguageModel, language_model
+from inference.llm.memory import Run, largest_batch, longest_context, request_memory
+from inference.llm.requests import Request, over_generation, request_for
+from runtimes.analysis import optimized_once
+from runtimes.ort.cuda.capture import capture_obstacle
+from training.energy.learned import energy_path
+from training.llm.learned import GenerationLoop, read_loop
+from utils import cli
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from inference.core.answers import Prediction
+    from inference.core.host_pace import HostPace
+    from inference.core.model_run import PredictedRun
+    from records.kernel_record import ModelRecord
+    from utils.fingerprint import Target
+    from utils.paths import Workspace
+
+MOST_CONTEXT = 2**20  # tokens that are asked about where nothing says what a model allows
+LESS_SURE = 0.01  # of a token's kernel time: a length between whose kernels were measured that much less is left out
+PADDED = "prompts of a batch count as padded to the longest; continuous batching is not predicted"
+NO_LOOP = "without what genai's loop takes per token: not measured for this target"
+
+
+@dataclass
+class Analysed:
+    """The records of a model's runs on a target, each made once.
+
+    Attributes:
+        predictor: for the target.
+        model: the language model.
+    """
+
+    predictor: Predictor
+    model: LanguageModel
+    _records: dict[tuple[Path, tuple[tuple[str, int], ...]], ModelRecord] = field(default_factory=dict)
+
+    def file(self, step: Step) -> DecoderFile:
+        return self.model.decode if step.before else self.model.prefill
+
+    def record(self, step: Step) -> ModelRecord:
+        """The record of the file that makes a step.
+
+        Raises:
+            UserError: it can't be analysed at these sizes.
+        """
+        file = self.file(step)
+        dims = file.dims(step)
+        key = file.path, tuple(sorted(dims.items()))
+        if key not in self._records:
+            self._records[key] = self.predictor.record(file.path, dims)
+        return self._records[key]
+
+    def prompt_step(self, request: Request) -> Step:
+        return self.model.step(request.batch, request.prompt, 0, request.max_length)
+
+    def token_step(self, request: Request, cached: int) -> Step:
+        """The run for one token when the cache holds `cached` tokens."""
+        return self.model.step(request.batch, 1, cached, request.max_length)
+
+    def memory(self, request: Request) -> LlmMemory:
+        """The memory that a request holds at its peak."""
+        steps = [self.prompt_step(request), *(self.token_step(request, cached) for cached in request.outline[-1:])]
+        return request_memory(tuple(Run(self.file(step), self.record(step)) for step in steps), self.model.shares_cache)
+
+
+class Runs(NamedTuple):
+    """The predicted runs of a request: of the prompt, and of a token at each of some lengths of the cache."""
+
+    prompt: PredictedRun
+    tokens: dict[int, PredictedRun]
+
+    @property
+    def cuda_graph(self) -> bool:
+        """Whether the tokens are predicted as a CUDA graph."""
+        return any(run.prediction.way.cuda_graph for run in self.tokens.values())
+
+    @property
+    def all(self) -> list[PredictedRun]:
+        return [self.prompt, *self.tokens.values()]
+
+
+def predict_llm(model: str | Path | LanguageModel, *, prompt: int, generate: int, batch: int = 1, max_length: int | None = None,
+                decode: str | Path | None = None, dims: Mapping[str, int] | None = None,
+                workspace: Workspace | str | Path | None = None, target: str | None = None, strict: bool = False,
+                force: bool = False, no_weights: bool = False, host_pace: float | HostPace | None = None) -> LlmPrediction:
+    """What a request to a language model takes.
+
+    Args:
+        model: a folder as onnxruntime-genai's builder writes it, or a decoder's ONNX file.
+        prompt, generate, batch: tokens of each prompt and tokens generated for it, and number of prompts.
+        max_length: tokens of prompt and answer for which the cache is made; by default as genai_config.json says.
+        decode: the file that runs each further token, where `model` runs prompts only.
+        dims: sizes of dimensions whose role is not known, by name.
+        workspace, target, strict, force, no_weights, host_pace: as for `inference.predict`.
+
+    Raises:
+        UserError: the model, the predictors, the request or the pace can't be used; the message says why.
+    """
+    predictor = Predictor(workspace, target, strict=strict, force=force, no_weights=no_weights)
+    if not isinstance(model, LanguageModel):
+        paths = _path("model", model), None if decode is None else _path("decode", decode)
+        model = language_model(*paths, checked_dims(dims), predictor.workspace)
+    return predict_requests(predictor, model, [request_for(model, batch, prompt, generate, max_length)], host_pace)[0]
+
+
+def _path(name: str, given: object) -> Path:
+    """The path that an argument names.
+
+    Raises:
+        UserError: it names none.
+    """
+    if not isinstance(given, (str, os.PathLike)):
+        raise UserError(f"{name}={shown(given)}: give the path of a folder or of an ONNX file")
+    return Path(given)
+
+
+def predict_requests(predictor: Predictor, model: LanguageModel, requests: Sequence[Request],
+                     host_pace: float | HostPace | None = None) -> list[LlmPrediction]:
+    """What requests to a language model take, in their order. Runs that several requests share are predicted once.
+
+    Args:
+        predictor: for the target.
+        model: the language model.
+        requests: the requests.
+        host_pace: as for `inference.predict`.
+
+    Raises:
+        UserError: the model, the predictors or the pace can't be used; the message says why.
+    """
+    analysed = Analysed(predictor, model)
+    with optimized_once():
+        asked = predicted_runs(analysed, requests, host_pace)
+        loop = read_loop(predictor_folders(predictor.workspace)[predictor.fitted.target.name])
+        longest: dict[tuple[int, int], int | None] = {}
+        answers = []
+        for request, (runs, notices) in zip(requests, asked, strict=True):
+            key = request.batch, request.generate
+            if key not in longest:
+                longest[key] = _longest_context(analysed, request)
+            answers.append(_prediction(analysed, request, runs, notices, loop, longest[key]))
+    return answers
+
+
+def measure_missing(predictor: Predictor, model: LanguageModel, requests: Iterable[Request]) -> None:
+    """Measures the kernels of some requests on this machine, which must be the target: of the prompts, and of a token at the
+    start, in the middle and at the end of each generation.
+
+    Raises:
+        UserError: this machine is not the target, or a model can't be used or run there.
+    """
+    analysed, sizes = Analysed(predictor, model), dict[Path, list[dict[str, int]]]()
+    for request in requests:
+        for step in (analysed.prompt_step(request), *(analysed.token_step(request, cached) for cached in request.outline)):
+            file = analysed.file(step)
+            of_file = sizes.setdefault(file.path, [])
+            if (dims := file.dims(step)) not in of_file:
+                of_file.append(dims)
+    with optimized_once():
+        for path, of_file in sizes.items():
+            log_measured(predictor.measure_missing(path, of_file))
+
+
+def predicted_runs(analysed: Analysed, requests: Sequence[Request],
+                   host_pace: float | HostPace | None) -> list[tuple[Runs, tuple[str, ...]]]:
+    """The runs of each request, and what the reader should know about how they were predicted."""
+    prompts = [analysed.prompt_step(request) for request in requests]
+    tokens = [{cached: analysed.token_step(request, cached) for cached in request.lengths} for request in requests]
+    steps = list(dict.fromkeys([*prompts, *(step for of_request in tokens for step in of_request.values())]))
+    shown_steps = cli.progress(steps, "analysing") if cli.is_command() else steps
+    records = {step: analysed.record(step) for step in shown_steps}
+    further = [step for step in steps if step.before]
+    token_mode, notices = _token_mode(analysed, records[further[0]]) if further else (AS_USUAL, ())
+    known: dict[Step, PredictedRun] = {}
+    for of_mode, run_mode in ((further, token_mode), ([step for step in steps if not step.before], AS_USUAL)):
+        pace = None if run_mode.cuda_graph else host_pace  # a captured graph does not wait for its host
+        runs = analysed.predictor.runs([records[step] for step in of_mode], run_mode=run_mode, host_pace=pace)
+        in_order = make_monotonic([run.prediction for run in runs])
+        known |= {step: run._replace(prediction=prediction)
+                  for step, run, prediction in zip(of_mode, runs, in_order, strict=True)}
+    return [(Runs(known[prompt], as_sure({cached: known[step] for cached, step in of_request.items()}, request)), notices)
+            for request, prompt, of_request in zip(requests, prompts, tokens, strict=True)]
+
+
+def _token_mode(analysed: Analysed, record: ModelRecord) -> tuple[RunMode, tuple[str, ...]]:
+    """How the runs of further tokens are made, and a notice where that is not what the model's config asks for."""
+    fitted = analysed.predictor.fitted
+    if not analysed.model.captures_cuda_graph or fitted.target.flavour.device != "cuda":
+        return AS_USUAL, ()
+    obstacle = capture_obstacle(record) if fitted.composition.cuda_graph else "no model was measured as a CUDA graph"
+    if obstacle is not None:
+        return AS_USUAL, (f"the config asks for CUDA graphs, and tokens are predicted without: {obstacle}",)
+    return RunMode(cuda_graph=True), ()
+
+
+def as_sure(tokens: dict[int, PredictedRun], request: Request) -> dict[int, PredictedRun]:
+    """The tokens without those between that rest on less measured kernels than the outline, which --measure-missing
+    measures."""
+    if not tokens:
+        return {}
+    least = min(tokens[cached].prediction.time_share["measured"] for cached in request.outline) - LESS_SURE
+    return {cached: run for cached, run in tokens.items()
+            if cached in request.outline or run.prediction.time_share["measured"] >= least}
+
+
+def _longest_context(analysed: Analysed, request: Request) -> int | None:
+    """The most tokens of prompt and answer that fit in the target's memory; None where that is not known."""
+    device_mib, model = _device_mib(analysed.predictor), analysed.model
+    if device_mib is None:
+        return None
+
+    def left_mib(tokens: int) -> float:
+        prompt = tokens - request.generate
+        return device_mib - analysed.memory(request._replace(prompt=prompt, max_length=tokens)).peak_mib
+
+    return longest_context(left_mib, min(request.generate + 1, request.max_length), model.context_length or MOST_CONTEXT)
+
+
+def _device_mib(predictor: Predictor) -> float | None:
+    return device_memory_mib(predictor.fitted.target, predictor.fitted.predictors.sidecar.machines)
+
+
+def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Sequence[str], loop: GenerationLoop | None,
+                longest: int | None) -> LlmPrediction:
+    """The answer to a request, from its runs."""
+    model, fitted = analysed.model, analysed.predictor.fitted
+    memory, device_mib = analysed.memory(request), _device_mib(analysed.predictor)
+    loop_ms = loop.token_ms(request.batch * model.beams, model.decode.words) if loop else None
+    first = _time(runs.prompt.prediction, loop, loop_ms)
+    lengths, times = list(runs.tokens), [_time(run.prediction, loop, loop_ms) for run in runs.tokens.values()]
+    ends = [time.ms for time in times], *zip(*(time.interval_ms for time in times), strict=True)
+    further = [over_generation(request, lengths, values) for values in ends] if lengths else []
+    sums = [float(values.sum()) for values in further] or [0.0, 0.0, 0.0]
+    whole = _spanned(first.ms + sums[0], first.interval_ms[0] + sums[1], first.interval_ms[1] + sums[2])
+    at = dict(zip(lengths, times, strict=True))
+    energy, of_energy = _energy(analysed, request, runs)
+    device = fitted.target.flavour.device
+    warnings = (*model.notices, *notices, *_missing_weights(analysed), *_config_warnings(model, fitted.target),
+                *(() if loop else (NO_LOOP,)), *((PADDED,) if request.batch > 1 else ()),
+                *_memory_warnings(model, request, memory, device_mib),
+                *cli.distinct(warning for run in runs.all for warning in _of_run(run.prediction)), *of_energy)
+    return LlmPrediction(
+        model=model.name, target=fitted.target.name, batch=request.batch, prompt=request.prompt, generate=request.generate,
+        max_length=request.max_length, shares_cache=model.shares_cache, cuda_graph=runs.cuda_graph,
+        ttft=first,
+        tpot=_spanned(*(total / len(request.further) for total in sums)) if lengths else None,
+        tpot_start=at[lengths[0]] if lengths else None, tpot_middle=at[request.middle] if lengths else None,
+        tpot_end=at[lengths[-1]] if lengths else None,
+        tokens=tuple(TokenTime(cached=cached, **time.model_dump()) for cached, time in at.items()), request=whole,
+        tokens_per_second=1e3 * request.generate / whole.ms,
+        device_tokens_per_second=1e3 * request.batch * request.generate / whole.ms, genai_loop_ms=loop_ms, memory=memory,
+        device_memory_mib=device_mib, fits_memory=None if device_mib is None else memory.peak_mib <= device_mib,
+        largest_batch=None if device_mib is None else largest_batch(memory, request.batch, device, device_mib),
+        longest_context=longest, context_length=model.context_length, energy=energy,
+        prompt_share=runs.prompt.prediction.time_share,
+        token_share=runs.tokens[request.middle].prediction.time_share if lengths else None,
+        host_pace=runs.prompt.prediction.host_pace, host_pace_source=runs.prompt.prediction.host_pace_source,
+        rough_estimate=any(run.prediction.rough_estimate for run in runs.all), warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _missing_weights(analysed: Analysed) -> tuple[str, ...]:
+    """A warning where files of the model's weights are missing: runs are predicted from records, which do not say so."""
+    if not analysed.predictor.no_weights:
+        return ()
+    paths = dict.fromkeys((analysed.model.prefill.path, analysed.model.decode.path))
+    return weights_warning([missing for path in paths for missing in missing_weights(path)])
+
+
+def _config_warnings(model: LanguageModel, target: Target) -> list[str]:
+    """Warnings where a model's config has it run in another way than the target was measured."""
+    warnings, device = [], target.flavour.device
+    if model.provider not in (None, device):
+        warnings.append(f"the config has it run by the {model.provider} provider, and the target's is {device}: predicted as "
+                        f"if the config named {device}; a model that is built for that may have other operators")
+    if device == "cpu" and model.threads not in (0, target.threads):
+        asked = (f"asks for {model.threads} threads" if model.threads else
+                 "does not say how many threads, and onnxruntime-genai takes half as many as the machine has")
+        warnings.append(f"the config {asked}; predicted for {target.threads}, as on the target: set "
+                        f"session_options.intra_op_num_threads to {target.threads}")
+    return warnings
+
+
+def _time(prediction: Prediction, loop: GenerationLoop | None, loop_ms: float | None) -> Time:
+    """The time of a run, with that of genai's loop where it is known."""
+    low, high = prediction.interval_ms
+    added = loop_ms or 0.0
+    span = (loop.interval.low, loop.interval.high) if loop and loop.interval else (1.0, 1.0)
+    return _spanned(prediction.latency_ms + added, low + added * span[0], high + added * span[1])
+
+
+def _spanned(ms: float, low_ms: float, high_ms: float) -> Time:
+    return Time(ms=ms, interval_ms=(low_ms, high_ms))
+
+
+def _of_run(prediction: Prediction) -> list[str]:
+    """The warnings of a run, without those about a single run's memory: a request's is counted as a whole."""
+    single = memory_warnings(prediction.memory, prediction.device_memory_mib)
+    return [warning for warning in prediction.warnings if warning not in single]
+
+
+def _memory_warnings(model: LanguageModel, request: Request, memory: LlmMemory, device_mib: float | None) -> tuple[str, ...]:
+    """What the reader should know about a request's cache and its memory."""
+    warnings, needed = [], request.prompt + request.generate
+    if model.shares_cache and request.max_length > needed:
+        enough_mib = memory.cache_mib * needed / request.max_length
+        warnings.append(f"onnxruntime-genai makes the cache for max_length = {request.max_length} tokens, and the request "
+                        f"needs {needed}: {cli.cell(memory.cache_mib)} MiB in place of {cli.cell(enough_mib)} MiB; set "
+                        "max_length where you generate, and --max-length here")
+    if device_mib is not None and memory.peak_mib > device_mib:
+        warnings.append(f"it does not fit in the memory: its peak is {memory.peak_mib / 1024:.4g} GiB, and the device has "
+                        f"{device_mib / 1024:.4g} GiB; its times are ones that no run has")
+    return tuple(warnings)
+
+
+def _energy(analysed: Analysed, request: Request, runs: Runs) -> tuple[LlmEnergy | None, tuple[str, ...]]:
+    """The energy of a request, and warnings about it; None where nothing was learned of the target's energy."""
+    predictor = analysed.predictor
+    if not energy_path(predictor_folders(predictor.workspace)[predictor.fitted.target.name]).is_file():
+        return None, ("no joules: nothing was learned of this target's energy (docs/energy.md)",)
+    prompt = predictor.energy(runs.prompt)
+    tokens: dict[int, EnergyPrediction] = {cached: predictor.energy(run) for cached, run in runs.tokens.items()}
+    totals = [prompt.energy_j, *prompt.interval_j]
+    if tokens:
+        of_tokens = ([token.energy_j for token in tokens.values()],
+                     *zip(*(token.interval_j for token in tokens.values()), strict=True))
+        totals = [total + float(over_generation(request, list(tokens), values).sum())
+                  for total, values in zip(totals, of_tokens, strict=True)]
+    count = request.batch * request.generate
+    return LlmEnergy(prompt_j=prompt.energy_j, request_j=totals[0], token_j=totals[0] / count,
+                     token_interval_j=(totals[1] / count, totals[2] / count),
+                     rough_estimate=any(energy.rough_estimate for energy in (prompt, *tokens.values()))), tuple(
+        cli.distinct(warning for energy in (prompt, *tokens.values()) for warning in energy.warnings))

@@ -1,0 +1,487 @@
+"""Requests to language models: dimensions by role, the runs of a request and what is between them, memory, answers."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from command import run_script
+from conftest import Once
+from decoder_models import TINY, genai_folder, plain_decoder
+from test_merged_decoders import merged_decoder
+
+import inference
+from inference.core.model_run import PredictedRun
+from inference.core.predictor import Predictor
+from inference.llm.answers import LlmMemory, LlmPrediction
+from inference.llm.dimensions import Step, decoder_file
+from inference.llm.language_model import language_model
+from inference.llm.memory import largest_batch, left_in_region, longest_context, times_as_many
+from inference.llm.predicting import NO_LOOP, Analysed, as_sure, predict_llm, predict_requests, predicted_runs
+from inference.llm.requests import Request, over_generation, request_for
+from runtimes.analysis import optimized_once
+from training.composition.intervals import ErrorRange
+from training.llm.learned import GenerationLoop, loop_path
+from utils import files
+from utils.errors import UserError
+from utils.paths import SHIPPED, Workspace
+
+TARGET, MIB = "nvidia-h200", 2**20
+
+
+@pytest.fixture(scope="module")
+def folders(once: Once) -> Path:
+    """Model folders `half`, `int4` and `graph` as onnxruntime-genai's builder writes them, `plain` and a `pair`."""
+    def make(folder: Path) -> None:
+        genai_folder(folder / "half")
+        genai_folder(folder / "int4", precision="int4")
+        genai_folder(folder / "graph", cuda_graph=True)
+        (folder / "plain").mkdir()
+        onnx.save(plain_decoder(), folder / "plain" / "model.onnx")
+        (folder / "pair").mkdir()
+        onnx.save(plain_decoder(), folder / "pair" / "decode.onnx")
+        onnx.save(plain_decoder(cached=False), folder / "pair" / "prefill.onnx")
+
+    return once("language_models", make)
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    return Predictor(target=TARGET)
+
+
+def saved(folder: Path, model: onnx.ModelProto, name: str = "model.onnx") -> Path:
+    onnx.save(model, folder / name)
+    return folder / name
+
+
+def test_the_dimensions_of_a_builders_model(folders: Path) -> None:
+    """With a shared cache the past is as long as max_length in every run; the size of a head follows from the graph."""
+    model = language_model(folders / "half")
+    assert (model.shares_cache, model.max_length, model.context_length) == (True, 2048, 2048)
+    head = {"batch_size": 3, "kv_cache_dim": 16, "past_sequence_length": 512}
+    assert model.prefill.dims(model.step(3, 100, 0, 512)) == {**head, "sequence_length": 100, "total_sequence_length": 100}
+    assert model.decode.dims(model.step(3, 1, 130, 512)) == {**head, "sequence_length": 1, "total_sequence_length": 131}
+
+
+def test_without_sharing_the_past_is_what_was_computed(tmp_path: Path) -> None:
+    model = language_model(genai_folder(tmp_path, past_present_share_buffer=False, num_beams=2))
+    prompt, token = model.step(3, 100, 0, 512), model.step(3, 1, 130, 512)
+    assert (prompt, token) == (Step(6, 100, 0, 0, 100), Step(6, 1, 130, 130, 131))
+    beams = language_model(genai_folder(tmp_path, num_beams=2))
+    assert not beams.shares_cache
+    assert "2 beams" in beams.notices[0]
+
+
+def test_names_of_dimensions_and_caches_do_not_matter(tmp_path: Path) -> None:
+    """An exporter may call them anything, even by a formula."""
+    names = {"batch": "b", "sequence": "N", "past": "P", "total": "P + N"}
+    path = saved(tmp_path, plain_decoder(past="cache_{1}_{0}", present="new_cache_{1}_{0}", name_of=names.__getitem__))
+    part = decoder_file(path)
+    assert part.caches == ("cache_key_0", "cache_value_0", "cache_key_1", "cache_value_1")
+    assert set(part.presents) == {f"new_{name}" for name in part.caches}
+    assert part.dims(Step(2, 1, 40, 40, 41)) == {"b": 2, "N": 1, "P": 40}
+    assert part.words == TINY.words
+
+
+def test_a_pair_of_files(folders: Path) -> None:
+    """In a folder, or both named: the one without a cache runs the prompt."""
+    model, named = language_model(folders / "pair"), language_model(folders / "pair" / "prefill.onnx",
+                                                                    folders / "pair" / "decode.onnx")
+    assert model.prefill.path.name == named.prefill.path.name == "prefill.onnx"
+    assert model.decode.path.name == named.decode.path.name == "decode.onnx"
+    assert model.prefill.dims(model.step(2, 9, 0, 12)) == {"batch": 2, "sequence": 9}
+
+
+def test_a_merged_decoder_takes_the_branch_with_a_cache_after_the_prompt(tmp_path: Path) -> None:
+    part = decoder_file(saved(tmp_path, merged_decoder()))
+    dims = {"batch": 2, "sequence": 1, "past_sequence": 8}
+    assert part.dims(Step(2, 1, 8, 8, 9)) == {**dims, "then": 1}
+    assert part.dims(Step(2, 1, 0, 0, 1)) == {**dims, "past_sequence": 0, "else": 1}
+
+
+def test_sizes_that_the_file_fixes(tmp_path: Path) -> None:
+    proto = plain_decoder()
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 1
+    part = decoder_file(saved(tmp_path, proto))
+    assert part.dims(Step(1, 1, 5, 5, 6)) == {"sequence": 1, "past": 5}
+    with pytest.raises(UserError, match=r"made for 1 sequences .*and 2 are asked for"):
+        part.dims(Step(2, 1, 5, 5, 6))
+
+
+def test_a_dimension_with_two_sizes(tmp_path: Path) -> None:
+    path = saved(tmp_path, plain_decoder(name_of=lambda role: "length" if role in ("sequence", "past") else role))
+    with pytest.raises(UserError, match=r"dimension length would have to be 1 .new tokens. and 40 .tokens in the cache."):
+        decoder_file(path).dims(Step(2, 1, 40, 40, 41))
+
+
+def test_a_dimension_of_which_nothing_is_known_is_asked_for(tmp_path: Path) -> None:
+    proto = plain_decoder()
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, ["batch", "pixels"]))
+    path = saved(tmp_path, proto)
+    with pytest.raises(UserError, match=r"dimension pixels \(image, axis 1\) is; give its size: --dim pixels=SIZE"):
+        decoder_file(path)
+    assert decoder_file(path, given={"pixels": 64}).dims(Step(2, 1, 4, 4, 5))["pixels"] == 64
+    with pytest.raises(UserError, match="no dynamic dimension pixel among its inputs"):
+        language_model(path, dims={"pixels": 64, "pixel": 64})
+
+
+def test_models_that_are_refused(tmp_path: Path, folders: Path) -> None:
+    with pytest.raises(UserError, match="no such model"):
+        language_model(tmp_path / "none")
+    with pytest.raises(UserError, match=r"neither genai_config.json nor an .onnx file"):
+        language_model(tmp_path)
+    saved(tmp_path, plain_decoder(cached=False))
+    with pytest.raises(UserError, match="no cache of keys and values"):
+        language_model(tmp_path)
+    saved(tmp_path, plain_decoder(), "a.onnx")
+    saved(tmp_path, plain_decoder(), "b.onnx")
+    with pytest.raises(UserError, match=r"several models .a.onnx, b.onnx, model.onnx."):
+        language_model(tmp_path)
+    with pytest.raises(UserError, match="both take a cache"):
+        language_model(tmp_path / "a.onnx", tmp_path / "b.onnx")
+    with pytest.raises(UserError, match=r"its genai_config.json names its files"):
+        language_model(folders / "half", tmp_path / "a.onnx")
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    ("[1]", "not a config of onnxruntime-genai"), ("{", "not valid JSON"),
+    ('{"model": {"decoder": {"pipeline": [{}]}}}', "the decoder is in several parts"),
+    ('{"model": {"decoder": {"filename": "none.onnx"}}}', "no such file"),
+    ('{"model": {"decoder": {"filename": "x", "inputs": []}}}', "model.decoder.inputs")])
+def test_damaged_configs(config: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "genai_config.json").write_text(config, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        language_model(tmp_path)
+
+
+def test_pages_are_refused(tmp_path: Path) -> None:
+    proto = plain_decoder()
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("block_table", onnx.TensorProto.INT32, ["batch", "blocks"]))
+    with pytest.raises(UserError, match=r"keeps its cache in pages .block_table., for continuous batching"):
+        decoder_file(saved(tmp_path, proto))
+
+
+def test_lengths_and_what_is_between() -> None:
+    """Start, middle, end and the powers of two between; the runs after the prompt's are one fewer than the tokens."""
+    request = Request(1, 100, 1000, 2048)
+    assert (request.further[0], request.further[-1], len(request.further)) == (100, 1098, 999)
+    assert request.outline == [100, 599, 1098]
+    assert request.lengths == [100, 128, 256, 512, 599, 1024, 1098]
+    assert [Request(1, 128, count, 2048).lengths for count in (1, 2)] == [[], [128]]
+    assert Request(1, 128, 3, 2048).outline == [128, 129]
+    values = over_generation(request, [100, 599, 1098], [1.0, 2.0, 4.0])
+    assert (values[0], values[-1]) == (1.0, 4.0)
+    assert values.sum() == pytest.approx(sum(1 + n / 499 for n in range(500)) + sum(2 + 2 * n / 499 for n in range(1, 500)))
+
+
+def test_requests_that_the_model_does_not_allow(folders: Path) -> None:
+    model = language_model(folders / "half")
+    assert request_for(model, 2, 100, 60) == Request(2, 100, 60, 2048)
+    assert request_for(model, 2, 100, 60, 160) == Request(2, 100, 60, 160)
+    assert request_for(language_model(folders / "plain"), 1, 100, 60).max_length == 160
+    for numbers, message in (((1, 2000, 60), r"2060 tokens \(2000 \+ 60\) are more than its context, 2048"),
+                             ((1, 100, 60, 159), "160 tokens .* are more than max_length, 159"),
+                             ((1, 100, 60, 4096), "a max_length of 4096 tokens is more than its context"),
+                             ((0, 100, 60), "batch=0: a whole number, 1 or more"), ((1, 100, 1.5), "generate=1.5")):
+        with pytest.raises(UserError, match=message):
+            request_for(model, *numbers)
+
+
+@functools.cache
+def answer_of(folder: Path, batch: int = 1, max_length: int | None = None, generate: int = 60) -> LlmPrediction:
+    """The answer to a request on the H200; each is asked once."""
+    return predict_llm(folder, prompt=100, generate=generate, batch=batch, max_length=max_length, target=TARGET)
+
+
+@pytest.mark.slow
+def test_a_request_is_the_sum_of_its_runs(folders: Path) -> None:
+    answer, request = answer_of(folders / "half", 2), Request(2, 100, 60, 2048)
+    assert answer.tpot
+    lengths = [token.cached for token in answer.tokens]
+    assert lengths == [100, 128, 129, 158]
+    for end in (lambda time: time.ms, lambda time: time.interval_ms[0], lambda time: time.interval_ms[1]):
+        further = over_generation(request, lengths, [end(token) for token in answer.tokens]).sum()
+        assert end(answer.request) == pytest.approx(end(answer.ttft) + further)
+        assert end(answer.tpot) == pytest.approx(further / 59)
+    times = [answer.tpot_start, answer.tpot_middle, answer.tpot_end]
+    assert [time and time.ms for time in times] == [answer.tokens[place].ms for place in (0, 2, 3)]
+    assert answer.tokens_per_second == pytest.approx(60 / (answer.request.ms / 1e3))
+    assert answer.device_tokens_per_second == pytest.approx(2 * answer.tokens_per_second)
+
+
+def test_doubts_are_part_of_the_answer(folders: Path) -> None:
+    answer = answer_of(folders / "half", 2)
+    assert answer.rough_estimate
+    assert answer.genai_loop_ms is None
+    assert NO_LOOP in answer.warnings
+    assert any("continuous batching" in warning for warning in answer.warnings)
+    assert any("GroupQueryAttention" in warning and "never measured" in warning for warning in answer.warnings)
+
+
+def test_runs_are_those_of_the_plain_predictor(folders: Path, predictor: Predictor) -> None:
+    answer, path = answer_of(folders / "int4"), folders / "int4" / "model.onnx"
+    dims = {"batch_size": 1, "kv_cache_dim": 16, "past_sequence_length": 2048}
+    prompt = predictor.run(path, dims={**dims, "sequence_length": 100, "total_sequence_length": 100})
+    token = predictor.predict(path, dims={**dims, "sequence_length": 1, "total_sequence_length": 101})
+    assert answer.ttft.ms == prompt.prediction.latency_ms
+    assert answer.ttft.interval_ms == prompt.prediction.interval_ms
+    assert answer.prompt_share == prompt.prediction.time_share
+    assert answer.tokens[0].ms == token.latency_ms
+    assert answer.energy
+    assert answer.energy.prompt_j == predictor.energy(prompt).energy_j
+
+
+def test_one_token_is_the_prompts_run_alone(folders: Path) -> None:
+    answer = answer_of(folders / "half", generate=1)
+    assert (answer.tpot, answer.tokens, answer.token_share) == (None, (), None)
+    assert answer.request == answer.ttft
+    assert not answer.judged(None, 1.0).objectives
+
+
+@pytest.mark.slow
+def test_a_shared_cache_is_as_long_as_max_length(folders: Path, predictor: Predictor) -> None:
+    """However short the request. The logits of the prompts are among the activations."""
+    analysed = Analysed(predictor, language_model(folders / "half"))
+    for tokens in (160, 1280, 2048):
+        memory = analysed.memory(Request(2, 100, 60, tokens))
+        assert memory.cache_mib == 2 * 2 * TINY.layers * TINY.key_heads * TINY.head * tokens * 2 / MIB
+        assert memory.activations_mib >= 2 * 100 * TINY.words * 2 / MIB
+        parts = memory.model_dump()
+        assert parts.pop("peak_mib") == pytest.approx(sum(parts.values()))
+    said = [warning for warning in answer_of(folders / "half", 2).warnings if "makes the cache for max_length" in warning]
+    assert "2048 tokens, and the request needs 160: 1 MiB in place of 0.07812 MiB" in said[0]
+    assert not any("makes the cache" in warning for warning in answer_of(folders / "half", 1, 160).warnings)
+
+
+def test_a_cache_that_is_not_shared_is_held_twice(folders: Path, predictor: Predictor) -> None:
+    token = 2 * 2 * TINY.layers * TINY.hidden * 4 / MIB
+    one, pair = (Analysed(predictor, language_model(folders / name)).memory(Request(2, 100, 60, 160))
+                 for name in ("plain", "pair"))
+    assert one.cache_mib == pair.cache_mib == pytest.approx(token * (158 + 159))
+    assert pair.weights_mib == pytest.approx(2 * one.weights_mib, rel=0.01)  # a session each
+
+
+def test_an_arenas_regions() -> None:
+    """They double from 1 MiB to 1 GiB."""
+    assert [left_in_region(used * MIB) / MIB for used in (0, 1, 1.5, 3, 4, 1023, 1024, 1500, 2047, 2048)] == [
+        0, 0, 1.5, 0, 3, 0, 1023, 547, 0, 1023]
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    memory = LlmMemory(weights_mib=100, cache_mib=10, activations_mib=6, arena_mib=0, workspace_mib=4, loading_mib=0,
+                       peak_mib=120)
+    assert times_as_many(memory, 2.0, "cpu").peak_mib == 100 + 4 + 2 * 16
+    assert largest_batch(memory, 2, "cpu", 104 + 8 * 7.0) == 7
+    assert largest_batch(memory, 2, "cpu", 104 + 8 * 7.0 - 0.1) == 6
+    assert largest_batch(memory, 2, "cpu", 111) == 0
+    on_cuda = largest_batch(memory, 2, "cuda", 5000)
+    fits, too_large = (times_as_many(memory, count / 2, "cuda").peak_mib for count in (on_cuda, on_cuda + 1))
+    assert fits <= 5000 < too_large
+
+
+@pytest.mark.parametrize("grows", [lambda n: 3.0 * n, lambda n: 0.001 * n * n, lambda n: 3.0 * (n // 64 * 64)])
+def test_the_longest_context_is_searched_for(grows: object) -> None:
+    asked = []
+
+    def left_mib(tokens: int) -> float:
+        asked.append(tokens)
+        return 9000.0 - grows(tokens)  # type: ignore[operator]
+
+    longest = longest_context(left_mib, 10, 2**20)
+    assert left_mib(longest) >= 0 > left_mib(int(1.01 * longest) + 64)
+    assert len(asked) <= 16
+    assert longest_context(left_mib, 10, 500) == 500
+    assert longest_context(lambda tokens: -1.0, 10, 500) == 0
+
+
+@pytest.mark.slow
+def test_the_largest_batch_and_context_of_an_answer(folders: Path, predictor: Predictor) -> None:
+    """Their memory fits, and that of one sequence more does not."""
+    answer, analysed = answer_of(folders / "plain", 2), Analysed(predictor, language_model(folders / "plain"))
+    assert answer.fits_memory
+    assert answer.largest_batch
+    assert answer.longest_context
+    assert answer.device_memory_mib
+    request = Request(2, 100, 60, 160)
+    fits, too_large = (analysed.memory(request._replace(batch=answer.largest_batch + more)).peak_mib for more in (0, 1))
+    assert fits <= answer.device_memory_mib < too_large
+    longest = request._replace(prompt=answer.longest_context - 60, max_length=answer.longest_context)
+    assert 0.9 * answer.device_memory_mib < analysed.memory(longest).peak_mib <= answer.device_memory_mib
+
+
+@pytest.mark.slow
+def test_a_request_that_does_not_fit(folders: Path) -> None:
+    """Said once, of the request as a whole; the warnings of single runs, which count the cache otherwise, are left out."""
+    largest = answer_of(folders / "plain", 2).largest_batch
+    assert largest
+    answer = answer_of(folders / "plain", largest + 1)
+    assert answer.fits_memory is False
+    assert answer.largest_batch == largest
+    said = [warning for warning in answer.warnings if "memory" in warning]
+    assert len(said) == 1
+    assert "it does not fit in the memory: its peak is 141" in said[0]
+
+
+def test_energy_adds_up(folders: Path) -> None:
+    energy = answer_of(folders / "half", 2).energy
+    assert energy
+    assert energy.token_j == pytest.approx(energy.request_j / 120)
+    low, high = energy.token_interval_j
+    assert low < energy.token_j < high
+    assert energy.prompt_j < energy.request_j
+
+
+@pytest.mark.slow
+def test_what_genais_loop_takes_is_added_once_it_is_known(tmp_path: Path, folders: Path) -> None:
+    """`generation_loop.json` beside what else was learned: its time is added to each token, the first too. Here nothing was
+    learned of the target's energy."""
+    shipped = next(SHIPPED.glob(f"{TARGET}*"))
+    copied = shutil.copytree(shipped, Workspace(tmp_path).predictors(shipped.name))
+    (copied / "energy.json").unlink()
+    loop = GenerationLoop(target=copied.name, genai_version="0.18.0", step_ms=0.5, sequence_ms=0.01, million_logits_ms=2.0,
+                          interval=ErrorRange(low=0.5, high=3.0, coverage=0.9))
+    files.write_json(loop_path(copied), files.with_digest(loop.model_dump(mode="json")))
+    answer = predict_llm(folders / "half", batch=2, workspace=tmp_path, prompt=100, generate=60, target=TARGET)
+    before, each = answer_of(folders / "half", 2), 0.5 + 2 * (0.01 + 2.0 * 512 / 1e6)
+    assert answer.genai_loop_ms == pytest.approx(each)
+    assert NO_LOOP not in answer.warnings
+    assert answer.ttft.ms == pytest.approx(before.ttft.ms + each)
+    assert answer.ttft.interval_ms == pytest.approx(
+        (before.ttft.interval_ms[0] + 0.5 * each, before.ttft.interval_ms[1] + 3.0 * each))
+    assert answer.request.ms == pytest.approx(before.request.ms + 60 * each)
+    assert answer.energy is None
+    assert any("no joules" in warning for warning in answer.warnings)
+
+
+def test_a_config_that_asks_for_cuda_graphs(folders: Path) -> None:
+    """Further tokens are a CUDA graph with a mask of max_length; the prompt's run is not."""
+    node_by_node, graph = answer_of(folders / "half"), answer_of(folders / "graph")
+    assert (node_by_node.cuda_graph, graph.cuda_graph) == (False, True)
+    assert graph.ttft == node_by_node.ttft
+    assert graph.tpot
+    assert node_by_node.tpot
+    assert graph.tpot.ms < node_by_node.tpot.ms
+    model = language_model(folders / "graph")
+    assert (model.step(1, 1, 100, 2048).masked, model.step(1, 100, 0, 2048).masked) == (2048, 100)
+
+
+def test_weights_may_be_missing(tmp_path: Path) -> None:
+    """With --no-weights, and the answer says so once."""
+    folder = genai_folder(tmp_path)
+    whole = answer_of(folder, generate=1)
+    (folder / "model.onnx.data").unlink()
+    without = predict_llm(folder, prompt=100, generate=1, target=TARGET, no_weights=True)
+    assert without.ttft == whole.ttft
+    assert without.memory == whole.memory
+    assert len([warning for warning in without.warnings if "its weights were not read (--no-weights)" in warning]) == 1
+    with pytest.raises(UserError, match=r"model.onnx.data"):
+        predict_llm(folder, prompt=100, generate=2, target=TARGET)
+
+
+def test_a_folder_for_another_provider_is_named(tmp_path: Path) -> None:
+    answer = answer_of(genai_folder(tmp_path, provider="cpu"), generate=1)
+    assert any("the config has it run by the cpu provider" in warning for warning in answer.warnings)
+
+
+def test_a_sweep_analyses_each_run_once(folders: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one batch share the lengths between; the largest and longest are searched once for each batch."""
+    asked: list[tuple[tuple[str, int], ...]] = []
+    record = Predictor.record
+
+    def counted(self: Predictor, source: object, dims: dict[str, int] | None = None, static: bool = False) -> object:
+        asked.extend([tuple(sorted(dims.items()))] if dims else [])
+        return record(self, source, dims, static)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Predictor, "record", counted)
+    model = language_model(folders / "half")
+    answers = predict_requests(predictor, model, [request_for(model, batch, prompt, 60) for batch in (1, 2)
+                                                  for prompt in (100, 120)])
+    assert len(asked) == len(set(asked))
+    assert [(answer.batch, answer.prompt) for answer in answers] == [(1, 100), (1, 120), (2, 100), (2, 120)]
+    for first, second in itertools.pairwise(answers):
+        assert first.ttft.ms <= second.ttft.ms or first.batch < second.batch
+
+
+def test_records_are_of_one_optimised_graph(folders: Path, predictor: Predictor) -> None:
+    model = language_model(folders / "half")
+    analysed = Analysed(predictor, model)
+    with optimized_once():
+        first, second = (analysed.record(analysed.token_step(Request(1, 100, 60, 2048), cached)) for cached in (100, 101))
+    assert first is not second
+    assert len(first.nodes) == len(second.nodes)
+    assert analysed.record(analysed.token_step(Request(1, 100, 60, 2048), 100)) is first
+
+
+def test_lengths_between_that_are_less_sure_are_left_out(folders: Path, predictor: Predictor) -> None:
+    """--measure-missing measures the start, the middle and the end only."""
+    model, request = language_model(folders / "half"), Request(1, 100, 60, 2048)
+    [(runs, _)] = predicted_runs(Analysed(predictor, model), [request], None)
+    assert list(runs.tokens) == [100, 128, 129, 158]
+
+    def with_share(cached: int, share: float) -> PredictedRun:
+        prediction = runs.tokens[cached].prediction
+        return runs.tokens[cached]._replace(prediction=prediction.model_copy(update={"time_share": {
+            "measured": share, "predicted": 0.0, "estimated": 1.0 - share}}))
+
+    measured = {cached: with_share(cached, 0.4 if cached == 128 else 1.0) for cached in request.lengths}
+    assert list(as_sure(measured, request)) == [100, 129, 158]
+    assert list(as_sure({cached: with_share(cached, 0.4) for cached in request.lengths}, request)) == request.lengths
+
+
+@pytest.mark.slow
+def test_the_command(folders: Path, tmp_path: Path) -> None:
+    """JSON, a table, a plot, objectives and exit statuses."""
+    words = ["inference/predict_llm.py", "--model", folders / "half", "--target", TARGET, "--generate", "20"]
+    table, plot = tmp_path / "sweep.csv", tmp_path / "sweep.png"
+    done = run_script(*words, "--sweep", "--batch", "1,2", "--csv", table, "--plot", plot)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == 1 + 2 * 2  # 2048 and 8192 are more than the context
+    rows = list(csv.DictReader(table.open(encoding="utf-8")))
+    assert [(row["batch"], row["prompt"]) for row in rows] == [("1", "128"), ("1", "512"), ("2", "128"), ("2", "512")]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    done = run_script(*words, "--prompt", "50", "--json", "--ttft-ms", "1e4", "--tpot-ms", "1e-6")
+    assert done.returncode == 4
+    answer = json.loads(done.stdout)[0]
+    assert {objective["objective"]: objective["met"] for objective in answer["objectives"]} == {"ttft": True, "tpot": False}
+    done = run_script(*words, "--prompt", "50", "--tpot-ms", "1e4", "--fail-on-rough")
+    assert done.returncode == 3
+    assert "meets 10000 ms by" in done.stdout
+    assert "largest batch" in done.stdout
+
+
+@pytest.mark.parametrize(("options", "status", "message"), [
+    (["--prompt", "0"], 2, "--prompt: '0' is not a whole number, 1 or more"),
+    (["--prompt", "4000"], 1, "are more than its context, 2048"),
+    (["--generate", "1", "--tpot-ms", "3"], 2, "--tpot-ms: a request for one token has no further ones"),
+    (["--plot", "x.txt"], 2, "x.txt: a .png, .svg or .pdf"),
+    (["--measure-missing", "--strict"], 2, "--measure-missing: measured times are not looked up with --strict"),
+    (["--dim", "batch_size=2,3"], 1, "this command takes one size, not 2"),
+    (["--measure-missing"], 1, "can only be measured on such a machine")])
+def test_wrong_options(options: list[str], status: int, message: str, folders: Path) -> None:
+    done = run_script("inference/predict_llm.py", "--model", folders / "half", "--target", TARGET, *options)
+    assert (done.returncode, message in done.stderr) == (status, True), done.stderr
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"model": None}, "model=None: give the path"), ({"decode": 3}, "decode=3: give the path"),
+    ({"dims": {"x": "y"}}, "dims: x='y'"), ({"batch": 0}, "batch=0: a whole number"), ({"target": 5}, "target=5"),
+    ({"host_pace": 100.0}, "host pace 100")])
+def test_wrong_arguments(wrong: dict[str, Any], message: str, folders: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        predict_llm(**{"model": folders / "half", "prompt": 8, "generate": 1, "target": TARGET, **wrong})
+
+
+def test_the_api_is_named_beside_predict() -> None:
+    """Asked of the package itself: importing the script of this name, as only tests do, hides the function."""
+    assert inference.__getattr__("predict_llm") is predict_llm
+    assert {"predict_llm", "LlmPrediction"} <= set(inference.__all__)

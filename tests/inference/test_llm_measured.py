@@ -1,0 +1,33 @@
+"""A language model's kernels measured on this machine: at three lengths of the cache, between which times are interpolated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command import run_script
+from decoder_models import TINY, genai_folder
+
+from inference.llm.predicting import predict_llm
+from runtimes import local_target
+
+pytestmark = [pytest.mark.slow, pytest.mark.measuring]
+TARGET = local_target("cpu").name
+
+
+def test_kernels_are_measured_at_three_lengths(tmp_path: Path) -> None:
+    folder = genai_folder(tmp_path / "model", replace(TINY, layers=1), "int4-fp32", "cpu")
+    workspace = tmp_path / "out"
+    workspace.mkdir()
+    done = run_script("inference/predict_llm.py", "--workspace", workspace, "--model", folder, "--target", TARGET,
+                      "--prompt", "20", "--generate", "60", "--measure-missing")
+    assert done.returncode == 0, done.stderr
+    answer = predict_llm(folder, prompt=20, generate=60, workspace=workspace, target=TARGET)
+    assert answer.token_share
+    assert min(answer.prompt_share["measured"], answer.token_share["measured"]) > 0.98
+    assert {20, 49, 78} <= {token.cached for token in answer.tokens}
+    assert answer.tpot
+    assert 0.0 < answer.tpot.ms < answer.ttft.ms
+    assert answer.energy is None
+    assert any("does not say how many threads" in warning for warning in answer.warnings)

@@ -1,0 +1,1 @@
+"""What is learned of language models beyond their runs."""

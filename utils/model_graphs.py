@@ -1,0 +1,280 @@
+"""An ONNX model's graph without its large tensors: each of them stays where it is, and is read only if somebody asks for it.
+
+ONNX lets a tensor refer to a place in a file. So a large tensor inside the model's own file becomes one that refers to its
+place there, and what is left is small, whatever the size of the model. ONNX Runtime maps such tensors into memory, and reads
+those that an optimiser needs.
+
+A tensor whose values are missing, or do not matter, is *hollow*: it refers to a file of zeros that consists of holes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from utils.errors import UserError
+from utils.lazy import onnx
+from utils.model_files import (
+    DEEPEST,
+    SHOWN,
+    check_plain_file,
+    every_tensor,
+    external_files,
+    locations,
+    place_in_file,
+    tensor_bytes,
+    with_values,
+)
+from utils.ort_sessions import model_errors
+from utils.wire_format import BYTES, Field, fields, with_contents
+
+LARGE_BYTES = 1024  # a tensor of more bytes is left where it is
+MOST_BYTES = 2**31 - 1  # of a file that ONNX Runtime loads
+MOST_TENSOR_BYTES = 1 << 40
+MOST_LOADED_BYTES = 1 << 30  # of weights that a GPU loads only to show its graph: its session loads all before it saves that
+ZEROS = "hase.zeros"  # the name of the file to which hollow tensors refer
+# The messages that may hold tensors: by the number of a field, the message in it (onnx.proto).
+HOLDS = {
+    "model": {7: "graph", 25: "function"}, "graph": {1: "node", 5: "tensor"}, "function": {7: "node"},
+    "node": {5: "attribute"}, "attribute": {6: "graph", 11: "graph"}, "Constant": {5: "constant"}, "constant": {5: "tensor"},
+}
+OP_TYPE = 4  # of a node
+# The fields of a tensor that hold numbers as they are in memory, and the type for which each does; "": for all types.
+PLAIN_DATA = {9: "", 4: "FLOAT", 10: "DOUBLE"}
+
+
+@functools.cache
+def root() -> Path:
+    """The folder to which the locations of tensors are relative: that of all folders, on the drive of temporary files."""
+    return Path(Path(tempfile.gettempdir()).absolute().anchor)
+
+
+def at_root() -> dict[str, str]:
+    """The entry with which a session of a model in memory finds its tensors there."""
+    return {"session.model_external_initializers_file_folder_path": str(root())}
+
+
+def read_graph(model: Path, missing_ok: bool = False) -> onnx.ModelProto:
+    """The model in a file. Its large tensors refer to their places in files, relative to `root()`; small ones are in memory.
+
+    Args:
+        model: an ONNX file.
+        missing_ok: whether files of its weights may be missing; tensors in them are then hollow.
+
+    Raises:
+        UserError: it is missing, no plain file, or no ONNX model; or a file of its weights is missing, not a plain file,
+            outside the model's folder, or too short; or shapes may depend on values in a file that is missing.
+    """
+    proto = read_as_written(model)
+    find_tensors(proto, model, missing_ok)
+    return proto
+
+
+def read_saved(path: Path) -> onnx.ModelProto:
+    """Like `read_graph`, for what a session saved of such a graph: its tensors lie where they lay, in the new file, or beside
+    it."""
+    proto = read_as_written(path)
+    for tensor in every_tensor(proto):
+        for written in (path, weights_beside(path)):
+            if locations(tensor) == [written.name]:
+                refer(tensor, location_of(written), *place_in_file(tensor, written))
+    return proto
+
+
+def weights_beside(path: Path) -> Path:
+    """The file in which a session saves weights beside a graph, if it does."""
+    return path.with_name(f"{path.name}.weights")
+
+
+def weight_files(model: Path, missing_ok: bool = False) -> list[Path]:
+    """The files besides its own that hold the weights of an ONNX file, each checked.
+
+    Args:
+        model: the ONNX file.
+        missing_ok: whether files may be missing; they are among the result.
+
+    Raises:
+        UserError: as `read_graph`.
+    """
+    return external_files(model, read_as_written(model), missing_ok)
+
+
+def find_tensors(proto: onnx.ModelProto, model: Path, missing_ok: bool = False) -> None:
+    """Looks for the tensors of a model that lie in files, and changes `proto`: large ones then refer to a place relative to
+    `root()`, and the values of small ones are read.
+
+    Args:
+        proto: the model.
+        model: its file; for a model in memory a name without folder.
+        missing_ok: as for `read_graph`.
+
+    Raises:
+        UserError: as `read_graph`.
+    """
+    external_files(model, proto, missing_ok)
+    for tensor in every_tensor(proto):
+        for location in locations(tensor):
+            path = model.parent / location
+            if missing_ok and not path.exists():
+                _check_not_needed(tensor, path)
+                hollow(tensor)
+                continue
+            offset, length = place_in_file(tensor, path)
+            if length > LARGE_BYTES and can_be_named(path.absolute()):
+                refer(tensor, location_of(path), offset, length)
+            else:
+                tensor.CopyFrom(with_values(tensor, model.parent))
+
+
+def _check_not_needed(tensor: onnx.TensorProto, path: Path) -> None:
+    """Checks that shapes and fusions don't depend on the values of a tensor that is missing: it is large, or holds no single
+    number, no indices and no conditions.
+
+    Raises:
+        UserError: they may.
+    """
+    types = onnx.TensorProto
+    decides = math.prod(tensor.dims) <= 1 or tensor.data_type in (types.INT32, types.INT64, types.BOOL)
+    if decides and tensor_bytes(tensor) <= LARGE_BYTES:
+        raise UserError(f"{path}: no such file; what the model computes depends on its {tensor.name[:SHOWN]}, so that nothing "
+                        "can be said without it")
+
+
+def can_be_named(path: Path) -> bool:
+    """Whether a model can name an absolute path: it is UTF-8, and on the drive of temporary files."""
+    try:
+        return bool(str(path).encode()) and path.anchor == root().anchor
+    except UnicodeEncodeError:
+        return False
+
+
+def location_of(path: Path) -> str:
+    """The path of a file, relative to `root()`."""
+    return str(path.absolute().relative_to(root()))
+
+
+def refer(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> None:
+    """Makes a tensor one whose values lie in a file."""
+    for name in ("raw_data", "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "external_data"):
+        tensor.ClearField(name)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, text in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=text)
+
+
+def hollow(tensor: onnx.TensorProto) -> None:
+    """Makes a tensor of zeros out of one, with the same type and shape. `put_zeros` makes their file."""
+    refer(tensor, ZEROS, 0, tensor_bytes(tensor))
+
+
+def bytes_in_files(proto: onnx.ModelProto) -> int:
+    """The bytes of a model's tensors that lie in files; each reference counts."""
+    return sum(tensor_bytes(tensor) for tensor in every_tensor(proto) if locations(tensor))
+
+
+def is_hollow(tensor: onnx.TensorProto) -> bool:
+    return any(Path(location).name == ZEROS for location in locations(tensor))
+
+
+def put_zeros(proto: onnx.ModelProto, folder: Path) -> None:
+    """Makes the hollow tensors of a model refer to a file in a folder, which is made, or extended, as far as it is needed.
+
+    Raises:
+        UserError: a tensor is larger than any file may be.
+    """
+    path = folder / ZEROS
+    tensors = list(filter(is_hollow, every_tensor(proto)))
+    for tensor in tensors:
+        refer(tensor, location_of(path), 0, tensor_bytes(tensor))
+    needed = max(map(tensor_bytes, tensors), default=0)
+    if needed > MOST_TENSOR_BYTES:
+        raise UserError(f"the model has a weight of {needed / 2**40:.3g} TiB")
+    if needed > (path.stat().st_size if path.exists() else 0):
+        with path.open("ab") as file:
+            file.truncate(needed)
+
+
+def values_of(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    """A tensor of a graph that `read_graph` read, with its values in memory.
+
+    Raises:
+        UserError: its file is too short, or it is not valid.
+    """
+    return with_values(tensor, root())
+
+
+def read_as_written(model: Path) -> onnx.ModelProto:
+    """The model in a file, whose large tensors refer to their places in it; those in other files are as the model says.
+
+    Raises:
+        UserError: it is missing, no plain file, or no ONNX model.
+    """
+    check_plain_file(model)
+    if model.stat().st_size > MOST_BYTES:
+        raise UserError(f"{model}: larger than 2 GiB, which no ONNX file may be; save the model with its weights in a separate "
+                        "file")
+    with model_errors(str(model)):
+        return onnx.ModelProto.FromString(_without_large_tensors(model))
+
+
+def _without_large_tensors(model: Path) -> bytes:
+    """The contents of an ONNX file, with its large tensors referring to their places in it."""
+    if not model.stat().st_size:
+        return b""
+    with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+        try:
+            return b"".join(_shortened(view, 0, len(view), "model", model.name, 0))
+        except ValueError:  # damaged: let protobuf say so
+            return bytes(view)
+
+
+def _shortened(content: memoryview, begin: int, end: int, kind: str, location: str, depth: int) -> Iterator[bytes]:
+    """The parts of a message without the values of its large tensors. `depth`: in how many graphs it lies.
+
+    Raises:
+        ValueError: there is no message.
+    """
+    taken = begin
+    if kind == "node" and any(part.number == OP_TYPE and content[part.contents:part.end] == b"Constant"
+                              for part in fields(content, begin, end)):
+        kind = "Constant"
+    holds = HOLDS[kind]
+    for part in fields(content, begin, end):
+        inner = holds.get(part.number) if part.wire == BYTES else None
+        if inner is None or part.end - part.contents <= LARGE_BYTES or depth > DEEPEST:
+            continue
+        if inner == "tensor":
+            made = _reference(content, part.contents, part.end, location)
+        else:
+            made = b"".join(_shortened(content, part.contents, part.end, inner, location, depth + (inner == "graph")))
+        yield bytes(content[taken:part.begin])
+        yield with_contents(part.number, made)
+        taken = part.end
+    yield bytes(content[taken:end])
+
+
+def _reference(content: memoryview, begin: int, end: int, location: str) -> bytes:
+    """A tensor in a file as one that refers to its values there; as it is where they are few, or not as many as it says.
+
+    Raises:
+        ValueError: there is no message.
+    """
+    about: list[Field] = []
+    data: list[Field] = []
+    for part in fields(content, begin, end):
+        (data if part.wire == BYTES and part.number in PLAIN_DATA else about).append(part)
+    tensor = onnx.TensorProto.FromString(b"".join(bytes(content[part.begin:part.end]) for part in about))
+    if len(data) == 1 and not locations(tensor):
+        kind, length = PLAIN_DATA[data[0].number], data[0].end - data[0].contents
+        try:
+            fits = length == tensor_bytes(tensor) and kind in ("", onnx.TensorProto.DataType.Name(tensor.data_type))
+        except (UserError, ValueError):  # an unknown type, which is found later
+            fits = False
+        if fits and length > LARGE_BYTES:
+            refer(tensor, location, data[0].contents, length)
+            return bytes(tensor.SerializeToString())
+    return bytes(content[begin:end])
