@@ -13,7 +13,7 @@ from kernel_model.kernel_sampler import footprint_mib, sample_free
 from kernel_model.sampling.draws import on_cuda
 from kernel_model.sampling.free_shapes import language
 from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, Generator, indices, kernel, tensor
-from kernel_model.sampling.free_shapes.table import LANGUAGE, Draw, draw_free_kernel
+from kernel_model.sampling.free_shapes.table import LANGUAGE, Draw, draw_free_kernel, on_cpu
 from records.attention import attended_by, with_lengths
 from records.kernel_record import Kernel
 from runtimes.ort.building.kernel_models import (
@@ -44,9 +44,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small_draw(draw: Draw, dtype: str, generator: Generator) -> Kernel:
-    """A kernel that is small enough for a test."""
+    """A kernel that is small enough for a test, and that the CPU provider has."""
     return next(kernel for kernel in (draw(dtype, 2, generator) for _ in range(400))
-                if footprint_mib(kernel) < 64 and kernel.flops < 2e9)
+                if footprint_mib(kernel) < 64 and kernel.flops < 2e9 and on_cpu(kernel))
 
 
 @pytest.mark.parametrize("draw", [draw for draw, _ in LANGUAGE if draw is not language.packed_attention])
