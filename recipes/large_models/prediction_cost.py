@@ -1,7 +1,8 @@
 """How long a prediction of a large language model takes, and how much memory: for 1, 8 and 70 billion parameters.
 
 Writes the graphs of decoders as onnxruntime-genai's builder writes them, with weights in a file that takes no disk, and
-predicts one token with predict_model_latency.py. The memory is that of all processes of the command together, at its peak.
+predicts one token with predict_model_latency.py. The memory is that of all processes of the command together, at its peak, and
+so are the seconds of a processor, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -36,9 +38,10 @@ PAST = 1024  # tokens before the one that is predicted
 
 
 class Cost(NamedTuple):
-    """What a command took: seconds, and MiB at its peak; and what it printed."""
+    """What a command took: seconds, those of a processor, and MiB at its peak; and what it printed."""
 
     seconds: float
+    processor_s: float
     peak_mib: float
     printed: str
 
@@ -49,7 +52,7 @@ def cost_of(command: Sequence[str]) -> Cost:
     Raises:
         UserError: it failed; with its own message.
     """
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), os.times()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     root, peak = psutil.Process(process.pid), 0
     while process.poll() is None:
@@ -59,7 +62,9 @@ def cost_of(command: Sequence[str]) -> Cost:
     printed, complaints = process.communicate()
     if process.returncode:
         raise UserError(complaints.strip().removeprefix("error: "))
-    return Cost(seconds, peak / 2**20, printed)
+    now = os.times()
+    processor_s = now.children_user + now.children_system - worked.children_user - worked.children_system
+    return Cost(seconds, processor_s, peak / 2**20, printed)
 
 
 def held_bytes(root: psutil.Process) -> int:
@@ -87,6 +92,7 @@ def row(name: str, size: DecoderSize, precision: Precision, target: str, no_weig
     predicted = json.loads(costs[0].printed)[0]
     return {"parameters": name, "weights": precision, "size (GB)": gigabytes,
             "prediction (s)": summarize([cost.seconds for cost in costs]).median_ms,
+            "of a processor (s)": summarize([cost.processor_s for cost in costs]).median_ms,
             "memory (MiB)": max(cost.peak_mib for cost in costs), "predicted (ms)": predicted["latency_ms"],
             "predicted weights (MiB)": predicted["memory"]["weights_mib"]}
 
