@@ -25,8 +25,8 @@ import numpy as np
 
 from measuring.gpu_trace import GpuRun, in_range, read, record_ranges
 from measuring.metrics import nvml
-from records.generations import REMEDY, Generation, StepEnergy, TracedStep
 from recipes.llm.networks import NETWORKS_FILE, measured_file, read_networks
+from records.generations import REMEDY, Generation, StepEnergy, TracedStep
 from runtimes.ort.probes import measure_pace
 from utils import cli, files
 from utils.errors import UserError
