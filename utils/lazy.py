@@ -58,8 +58,9 @@ if TYPE_CHECKING:
     import tvm_ffi
     import xgboost
 
-__all__ = ["ai3", "matplotlib", "multiprocessing", "networkx", "onnx", "onnxruntime", "openvino", "pandas", "pynvml",
-           "requests", "rich", "scipy", "sklearn", "torch", "torchvision", "tvm", "tvm_ffi", "xgboost"]
+__all__ = ["ai3", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai",
+           "openvino", "pandas", "pynvml", "requests", "rich", "scipy", "sklearn", "torch", "torchvision", "transformers", "tvm",
+           "tvm_ffi", "xgboost"]
 
 
 class LazyPackage:

@@ -1,8 +1,7 @@
-"""Builds language models with random weights as people deploy them, with onnxruntime-genai's own builder. Nothing is downloaded.
+"""Builds language models with random weights as people deploy them, with the builder of onnxruntime-genai. Downloads nothing.
 
 Reads networks.yaml. Writes a folder for each network and precision: `<workspace>/llm/models/<network>-<precision>`. Folders
-that are there are kept. Needs transformers, onnx_ir and the package onnxruntime-genai (or onnxruntime-genai-cuda), of which
-only the builder's Python files are used.
+that are there are kept. Needs requirements-llm.txt, of which only the builder's Python files are used here.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 from recipes.llm.networks import NETWORKS_FILE, PRECISIONS, LanguageNetwork, model_folder, read_networks
 from utils import cli
 from utils.errors import UserError
+from utils.lazy import onnx_ir, torch, transformers
 from utils.logger import get_logger
 
 EXAMPLES = """
@@ -41,9 +41,6 @@ log = get_logger("llm")
 
 def random_network(config: Any) -> Any:
     """The network of a config of transformers, with random weights of half precision."""
-    import torch
-    import transformers
-
     torch.manual_seed(0)
     with torch.device("meta"):
         network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
@@ -70,11 +67,8 @@ def build(network: LanguageNetwork, precision: str, device: str, folder: Path) -
     """
     spec = importlib.util.find_spec("onnxruntime_genai")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("the builder of onnxruntime-genai is not installed: pip install onnxruntime-genai==0.18.0 transformers")
+        raise UserError("the builder of onnxruntime-genai is not installed; requirements-llm.txt says how")
     sys.path.insert(0, str(Path(spec.submodule_search_locations[0]) / "models"))
-    import onnx_ir
-    import transformers
-
     builders = importlib.import_module("builders")
     config = getattr(transformers, network.config)(**network.sizes, **IDS)
     config.architectures = [network.config.removesuffix("Config") + "ForCausalLM"]

@@ -1,8 +1,8 @@
 """Measures language models with onnxruntime-genai: time to first token, time per token, memory, energy, and what the GPU does.
 
 For each model of `<workspace>/llm/models` and each point of networks.yaml (batch, length of the prompt) it runs some requests
-after a warm-up, then single steps under the profiler, and two points long enough for the energy of a token. Each point is a
-line of `<workspace>/llm/measured/<model>.jsonl`, its traced steps one of `<model>.steps.jsonl`. Points that are there are kept.
+after a warm-up, then single steps under the profiler, and two points long enough for the energy of a token. Writes a line for
+each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to `<model>.steps.jsonl`. Points that are there are kept.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda, machine
 from utils.lazy import onnxruntime, pynvml
+from utils.lazy import onnxruntime_genai as genai
 from utils.logger import get_logger
 
 EXAMPLES = """
@@ -56,9 +57,9 @@ class Requests:
         cache: the length of the cache.
     """
 
-    def __init__(self, genai: Any, model: Any, settings: Mapping[str, Any], batch: int, prompt: int, generate: int) -> None:
+    def __init__(self, model: Any, settings: Mapping[str, Any], batch: int, prompt: int, generate: int) -> None:
         """`settings` are those of the model in its genai_config.json."""
-        self._genai, self._model = genai, model
+        self._model = model
         window = settings["decoder"].get("sliding_window", {}).get("window_size", 0)
         self.cache = max(prompt + generate, window) + 1  # a cache that is shorter than the window is refused
         self._tokens = np.random.default_rng(0).integers(3, settings["vocab_size"], (batch, prompt)).astype(np.int32)
@@ -67,7 +68,7 @@ class Requests:
 
     def create(self) -> Any:
         """A generator with its cache."""
-        return self._genai.Generator(self._model, self._params)
+        return genai.Generator(self._model, self._params)
 
     def first(self, generator: Any) -> None:
         """Takes the prompt and makes the first token."""
@@ -173,7 +174,8 @@ def measure(requests: Requests, generate: int, idle_mib: float) -> dict[str, Any
         for request in range(1 + REQUESTS):
             generator, created_ms = timed_ms(requests.create)
             taken_ms = timed_ms(partial(requests.first, generator))[1]
-            tokens_ms = tuple(timed_ms(partial(requests.token, generator))[1] for _ in range(generate if request else WARM_TOKENS))
+            tokens_ms = tuple(timed_ms(partial(requests.token, generator))[1]
+                              for _ in range(generate if request else min(WARM_TOKENS, generate)))
             if request:  # the first one only warms up
                 create_ms.append(created_ms)
                 first_ms.append(taken_ms)
@@ -215,7 +217,6 @@ def measure_model(path: Path, points: Sequence[tuple[int, int]], generate: int, 
         return len(points)
     if device == "cuda":
         onnxruntime.preload_dlls()  # genai uses the libraries that this loads
-    import onnxruntime_genai as genai
 
     settings = files.read_json(path / "genai_config.json")["model"]
     family, _, precision = path.name.rpartition("-")
@@ -229,11 +230,11 @@ def measure_model(path: Path, points: Sequence[tuple[int, int]], generate: int, 
     for batch, prompt in points:
         if time.monotonic() > ends_s:
             break
-        requests, steps = Requests(genai, model, settings, batch, prompt, generate), []
+        requests, steps = Requests(model, settings, batch, prompt, generate), []
         try:
             measured = measure(requests, generate, idle_mib)
             if device == "cuda" and (batch, prompt) in ENERGY_POINTS:
-                measured |= energies(Requests(genai, model, settings, batch, prompt, ENERGY_TOKENS))
+                measured |= energies(Requests(model, settings, batch, prompt, ENERGY_TOKENS))
             if device == "cuda":
                 steps = [step_record(run, number, path.name, batch, prompt) for number, run in enumerate(traced(requests))]
         except (RuntimeError, MemoryError) as error:  # genai's errors, such as too little memory
