@@ -2,7 +2,8 @@
 
 For each model of `<workspace>/llm/models` and each point of networks.yaml (batch, length of the prompt) it runs some requests
 after a warm-up, then single steps under the profiler, and two points long enough for the energy of a token. Writes a line for
-each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to `<model>.steps.jsonl`. Points that are there are kept.
+each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to `<model>.steps.jsonl`. Points that are there are
+kept.
 """
 
 from __future__ import annotations
