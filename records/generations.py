@@ -68,6 +68,31 @@ class Generation(Frozen):
     taken: datetime
 
 
+class GenerationMemory(Frozen):
+    """Memory of the device that one request takes, in a process that ran nothing before it.
+
+    Attributes:
+        model, batch, prompt, generated, cache: as of a `Generation`.
+        context_mib: held once ONNX Runtime has a CUDA context, with a session of one small node.
+        weights_mib: held by the loaded model, beyond that.
+        peak_mib: the largest while the request ran, beyond the context.
+        failed: why there is none; "" where there is.
+        machine, taken: as of a `Generation`.
+    """
+
+    model: str
+    batch: int
+    prompt: int
+    generated: int
+    cache: int
+    context_mib: float = 0.0
+    weights_mib: float = 0.0
+    peak_mib: float = 0.0
+    failed: str = ""
+    machine: Machine
+    taken: datetime
+
+
 class TracedStep(Frozen):
     """What the GPU did in one step: its kernels, copies and fills in the order of their launches.
 

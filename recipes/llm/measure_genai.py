@@ -2,8 +2,9 @@
 
 For each model of `<workspace>/llm/models` and each point of networks.yaml (batch, length of the prompt) it runs some requests
 after a warm-up, then single steps under the profiler, and two points long enough for the energy of a token. Writes a line for
-each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to `<model>.steps.jsonl`. Points that are there are
-kept.
+each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to `<model>.steps.jsonl`. With --memory it writes
+the memory of single requests to `<model>.memory.jsonl` instead, each in a new process, since ONNX Runtime gives no memory back.
+Points that are there are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -26,19 +28,21 @@ import numpy as np
 
 from measuring.gpu_trace import GpuRun, in_range, read, record_ranges
 from measuring.metrics import nvml
-from recipes.llm.networks import NETWORKS_FILE, measured_file, read_networks
-from records.generations import REMEDY, Generation, StepEnergy, TracedStep
-from runtimes.ort.probes import measure_pace
+from recipes.llm.networks import NETWORKS_FILE, LanguageNetworks, Point, measured_file, model_folder, read_networks
+from records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep
+from runtimes.ort.probes import host_probe, measure_pace
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda, machine
-from utils.lazy import onnxruntime, pynvml
+from utils.lazy import multiprocessing, onnxruntime, pynvml
 from utils.lazy import onnxruntime_genai as genai
 from utils.logger import get_logger
+from utils.paths import Workspace
 
 EXAMPLES = """
 python recipes/llm/measure_genai.py --workspace out/llm
 python recipes/llm/measure_genai.py --workspace out/llm --model llama-int4 --at-most-s 120
+python recipes/llm/measure_genai.py --workspace out/llm --memory
 """
 REQUESTS = 3
 WARM_TOKENS = 4
@@ -186,52 +190,59 @@ def measure(requests: Requests, generate: int, idle_mib: float) -> dict[str, Any
             "peak_mib": round(largest[0] - idle_mib, 1)}
 
 
-def main() -> int:
-    parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--networks", type=Path, default=NETWORKS_FILE, metavar="FILE", help="default: networks.yaml")
-    parser.add_argument("--model", action="append", default=[], metavar="NAME",
-                        help="the name of one folder (repeatable; default: all)")
-    parser.add_argument("--at-most-s", type=cli.positive, default=float("inf"), metavar="S",
-                        help="begin no point later than this (default: measure all)")
-    args = parser.parse_args()
-    workspace, networks = cli.start(args), read_networks(args.networks)
-    folder, device = workspace.root / "llm" / "models", "cuda" if has_cuda() else "cpu"
-    models = sorted(path for path in folder.glob("*-*") if (path / "genai_config.json").is_file()
-                    and (not args.model or path.name in args.model))
-    if not models:
-        raise UserError(f"{folder}: no models; build some: python recipes/llm/make_models.py")
-    ends_s, missed = time.monotonic() + args.at_most_s, 0
-    for path in models:
-        done = {(point.batch, point.prompt)
-                for point in files.read_records(measured_file(workspace, path.name), Generation, REMEDY)}
-        left = [point for point in networks.points if point not in done]
-        missed += measure_model(path, left, networks.generate, device, workspace, ends_s)
-    if missed:
-        log.warning("%d points are left for another run", missed)
-    return 0
-
-
-def measure_model(path: Path, points: Sequence[tuple[int, int]], generate: int, device: str, workspace: Any,
-                  ends_s: float) -> int:
-    """Measures points of one model while there is time; returns how many are left."""
-    if not points or time.monotonic() > ends_s:
-        return len(points)
+def loaded(path: Path, device: str) -> tuple[Any, dict[str, Any]]:
+    """A model, and its settings in genai_config.json."""
     if device == "cuda":
         onnxruntime.preload_dlls()  # genai uses the libraries that this loads
+    return genai.Model(str(path)), files.read_json(path / "genai_config.json")["model"]
 
-    settings = files.read_json(path / "genai_config.json")["model"]
+
+def memory_of(path: Path, point: Point, generate: int, device: str) -> dict[str, Any]:
+    """The fields of a `GenerationMemory` that are measured, in a process that ran nothing before."""
+    before_mib = used_mib()
+    host_probe(device)
+    context_mib = used_mib() - before_mib
+    model, settings = loaded(path, device)
+    weights_mib = used_mib() - before_mib - context_mib
+    requests = Requests(model, settings, *point, generate)
+    with largest_memory_mib() as largest:
+        generator = requests.create()
+        requests.first(generator)
+        for _ in range(generate):
+            requests.token(generator)
+    return {"cache": requests.cache, "context_mib": round(context_mib, 1), "weights_mib": round(weights_mib, 1),
+            "peak_mib": round(largest[0] - before_mib - context_mib, 1)}
+
+
+def measure_memory(path: Path, points: Iterable[Point], generate: int, device: str, out: Path) -> None:
+    """Measures the memory of points of one model, one process after another."""
+    for batch, prompt in points:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            try:
+                measured = pool.submit(memory_of, path, (batch, prompt), generate, device).result()
+            except (RuntimeError, MemoryError) as error:  # genai's errors, or the process died
+                measured = {"failed": failure_text(error), "cache": 0}
+        files.append_records(out, [GenerationMemory(model=path.name, batch=batch, prompt=prompt, generated=generate,
+                                                    machine=machine(device), taken=datetime.now(UTC), **measured)])
+        said = measured.get("failed") or f"peak {measured['peak_mib']:.0f} MiB"
+        print(f"{path.name}\t{batch}\t{prompt}\t{said}", flush=True)
+
+
+def failure_text(error: BaseException) -> str:
+    """The start of an error's message."""
+    return str(error)[:500] or type(error).__name__
+
+
+def measure_times(path: Path, points: Iterable[Point], generate: int, device: str, out: Path) -> None:
+    """Measures points of one model, one after another in this process."""
     family, _, precision = path.name.rpartition("-")
     pace = [measure_pace(device, PACE_S).probe_us] if device == "cuda" else []
     idle_mib = used_mib()
-    model, loaded_ms = timed_ms(lambda: genai.Model(str(path)))
+    (model, settings), loaded_ms = timed_ms(lambda: loaded(path, device))
     weights_mib = used_mib() - idle_mib
     log.info("%s: loaded in %.1f s", path.name, loaded_ms / 1e3)
-    out, left = measured_file(workspace, path.name), len(points)
-    out.parent.mkdir(parents=True, exist_ok=True)
     for batch, prompt in points:
-        if time.monotonic() > ends_s:
-            break
-        requests, steps = Requests(model, settings, batch, prompt, generate), []
+        requests, steps = Requests(model, settings, batch, prompt, generate), list[TracedStep]()
         try:
             measured = measure(requests, generate, idle_mib)
             if device == "cuda" and (batch, prompt) in ENERGY_POINTS:
@@ -239,7 +250,7 @@ def measure_model(path: Path, points: Sequence[tuple[int, int]], generate: int, 
             if device == "cuda":
                 steps = [step_record(run, number, path.name, batch, prompt) for number, run in enumerate(traced(requests))]
         except (RuntimeError, MemoryError) as error:  # genai's errors, such as too little memory
-            measured = {"failed": str(error)[:500] or type(error).__name__}
+            measured = {"failed": failure_text(error)}
         if device == "cuda":
             pace.append(measure_pace(device, PACE_S).probe_us)
         files.append_records(out, [Generation(
@@ -248,13 +259,62 @@ def measure_model(path: Path, points: Sequence[tuple[int, int]], generate: int, 
             taken=datetime.now(UTC), **measured)])
         if steps:
             files.append_records(out.with_name(f"{path.name}.steps.jsonl"), steps)
-        left -= 1
         if "failed" in measured:
             log.error("%s: batch %d, prompt %d: %s", path.name, batch, prompt, measured["failed"])
         else:
             print(f"{path.name}\t{batch}\t{prompt}\tfirst {np.median(measured['first_ms']):.2f} ms\t"
                   f"token {np.median(measured['token_ms']):.3f} ms\tpeak {measured['peak_mib']:.0f} MiB", flush=True)
-    return left
+
+
+def work_of(workspace: Workspace, names: Sequence[str], networks: LanguageNetworks, memory: bool) -> dict[Path, list[Point]]:
+    """The points of each model that are not measured yet, by its folder.
+
+    Raises:
+        UserError: there is no model.
+    """
+    folder = model_folder(workspace, "", "").parent
+    models = sorted(path for path in folder.glob("*-*") if (path / "genai_config.json").is_file()
+                    and (not names or path.name in names))
+    if not models:
+        raise UserError(f"{folder}: no models; build some: python recipes/llm/make_models.py")
+    schema, points = (GenerationMemory, networks.memory_points) if memory else (Generation, networks.points)
+    work = {}
+    for path in models:
+        records: list[Any] = files.read_records(measured_file(workspace, path.name, memory), schema, REMEDY)
+        done = {(point.batch, point.prompt) for point in records}
+        work[path] = [point for point in points if point not in done]
+    return work
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--networks", type=Path, default=NETWORKS_FILE, metavar="FILE", help="default: networks.yaml")
+    parser.add_argument("--model", action="append", default=[], metavar="NAME",
+                        help="the name of one folder (repeatable; default: all)")
+    parser.add_argument("--memory", action="store_true", help="measure memory, not times")
+    parser.add_argument("--at-most-s", type=cli.positive, default=float("inf"), metavar="S",
+                        help="begin no point later than this (default: measure all)")
+    args = parser.parse_args()
+    workspace, networks = cli.start(args), read_networks(args.networks)
+    device, ends_s, begun = "cuda" if has_cuda() else "cpu", time.monotonic() + args.at_most_s, 0
+    work = work_of(workspace, args.model, networks, args.memory)
+
+    def in_time(points: Iterable[Point]) -> Iterator[Point]:
+        nonlocal begun
+        for point in points:
+            if time.monotonic() > ends_s:
+                return
+            begun += 1
+            yield point
+
+    for path, points in work.items():
+        if points and time.monotonic() < ends_s:
+            out = measured_file(workspace, path.name, args.memory)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            (measure_memory if args.memory else measure_times)(path, in_time(points), networks.generate, device, out)
+    if missed := sum(map(len, work.values())) - begun:
+        log.warning("%d points are left for another run", missed)
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import PositiveInt
 
@@ -14,7 +14,7 @@ from utils.paths import Workspace
 
 NETWORKS_FILE = Path(__file__).with_name("networks.yaml")
 PRECISIONS = ("fp16", "int4", "bf16")
-Precision = Literal["fp16", "int4", "bf16", "fp32"]
+Point = tuple[PositiveInt, PositiveInt]
 
 
 class LanguageNetwork(Frozen):
@@ -37,11 +37,13 @@ class LanguageNetworks(Frozen):
     Attributes:
         networks: by name, which is also their family.
         points: batch and length of the prompt, in tokens.
+        memory_points: those of which memory is measured, in a process of its own each.
         generate: tokens after the prompt.
     """
 
     networks: dict[str, LanguageNetwork]
-    points: tuple[tuple[PositiveInt, PositiveInt], ...]
+    points: tuple[Point, ...]
+    memory_points: tuple[Point, ...]
     generate: PositiveInt
 
     def chosen(self, names: list[str]) -> dict[str, LanguageNetwork]:
@@ -69,6 +71,6 @@ def model_folder(workspace: Workspace, name: str, precision: str) -> Path:
     return workspace.root / "llm" / "models" / f"{name}-{precision}"
 
 
-def measured_file(workspace: Workspace, model: str) -> Path:
-    """What was measured of a model: a line a point."""
-    return workspace.root / "llm" / "measured" / f"{model}.jsonl"
+def measured_file(workspace: Workspace, model: str, memory: bool = False) -> Path:
+    """What was measured of a model, its times or its memory: a line a point."""
+    return workspace.root / "llm" / "measured" / f"{model}{'.memory' if memory else ''}.jsonl"

@@ -10,7 +10,7 @@ from command import run_script
 from optional_packages import needs
 
 from recipes.llm.networks import NETWORKS_FILE, measured_file, model_folder, read_networks
-from records.generations import REMEDY, Generation
+from records.generations import REMEDY, Generation, GenerationMemory
 from utils import files
 from utils.paths import Workspace
 
@@ -24,6 +24,7 @@ networks:
     sizes: {num_hidden_layers: 2, hidden_size: 64, intermediate_size: 96, num_attention_heads: 4, num_key_value_heads: 2,
             vocab_size: 512, max_position_embeddings: 128}
 points: [[1, 8], [2, 4]]
+memory_points: [[1, 8]]
 generate: 3
 """
 
@@ -50,6 +51,9 @@ def test_a_model_is_built_and_its_requests_are_measured(tmp_path: Path) -> None:
     assert operators.count("MatMulNBits") == 2 * 5 + 1  # of a layer: queries with keys and values, out, gate, up and down
     for _ in range(2):  # the second time nothing is left to do
         run_script("recipes/llm/measure_genai.py", "--workspace", workspace.root, "--networks", networks)
+    run_script("recipes/llm/measure_genai.py", "--workspace", workspace.root, "--networks", networks, "--memory")
+    memory, = files.read_records(measured_file(workspace, "llama-int4", memory=True), GenerationMemory, REMEDY)
+    assert (memory.cache, memory.failed) == (12, "")
     points = files.read_records(measured_file(workspace, "llama-int4"), Generation, REMEDY)
     assert [(point.batch, point.prompt, point.cache) for point in points] == [(1, 8, 12), (2, 4, 8)]
     for point in points:
