@@ -2,8 +2,8 @@
 
 Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
-says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides. With
---errors, reads what training wrote instead of the index, and draws near those kernels that it predicted worst when it left
+says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides; where
+there is no index, for this machine. With --errors, reads what training wrote instead of the index, and draws near those kernels that it predicted worst when it left
 them out. Writes them to kernel_model/kernel_onnx/<flavour>/, next to the kernels of models, and to sampled.json there which
 families hold the kernel that each was drawn from.
 """
@@ -25,15 +25,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, on_cuda
-from kernel_model.sampling.free_shapes.table import draw_free_kernel
+from kernel_model.sampling.free_shapes.table import TABLES, Kind, draw_free_kernel, on_cpu
 from kernel_model.sampling.kernel_errors import KernelErrors, draw_weights, read_errors
 from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
 from records.kernel_record import Kernel, KernelInput
 from records.kernel_record_files import index_paths, read_index
 from records.operators import operator_row
-from runtimes.ort.building.kernel_models import kernel_build
+from runtimes import flavour_of
+from runtimes.ort.building.kernel_models import is_cache, kernel_build
 from utils import cli, files
 from utils.errors import UserError
+from utils.fingerprint import Flavour, resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.processes import process_pool
@@ -42,12 +44,14 @@ log = get_logger("sampler")
 MOST_MIB = 256
 FREE: Families = ()  # no model's kernel seeded this one
 NEAR_SPREAD = 0.5  # of the sizes around a kernel that is predicted badly; around those of models 1
+TYPES = (*FLOAT_TYPES, "bfloat16")  # the last of them for kernels of language models alone
 TRIES = 20  # draws for each kernel asked for, at most
 EXAMPLES = """
 python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
 python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vgg --seed 7
 python kernel_model/kernel_sampler.py --count 40000 --dtypes float32,float16
 python kernel_model/kernel_sampler.py --count 0 --free 20000 --most-gflop 300 --jobs 8
+python kernel_model/kernel_sampler.py --count 0 --free 5000 --free-kind language --most-gflop 4000 --most-mib 2048 --jobs 8
 python kernel_model/kernel_sampler.py --errors training/kernel_errors/*.json --count 3000
 """
 
@@ -58,8 +62,9 @@ Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how ma
 
 
 def footprint_mib(kernel: Kernel) -> float:
-    """Memory for what a kernel reads and writes, and for its constants, of which it may read only a part."""
-    return float(max(kernel.bytes_read, kernel.weight_bytes) + kernel.bytes_written) / 2**20
+    """Memory for what a kernel reads and writes, and for its constants and caches, of which it may read only a part."""
+    held = kernel.weight_bytes + sum(t.bytes for place, t in enumerate(kernel.inputs) if is_cache(kernel, place))
+    return float(max(kernel.bytes_read, held) + kernel.bytes_written) / 2**20
 
 
 def _families(names: Iterable[str], without: Collection[str]) -> Families:
@@ -123,10 +128,20 @@ def sample_again(errors: KernelErrors, count: int, generator: np.random.Generato
 
 
 def sample_free(count: int, generator: np.random.Generator, batches: Sequence[int], most_gflop: float,
-                most_mib: float = MOST_MIB, existing: Collection[str] = ()) -> Sampled:
-    """Up to `count` new kernels of no model by id, each with FREE, and how many draws were refused and why."""
-    return collect_draws(lambda: (draw_free_kernel(int(generator.choice(batches)), generator), FREE), count, most_gflop,
-                         most_mib, existing)
+                most_mib: float = MOST_MIB, existing: Collection[str] = (), kind: Kind = "networks", dtypes: Sequence[str] = (),
+                device: str = "cpu") -> Sampled:
+    """Up to `count` new kernels of no model by id, each with FREE, and how many draws were refused and why.
+
+    They are of the operators of `kind`. Those of language models are drawn in one of the floating types `dtypes` (where there are
+    none, in those that GPUs run them in), and only if the provider of `device` has them.
+    """
+    def draw() -> Drawn:
+        kernel = draw_free_kernel(int(generator.choice(batches)), generator, kind, dtypes if kind == "language" else ())
+        if kind == "language" and not (on_cuda(kernel) if device == "cuda" else on_cpu(kernel)):
+            raise UserError(f"{kernel.id}: the provider of {device} lacks it")
+        return kernel, FREE
+
+    return collect_draws(draw, count, most_gflop, most_mib, existing)
 
 
 def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most_mib: float, known: Collection[str]) -> Sampled:
@@ -181,14 +196,14 @@ def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder
     return seeds, refused
 
 
-def indexed(path: Path) -> tuple[str, list[Drawn]]:
-    """The name of an index's flavour, and its kernels with the groups of the models that hold them.
+def indexed(path: Path) -> tuple[Flavour, list[Drawn]]:
+    """The flavour of an index, and its kernels with the groups of the models that hold them.
 
     A kernel that the CUDA provider lacks is left out in a flavour of CUDA: the CPU provider runs it.
     """
     index = read_index(path)
     cuda = index.flavour.device == "cuda"
-    return index.flavour.name, [(entry.kernel, index.groups_of(entry)) for entry in index.entries()
+    return index.flavour, [(entry.kernel, index.groups_of(entry)) for entry in index.entries()
                                 if not cuda or on_cuda(entry.kernel)]
 
 
@@ -201,7 +216,7 @@ class Step(NamedTuple):
 
 
 def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Sequence[Drawn], folder: Path,
-             seeds: Seeds) -> list[Step]:
+             seeds: Seeds, device: str) -> list[Step]:
     """What to draw for one flavour.
 
     Args:
@@ -210,6 +225,7 @@ def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Seq
         entries: the kernels of the index.
         folder: of the built kernels.
         seeds: of the kernels that were sampled before.
+        device: of the flavour.
     """
     limits: dict[str, Any] = {"batches": args.batch_sizes, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
     if errors:
@@ -219,7 +235,7 @@ def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Seq
     free = sum(seeded_by == FREE for seeded_by in seeds.values())
     near = partial(sample, entries, without=args.without, dtypes=args.dtypes, **limits)
     return [Step("sampled", near, args.count - (len(seeds) - free)),
-            Step("free", partial(sample_free, **limits), args.free - free)]
+            Step("free", partial(sample_free, kind=args.free_kind, dtypes=args.dtypes, device=device, **limits), args.free - free)]
 
 
 def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int, jobs: int) -> dict[str, Any]:
@@ -250,8 +266,8 @@ def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int,
 def float_type_names(text: str) -> tuple[str, ...]:
     """The types of a list like `float32,float16`; `ArgumentTypeError` for another type."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    if unknown := [name for name in names if name not in FLOAT_TYPES]:
-        raise argparse.ArgumentTypeError(f"unknown type {unknown[0]!r}; choose from {', '.join(FLOAT_TYPES)}")
+    if unknown := [name for name in names if name not in TYPES]:
+        raise argparse.ArgumentTypeError(f"unknown type {unknown[0]!r}; choose from {', '.join(TYPES)}")
     return names
 
 
@@ -261,6 +277,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="kernels around those of models, those of earlier calls too (default: 1000)")
     parser.add_argument("--free", type=cli.whole, default=0, metavar="N",
                         help="kernels of no model, sizes drawn from the usual ranges, those of earlier calls too (default: 0)")
+    parser.add_argument("--free-kind", choices=list(TABLES), default="networks",
+                        help="what they are the operators of: networks of all kinds, or language models as ONNX Runtime runs "
+                             "them, with sizes around those of families of 0.5 to 14 billion parameters (default: networks)")
     parser.add_argument("--errors", type=Path, metavar="FILE",
                         help="what training wrote to training/kernel_errors: --count further kernels, those of earlier calls "
                              "not counted, around those that are predicted worst")
@@ -273,7 +292,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="a model family whose kernels seed nothing (repeatable), e.g. vgg")
     parser.add_argument("--dtypes", type=float_type_names, default=(), metavar="TYPE,…",
                         help="floating types to draw the kernels around those of models in, e.g. float32,float16: a kernel of "
-                             "a model in single precision is then drawn in half precision too (default: its own)")
+                             "a model in single precision is then drawn in half precision too (default: its own), and those "
+                             "of language models (default: float16 and bfloat16)")
     parser.add_argument("--seed", type=cli.whole, default=0)
     parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="processes that draw side by side (default: 1)")
 
@@ -290,13 +310,17 @@ def main() -> int:
         parser.error("--errors and --free don't go together: call the sampler once for each")
     workspace = cli.start(args)
     errors = read_errors(args.errors) if args.errors else None
-    sources = [(errors.target.flavour.name, ())] if errors else map(indexed, index_paths(workspace))
+    if errors or (not args.count and not any(workspace.kernel_records.glob("*/index.json"))):  # kernels of no model alone
+        sources: Iterable[tuple[Flavour, Sequence[Drawn]]] = [
+            (errors.target.flavour if errors else flavour_of(resolve_device("auto")), ())]
+    else:
+        sources = map(indexed, index_paths(workspace))
     rows = []
     with sole_writer(workspace.kernel_onnx):
         for flavour, entries in sources:
-            folder = workspace.kernel_onnx / flavour
+            folder = workspace.kernel_onnx / flavour.name
             seeds = read_seeds(folder)
-            steps = steps_of(args, errors, entries, folder, seeds)
+            steps = steps_of(args, errors, entries, folder, seeds, flavour.device)
             rows.append(sample_flavour(folder, seeds, steps, args.seed, args.jobs))
     cli.print_rows(rows, args.json, "sampled kernels")
     return 0

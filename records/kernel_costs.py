@@ -10,12 +10,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from records import attention
 from records.kernel_record import Kernel, KernelInput, Tensor
 from records.operators import operator_row
 
 # A step down a decision tree counts as this many operations, because it waits for memory. Measured on two cores of an AMD
 # EPYC: 2.8 ns per step (64 rows, 200 trees of a scikit-learn forest).
 STEP_FLOPS = 100
+TOKEN_OFFSETS = {"PackedAttention": 3, "PackedMultiHeadAttention": 4}  # inputs of shape (rows, tokens of the longest row)
+OLD_KEYS = {("MultiHeadAttention", False): 6, ("Attention", True): 4, ("Attention", False): 4}  # inputs: caches, by operator
 LAUNCHED_INPUTS = 32  # a Concat with more inputs copies tables from the host; up to here the launch carries them
 
 
@@ -44,7 +47,11 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
         case "einsum" if product := einsum_product(attributes, inputs):
             return 2 * math.prod(product)
         case "attention":
-            return _attention_flops(op_type, first, second)
+            return _attention_flops(op_type, attributes, inputs)
+        case "grouped attention":
+            return attention.flops(attention.attended(attributes, inputs))
+        case "experts":
+            return 2 * math.prod(first.shape[:-1]) * _experts_used(attributes) * _expert_elements(attributes, inputs)
         case "recurrent":  # without the activations of the cells, about 1 % of the products
             return 2 * math.prod(first.shape[:2]) * sum(tensor.elements for tensor in inputs[1:3])
         case "window":
@@ -59,25 +66,43 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
 def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:
     """Bytes of all inputs, each counted once; 0 where a tensor is only renamed.
 
-    Of a table, at most the gathered elements count. A recurrent layer reads the weights of its state (R) again in every step.
+    Of a table, at most the gathered elements count, and of one that has a number for each block of them, as many as there are
+    blocks. A recurrent layer reads the weights of its state (R) again in every step. Of experts, at most as many are read as all
+    tokens choose.
     """
     row = operator_row(op_type)
     if row.cost == "view":
         return 0
+    if row.cost == "grouped attention":
+        return attention.bytes_read(attention.attended(attributes, inputs), inputs)
     total = sum(tensor.bytes for tensor in inputs)
     out = outputs[0].elements if outputs else 0
     for place in row.table_inputs:
-        if place < len(inputs) and inputs[place].elements > out:
-            table = inputs[place]
-            total -= table.bytes - table.model_copy(update={"shape": (out,)}).bytes
+        if place >= len(inputs):
+            continue
+        table = inputs[place]
+        used = -(-out // int(attributes.get("block_size", 1))) if place != row.table_inputs[0] else out
+        if place in row.packed_inputs and table.dtype == "uint8":
+            used = -(-used * int(attributes.get("bits", 8)) // 8)
+        if table.elements > used:
+            total -= table.bytes - table.model_copy(update={"shape": (used,)}).bytes
     if row.cost == "recurrent" and len(inputs) > 2:
         total += (max(steps(op_type, attributes, inputs), 1) - 1) * inputs[2].bytes
+    if row.cost == "experts" and len(inputs) > 1:
+        experts = max(_size(inputs[1], -1), 1)
+        idle = max(experts - math.prod(inputs[0].shape[:-1]) * _experts_used(attributes), 0)
+        total -= sum(tensor.bytes for tensor in inputs[2:]) * idle // experts
     return total
 
 
-def bytes_written(op_type: str, outputs: Sequence[Tensor]) -> int:
+def bytes_written(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:
     """Bytes of all outputs; 0 where a tensor is only renamed."""
-    return 0 if operator_row(op_type).cost == "view" else sum(tensor.bytes for tensor in outputs)
+    match operator_row(op_type).cost:
+        case "view":
+            return 0
+        case "grouped attention":
+            return attention.bytes_written(attention.attended(attributes, inputs), outputs)
+    return sum(tensor.bytes for tensor in outputs)
 
 
 def steps(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> int:
@@ -106,7 +131,7 @@ def recosted(kernel: Kernel) -> Kernel:
     return kernel.model_copy(update={
         "flops": flops(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs),
         "bytes_read": bytes_read(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs),
-        "bytes_written": bytes_written(kernel.op_type, kernel.outputs)})
+        "bytes_written": bytes_written(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs)})
 
 
 def copied_tables(kernel: Kernel) -> int:
@@ -148,16 +173,45 @@ def einsum_product(attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> t
             elements(i for i in size if i in first and i in second and i not in result))
 
 
+def _experts_used(attributes: Mapping[str, Any]) -> int:
+    """How many experts compute each token."""
+    return int(attributes.get("k", 1))
+
+
+def _expert_elements(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
+    """Weights of the products of one expert: its matrices, which may hold several numbers in a byte."""
+    matrices = [tensor for tensor in inputs[2:] if len(tensor.shape) == 3]
+    packed = [tensor for tensor in matrices if tensor.dtype == "uint8"]  # beside these, 3-D tensors are scales of blocks
+    bits = int(attributes.get("expert_weight_bits", 4))
+    return sum(math.prod(tensor.shape[1:]) for tensor in packed) * (8 // bits) if packed else sum(
+        math.prod(tensor.shape[1:]) for tensor in matrices)
+
+
 def _size(tensor: Tensor, axis: int) -> int:
     """One dimension of a tensor; 1 if the tensor has fewer dimensions."""
     return tensor.shape[axis] if -len(tensor.shape) <= axis < len(tensor.shape) else 1
 
 
-def _attention_flops(op_type: str, query: Tensor, second: Tensor) -> int:
-    """Two products over the sequence. ORT's fused Attention, whose second input is a matrix, also projects its input to query,
-    key and value. ONNX's own Attention takes query and key as inputs, and its heads may be a separate dimension."""
-    *_, sequence, hidden = (1, 1, *query.shape)
-    projects = op_type == "Attention" and len(second.shape) == 2
-    key_length = sequence if projects or not second.present else _size(second, -2 if op_type == "Attention" else 1)
-    total = 4 * query.elements * key_length if query.shape else 0
-    return total + (2 * (query.elements // max(hidden, 1)) * second.elements if projects else 0)
+def _attention_flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
+    """Two products over the sequence, and half of them where a token attends to those before it only. ORT's fused Attention,
+    whose second input is a matrix, also projects its input to query, key and value. ONNX's own Attention takes query and key as
+    inputs, and its heads may be a separate dimension. Packed rows, without padding, count as if all were of one length."""
+    query, second = (*inputs, Tensor(dtype=""), Tensor(dtype=""))[:2]
+    if not query.shape:
+        return 0
+    shape, elements = (query.shape, query.elements) if len(query.shape) < 5 else (  # queries, keys and values in one tensor
+        (*query.shape[:2], query.elements // (3 * math.prod(query.shape[:2]))), query.elements // 3)
+    *_, queries, hidden = (1, 1, *shape)
+    projects = op_type in ("Attention", "PackedAttention") and len(second.shape) == 2
+    if op_type in TOKEN_OFFSETS:
+        queries = keys = _size(inputs[TOKEN_OFFSETS[op_type]], -1) if len(inputs) > TOKEN_OFFSETS[op_type] else queries
+    elif projects or not second.present:
+        keys = queries
+    else:
+        keys = _size(second, -2 if op_type == "Attention" or len(second.shape) == 4 else 1)
+    place = OLD_KEYS.get((op_type, projects))
+    if place is not None and place < len(inputs) and inputs[place].present:
+        keys += _size(inputs[place], -2)
+    causal = attributes.get("unidirectional") or attributes.get("is_causal")
+    products = 2 * elements * (2 * keys - (min(queries, keys) - 1) if causal else 2 * keys)
+    return products + (2 * (elements // max(hidden, 1)) * second.elements if projects else 0)

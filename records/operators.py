@@ -16,7 +16,7 @@ OperatorKind = Literal["softmax", "layer norm", "channel norm", "pool", "joint",
 OperatorClass = Literal["normalisation", "reduction", "elementwise", "movement", "gather", "product", "convolution",
                         "recurrent", "other"]
 CostRule = Literal["view", "move", "elements", "convolution", "transposed convolution", "gemm", "product", "einsum",
-                   "attention", "recurrent", "window", "reduction", "trees"]
+                   "attention", "grouped attention", "experts", "recurrent", "window", "reduction", "trees"]
 LaunchRule = Literal["learned", "none", "one a step", "unequal parts", "many inputs"]
 Dispatch = Literal["own", "convolution", "product", "recurrent", "reducing"]
 Linearity = Literal["linear", "multiplicative", "convolutional", "nonlinear"]
@@ -60,6 +60,7 @@ class Operator:
         weights_input: a convolution's weights.
         sum_input: what a fused convolution adds to its result: Z of FusedConv, Sum of a Conv in blocked layout (NCHWc).
         single_inputs: inputs that are float32 whatever the type of the others.
+        packed_inputs: inputs of whole numbers that stand for several quantised ones, or for a quantised one: any will do.
         positive_inputs: made-up inputs are positive, since it divides by them or takes roots or logarithms.
         keeps_shape: it has one output, of the first input's shape, as is known without a session.
         in_place: inputs whose buffer the output may take over (`MayInplace` of ONNX Runtime's kernels).
@@ -99,6 +100,7 @@ class Operator:
     weights_input: int | None = None
     sum_input: int | None = None
     single_inputs: Places = ()
+    packed_inputs: Places = ()
     positive_inputs: bool = False
     keeps_shape: bool = False
     in_place: Places = ()
@@ -160,16 +162,19 @@ TABLE = (
     Operator("FusedMatMul", "product", cost="product", dispatch="product", linearity="multiplicative"),
     Operator("FusedMatMulActivation", "product"),
     Operator("Gemm", "product", cost="gemm", dispatch="product", linearity="multiplicative"),
-    Operator("GroupQueryAttention", "product"),
+    Operator("GroupQueryAttention", "product", cost="grouped attention"),
     Operator("MatMul", "product", cost="product", dispatch="product", linearity="multiplicative"),
     Operator("MatMulInteger", "product", cost="product"),
     Operator("MatMulIntegerToFloat", "product"),
-    Operator("MatMulNBits", "product"),
+    Operator("MatMulNBits", "product", cost="product", packed_inputs=(1, 3)),
+    Operator("MoE", "product", cost="experts"),
     Operator("MultiHeadAttention", "product", cost="attention", dispatch="product"),
-    Operator("PackedAttention", "product"),
+    Operator("PackedAttention", "product", cost="attention"),
+    Operator("PackedMultiHeadAttention", "product", cost="attention"),
     Operator("QAttention", "product"),
     Operator("QGemm", "product"),
     Operator("QLinearMatMul", "product"),
+    Operator("QMoE", "product", cost="experts", packed_inputs=(2, 5, 8)),
     Operator("TransposeMatMul", "product", cost="product", dispatch="product", linearity="multiplicative"),
     # recurrent
     Operator("DynamicQuantizeLSTM", "recurrent", cost="recurrent", dispatch="recurrent", launches="one a step"),
@@ -279,7 +284,7 @@ TABLE = (
     Operator("QuickGelu", "elementwise", element_flops=12, keeps_shape=True, linearity="multiplicative"),
     Operator("Reciprocal", "elementwise", positive_inputs=True, keeps_shape=True, in_place=(0,), linearity="multiplicative"),
     Operator("Relu", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),
-    Operator("RotaryEmbedding", "elementwise"),
+    Operator("RotaryEmbedding", "elementwise", element_flops=3, table_inputs=(2, 3), index_input=1),
     Operator("Round", "elementwise"),
     Operator("Selu", "elementwise", in_place=(0,), linearity="multiplicative"),
     Operator("Shrink", "elementwise", time_by_values=True),
@@ -326,7 +331,7 @@ TABLE = (
     # gather
     Operator("Compress", "gather", time_by_values=True, sized_by_values=True, waits_for_size=True),
     Operator("Gather", "gather", cost="move", table_inputs=(0,), index_input=1, linearity="linear"),
-    Operator("GatherBlockQuantized", "gather"),
+    Operator("GatherBlockQuantized", "gather", cost="move", table_inputs=(0, 2, 3), index_input=1, packed_inputs=(0, 3)),
     Operator("GatherElements", "gather", table_inputs=(0,), index_input=1, linearity="linear"),
     Operator("GatherND", "gather", table_inputs=(0,), index_input=1, index_per_axis=True, linearity="linear"),
     Operator("GridSample", "gather", changed_in=(20,)),

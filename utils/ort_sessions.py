@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from utils.errors import UserError
 from utils.lazy import onnx, onnxruntime
-
-if TYPE_CHECKING:
-    import numpy as np
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
 CUDA_GRAPH = {"enable_cuda_graph": "1"}  # options of the CUDA provider: capture a model once, then replay it
@@ -69,8 +68,7 @@ def open_session(
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
     if weights:
-        values = list(map(runtime.OrtValue.ortvalue_from_numpy, weights.values()))
-        options.add_external_initializers(list(weights), values)
+        options.add_external_initializers(list(weights), list(map(ort_value, weights.values())))
     if save_to is not None:
         options.optimized_model_filepath = str(save_to)
     if profile_prefix is not None:
@@ -86,6 +84,15 @@ def open_session(
         raise UserError("the CUDA provider of ONNX Runtime did not come up, only the CPU's; "
                         "it needs the CUDA 13 libraries that torch's wheels bring and a driver that knows CUDA 13")
     return session
+
+
+def ort_value(array: np.ndarray, device: str = "cpu") -> onnxruntime.OrtValue:
+    """An array as ONNX Runtime's value, on `cpu` or `cuda`; on `cpu` where numpy lacks the type (bfloat16), from where binding it
+    to a session copies it. On `cpu` it shares the memory of the array."""
+    if array.dtype.kind != "V":
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0)
+    plain = np.ascontiguousarray(array).view(f"uint{8 * array.dtype.itemsize}")
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(plain, onnx.helper.np_dtype_to_tensor_dtype(array.dtype))
 
 
 def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Sequence[int], device: str,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kernel_model.sampling.seeds import read_seeds
 from records.dataset_files import DatasetKernel
-from records.kernel_record import Kernel, ModelRecord
+from records.kernel_record import Kernel, KernelIndex, ModelRecord
 from records.kernel_record_files import index_path, read_index, record_path, records_in
 from runtimes import runtime_named
 from runtimes.ort.building.kernel_models import carrier_bytes
@@ -18,7 +18,6 @@ from utils.paths import Workspace, as_file_name, model_files
 
 CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # largest memory of one carrier's kernels
 LEAST_IN_BATCH, MOST_IN_BATCH = 4, 16  # kernels whose energy is measured together
-CARRIER_WEIGHTS = 1 << 30  # largest bytes of weights in one carrier: they are in its file, which must stay below 2 GiB
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,15 @@ class Work:
 def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> Work:
     """The kernels and models of the target's flavour, without the kernels that only held-out groups hold.
 
-    Where only the index of the flavour is there, and no record, it is the kernels alone.
+    Where only the index of the flavour is there, and no record, it is the kernels alone; where there is no index, those of no
+    model.
 
     Raises:
         UserError: no kernels were built, or the model file of a record is missing.
     """
     folder, runtime = workspace.kernel_onnx / target.flavour.name, runtime_named(target.flavour.runtime)
-    index = read_index(index_path(workspace, target.flavour))
-    seeds = read_seeds(folder)
+    path, seeds = index_path(workspace, target.flavour), read_seeds(folder)
+    index = read_index(path) if path.exists() or not seeds else KernelIndex(flavour=target.flavour, groups={}, kernels={})
     fitted = {entry.kernel.id: [model for model in entry.models if index.groups[model] not in held_out]
               for entry in index.entries()}
     kernels = {kernel.id: kernel for kernel in index.all_kernels()}
@@ -133,17 +133,15 @@ def carriers(items: Sequence[KernelItem], device: str, in_parallel: int = 1) -> 
     """Groups of kernels, each for one carrier: one operator-set version per domain, and small enough that `side_by_side` of
     them fit into memory at a time."""
     group: list[KernelItem] = []
-    used, weights, opsets = 0, 0, dict[str, int]()
+    used, opsets = 0, dict[str, int]()
     for item in items:
         kernel = item.kernel
         if group and (used + carrier_bytes(kernel) > CARRIER_BYTES[device] / in_parallel
-                      or weights + kernel.weight_bytes > CARRIER_WEIGHTS
                       or opsets.get(kernel.domain, kernel.opset) != kernel.opset):
             yield group
-            group, used, weights, opsets = [], 0, 0, {}
+            group, used, opsets = [], 0, {}
         group.append(item)
         used += carrier_bytes(kernel)
-        weights += kernel.weight_bytes
         opsets[kernel.domain] = kernel.opset
     if group:
         yield group

@@ -112,7 +112,7 @@ def describe(prepared: Prepared, nodes: Sequence[NodeProto], ends: Ends, in_plac
         id=kernel_id(kind, op_type, DOMAIN, prepared.opset, kept, inputs, outputs), type=kind, op_type=op_type, domain=DOMAIN,
         opset=prepared.opset, attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs),
         flops=flops(op_type, kept, inputs, outputs), bytes_read=bytes_read(op_type, kept, inputs, outputs),
-        bytes_written=bytes_written(op_type, outputs),
+        bytes_written=bytes_written(op_type, kept, inputs, outputs),
         weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant))
 
 

@@ -22,6 +22,7 @@ from measuring.run_times import Effort
 from records.kernel_record import BRANCHES, Kernel
 from records.operators import CONTROL_FLOW
 from runtimes.ort.graph.bodies import steering_inputs
+from runtimes.ort.graph.nodes import shared_caches
 from runtimes.ort.graph.parsing import ParsedGraph, parse_into
 from runtimes.ort.runner import bind, random_feed, timer, warm_up
 from utils import files
@@ -180,7 +181,7 @@ def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Eff
                                profile_prefix=folder / "model", provider_options=provider_options)
         feed = random_feed(session, graph.source.dims, steering_of(graph), graph.source.graph_only.graph, inputs)
         with model_errors(str(model)):
-            run = bind(session, feed, device, "device")
+            run = bind(session, feed, device, "device", shared_caches(graph.source.graph_only.graph, graph.source.dims))
             counted = profile_runs(run, effort)
             profile = session.end_profiling()
             return ModelProfile(counted_runs(profile, counted), graph, plain_runs_ms(run, counted) if plain else [])

@@ -20,12 +20,13 @@ from runtimes.ort.building.dummy_data import dummy_inputs, input_ranges, random_
 from runtimes.ort.building.kernel_models import kernel_in, open_kernel
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.bodies import open_branches
+from runtimes.ort.graph.nodes import shared_caches
 from runtimes.ort.graph.source import read_source
 from utils.errors import UserError
 from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
 from utils.frozen import Frozen
 from utils.lazy import onnxruntime
-from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
+from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session, ort_value
 from utils.timing import LatencyStatistics, summarize
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def timer(run_once: Callable[[], Any]) -> Callable[[], float]:
 
 @dataclass
 class Runner:
-    """An open session with its inputs (`feed`) in place; `run_once` runs it and waits for the result."""
+    """An open session with its inputs (`feed`) in place; `run_once` runs it and waits for the result. `shared` are the outputs
+    that are written into the buffer of an input, and that input."""
 
     session: onnxruntime.InferenceSession
     name: str
@@ -87,6 +89,7 @@ class Runner:
     io: str
     run_once: Callable[[], Any]
     feed: Mapping[str, np.ndarray] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def run_s(self) -> float:
         """Runs once; the seconds that took."""
@@ -194,24 +197,37 @@ def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] |
 
 
 def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
-         io: str) -> Callable[[], Any]:
+         io: str, shared: Mapping[str, str] | None = None) -> Callable[[], Any]:
     """A function that runs the session once, with inputs and outputs on the device (`device`) or as numpy arrays (`host`).
-    Inputs of text are always arrays, because ORT can't bind them."""
+    Inputs of text are always arrays, because ORT can't bind them. `shared` is that of `device_binding`."""
     if io == "host" or any(array.dtype == object for array in feed.values()):
         fed = dict(feed)
         return lambda: session.run(None, fed)
-    binding = device_binding(session, feed, "cuda" if device == "cuda" else "cpu")
+    binding = device_binding(session, feed, "cuda" if device == "cuda" else "cpu", shared=shared)
     return lambda: session.run_with_iobinding(binding)
 
 
 def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
-                   outputs_on: str | None = None) -> onnxruntime.IOBinding:
-    """Binds a session's inputs on `device`, and its outputs there or on the device that `outputs_on` names."""
+                   outputs_on: str | None = None, shared: Mapping[str, str] | None = None) -> onnxruntime.IOBinding:
+    """Binds a session's inputs on `device`, and its outputs there or on the device that `outputs_on` names.
+
+    Args:
+        session: open.
+        feed: values of inputs, by name.
+        device: `cpu` or `cuda`.
+        outputs_on: `cpu` or `cuda`.
+        shared: outputs that are written into the buffer of an input, and that input (see `shared_caches`).
+    """
     binding = session.io_binding()
-    for name, array in feed.items():
-        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
+    values = {name: ort_value(array, device) for name, array in feed.items()}
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
     for output in session.get_outputs():
-        binding.bind_output(output.name, outputs_on or device)
+        past = (shared or {}).get(output.name, "")
+        if past in values and values[past].device_name() == device:
+            binding.bind_ortvalue_output(output.name, values[past])
+        else:
+            binding.bind_output(output.name, outputs_on or device)
     return binding
 
 
@@ -274,5 +290,6 @@ def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | 
         raise UserError(f"{model}: a built kernel has inputs of its own; leave --inputs out, or give the model that holds it")
     feed = dummy_inputs(kernel) if kernel else random_feed(
         session, source.dims, source.steering, source.graph_only.graph, inputs)
+    shared = shared_caches(source.graph_only.graph, source.dims)
     return Runner(session=session, name=model.stem, device=device, io=io,
-                  run_once=bind(session, feed, device, io), feed=feed)
+                  run_once=bind(session, feed, device, io, shared), feed=feed, shared=shared)

@@ -25,15 +25,16 @@ from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
 from measuring.quiet_host import off_the_workers_cores, quiet_samples_ms
 from measuring.run_times import Effort
 from records.kernel_costs import is_control_flow
-from records.kernel_record import numpy_dtype, session_dtype
+from records.kernel_record import Tensor, session_dtype, type_code
 from records.kernel_record_files import read_model_record
 from records.measurement import GPU_LABEL, UNPROFILED, Measurement, Place
 from records.operators import CONTROL_FLOW
 from runtimes import protocol
 from runtimes.ort.building.dummy_data import random_floats
-from runtimes.ort.building.kernel_models import WRITER, WRITER_OP, build_carrier, built_kernel, node_name
+from runtimes.ort.building.kernel_models import WRITER, WRITER_OP, Carrier, build_carrier, built_kernel, node_name
 from runtimes.ort.energy import energy_of_kernels, energy_of_model
 from runtimes.ort.graph.analysis import kernel_of
+from runtimes.ort.graph.nodes import shared_caches
 from runtimes.ort.probes import NAME, canary, host_probe
 from runtimes.ort.profile import (
     ProfiledRun,
@@ -59,6 +60,7 @@ from utils.timing import covered_us
 if TYPE_CHECKING:
     import onnxruntime
 
+ALIGNMENT = 256  # bytes, as CUDA itself places tensors
 RANDOM_BYTES = 64 << 20  # made on the host once; a block repeats it
 LEAST_BYTES = 4 * RANDOM_BYTES
 TRACED_RUNS = 5
@@ -108,23 +110,36 @@ class SharedMemory:
         block = self._blocks.get(dtype)
         if block is None or block.numel() * block.element_size() < size:
             self._blocks.pop(dtype, None)
-            values = torch.from_numpy(random_floats((RANDOM_BYTES // np.dtype(dtype).itemsize,), dtype)).cuda()
-            self._blocks[dtype] = block = values.repeat(-(-max(size, LEAST_BYTES) // RANDOM_BYTES))
+            values = random_floats((RANDOM_BYTES // np.dtype(dtype).itemsize,), dtype).view(np.uint8)  # torch lacks some types
+            self._blocks[dtype] = block = torch.from_numpy(values).cuda().repeat(-(-max(size, LEAST_BYTES) // RANDOM_BYTES))
             torch.cuda.synchronize()
         return int(block.data_ptr())
 
-    def bind(self, session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray]) -> Callable[[], Any]:
-        """A function that runs the session once. Inputs that `feed` lacks are read from the start of the block."""
-        # a carrier's outputs are shapes: on the GPU, each would cost a copy that belongs to no kernel
-        binding = device_binding(session, feed, "cuda", outputs_on="cpu")
-        shared = {value.name: (session_dtype(value.type), list(value.shape)) for value in session.get_inputs()
-                  if value.name not in feed}
-        largest: dict[str, int] = {}
-        for dtype, shape in shared.values():
-            largest[dtype] = max(largest.get(dtype, 0), int(np.prod(shape)) * np.dtype(dtype).itemsize)
-        addresses = {dtype: self.address(dtype, size) for dtype, size in largest.items()}
-        for name, (dtype, shape) in shared.items():
-            binding.bind_input(name, "cuda", 0, numpy_dtype(dtype), shape, addresses[dtype])
+    def bind(self, session: onnxruntime.InferenceSession, carrier: Carrier) -> Callable[[], Any]:
+        """A function that runs a carrier once. Inputs without a value are read from the start of the block; caches from places of
+        their own behind that, into which outputs that share their buffer are written."""
+        # a carrier's other outputs are shapes: on the GPU, each would cost a copy that belongs to no kernel
+        binding = device_binding(session, carrier.values, "cuda", outputs_on="cpu")
+        inputs = [Tensor(dtype=session_dtype(value.type), shape=tuple(value.shape)) for value in session.get_inputs()]
+        tensors = {value.name: tensor for value, tensor in zip(session.get_inputs(), inputs, strict=True)
+                   if value.name not in carrier.values}
+        caches = [name for name in carrier.caches if name in tensors]
+        ends: dict[str, int] = {}
+        for name, tensor in tensors.items():
+            if name not in caches:
+                ends[tensor.dtype] = max(ends.get(tensor.dtype, 0), tensor.bytes)
+        places = dict.fromkeys(tensors, 0)
+        for name in caches:
+            tensor = tensors[name]
+            places[name] = -(-ends.get(tensor.dtype, 0) // ALIGNMENT) * ALIGNMENT
+            ends[tensor.dtype] = places[name] + tensor.bytes
+        shared = shared_caches(carrier.model.graph, {})
+        blocks = {dtype: self.address(dtype, size) for dtype, size in ends.items()}
+        for name, tensor in tensors.items():
+            about = type_code(tensor.dtype), list(tensor.shape), blocks[tensor.dtype] + places[name]
+            binding.bind_input(name, "cuda", 0, *about)
+            for output in (output for output, past in shared.items() if past == name):
+                binding.bind_output(output, "cuda", 0, *about)
         return lambda: session.run_with_iobinding(binding)
 
 
@@ -186,12 +201,14 @@ def time_carrier(request: Request) -> Reply:
     """
     kernels = [built_kernel(Path(path)) for path in request.paths]
     on_gpu = request.device == "cuda"
-    model, feed = build_carrier(kernels, request.device, with_floats=not on_gpu)
+    carrier = build_carrier(kernels, request.device, with_floats=not on_gpu)
     with temporary_folder() as folder, model_errors("carrier"):
         with gpu_turns.preparing(request.turns):
-            session = open_session(model.SerializeToString(), request.device, optimize="none", name="carrier",
-                                   profile_prefix=folder / "carrier", provider_options=request.provider_options)
-            run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
+            session = open_session(carrier.model.SerializeToString(), request.device, optimize="none", name="carrier",
+                                   profile_prefix=folder / "carrier", provider_options=request.provider_options,
+                                   weights=carrier.weights)
+            run = shared_memory().bind(session, carrier) if on_gpu else bind(
+                session, carrier.values, "cpu", "device", shared_caches(carrier.model.graph, {}))
             counted = profile_runs(run, request.effort)
         with gpu_turns.alone(request.turns):
             recording = record([run] * TRACED_RUNS) if GPU_LABEL in request.labels else None
@@ -238,7 +255,7 @@ def time_model(request: Request) -> Reply:
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
     timed = {"latency": runner.run_s}
     if request.host:
-        binding = device_binding(runner.session, runner.feed, "cuda")
+        binding = device_binding(runner.session, runner.feed, "cuda", shared=runner.shared)
         timed["host"] = dispatcher(runner.session, binding)
     if request.host_io:
         timed["host_io"] = timer(bind(runner.session, runner.feed, device, "host"))

@@ -151,7 +151,7 @@ def described(operators: Sequence[Operator], function: str, inputs: Sequence[Ker
     return Kernel(
         id=kernel_id(name, main.name, DOMAIN, 1, kept, inputs, outputs), type=name, op_type=main.name, domain=DOMAIN, opset=1,
         attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs), flops=flops(main.name, kept, inputs, outputs),
-        bytes_read=bytes_read(main.name, kept, inputs, outputs), bytes_written=bytes_written(main.name, outputs),
+        bytes_read=bytes_read(main.name, kept, inputs, outputs), bytes_written=bytes_written(main.name, kept, inputs, outputs),
         weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant))
 
 

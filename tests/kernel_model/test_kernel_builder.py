@@ -227,8 +227,8 @@ def test_a_kernel_with_a_subgraph_is_refused() -> None:
 @pytest.mark.parametrize("model", TORCH_MODELS)
 def test_a_carrier_runs_all_kernels(traced: dict[tuple[str, str], Traced], model: str) -> None:
     kernels = list(traced[model, "cpu"].record.kernels.values())
-    carrier, feed = build_carrier(kernels, "cpu")
-    session = open_session(carrier.SerializeToString(), "cpu", optimize="none", name="carrier")
+    carrier, feed, weights, _ = build_carrier(kernels, "cpu")
+    session = open_session(carrier.SerializeToString(), "cpu", optimize="none", name="carrier", weights=weights)
     shapes = session.run(None, feed)
     wanted = [tensor.shape for kernel in kernels for tensor in kernel.outputs if tensor.present]
     assert [tuple(shape.tolist()) for shape in shapes] == wanted
@@ -368,6 +368,6 @@ def test_a_kernel_has_the_same_output_shapes_as_in_its_model(tmp_path: Path) -> 
         [made] = run_kernel(kernel, list(dummy_inputs(kernel).values()) + [None] * sum(
             x.constant for x in kernel.inputs), "cpu")[:1]
         assert made.shape == kernel.outputs[0].shape, kernel.type
-    model, feed = build_carrier(kernels, "cpu")
-    shapes = open_session(model.SerializeToString(), "cpu", optimize="none", name="carrier").run(None, feed)
+    model, feed, weights, _ = build_carrier(kernels, "cpu")
+    shapes = open_session(model.SerializeToString(), "cpu", optimize="none", name="carrier", weights=weights).run(None, feed)
     assert [tuple(shape) for shape in shapes] == [kernel.outputs[0].shape for kernel in kernels]

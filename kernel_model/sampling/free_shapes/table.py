@@ -6,15 +6,16 @@ of 24 channels per group is near anything. These kernels name no family, and not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from kernel_model.sampling.free_shapes import elementwise, movement, products, reductions
+from kernel_model.sampling.free_shapes import elementwise, language, movement, products, reductions
 from kernel_model.sampling.free_shapes.sizes import Generator
 from records.kernel_record import Kernel
 
-FLOATS = ("float32", "float16")
 SEEDED = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "Clip"}  # well known from image models
 Draw = Callable[[str, int, Generator], Kernel]
 # Convolutions are drawn most often: their times follow their shapes least simply.
@@ -38,17 +39,51 @@ DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
     (elementwise.cast, 26),
     *((draw, 5 if name in SEEDED else 9) for name, draw in elementwise.UNARY.items()),
     *((draw, 20 if name in ("Add", "Mul") else 12) for name, draw in elementwise.BINARY.items()))
-CHANCES = np.array([weight for _, weight in DRAWS]) / sum(weight for _, weight in DRAWS)
+LANGUAGE: tuple[tuple[Draw, float], ...] = (  # as often as these operators take time in language models
+    (language.grouped_attention, 300), (language.quantised_product, 240), (language.matrix_product, 200),
+    (language.sum_and_norm, 40), (language.norm, 30), (language.activation, 30), (language.elementwise, 25),
+    (language.attention, 30), (language.fused_attention, 15), (language.packed_attention, 10), (language.rotary, 15),
+    (language.embedding, 10), (language.quantised_embedding, 10), (language.first_layer, 8), (language.sum_and_layer_norm, 8),
+    (language.mixture, 6), (language.quantised_mixture, 8), (language.quantise, 12))
+Kind = Literal["networks", "language"]
 
 
-def draw_free_kernel(batch: int, generator: Generator) -> Kernel:
+@dataclass(frozen=True)
+class Table:
+    """What is drawn, and how often, relative to each other; and the element types it is drawn in, one as often as another."""
+
+    draws: tuple[tuple[Draw, float], ...]
+    dtypes: tuple[str, ...]
+
+    @property
+    def chances(self) -> np.ndarray:
+        return np.array([weight for _, weight in self.draws]) / sum(weight for _, weight in self.draws)
+
+
+TABLES: dict[Kind, Table] = {"networks": Table(DRAWS, ("float32", "float16")),
+                             "language": Table(LANGUAGE, ("float16", "float16", "bfloat16"))}
+
+
+def on_cpu(kernel: Kernel) -> bool:
+    """Whether the CPU provider has a kernel for it, of those that language models consist of."""
+    return kernel.op_type != "PackedMultiHeadAttention"
+
+
+def draw_free_kernel(batch: int, generator: Generator, kind: Kind = "networks", dtypes: Sequence[str] = ()) -> Kernel:
     """A kernel of no model.
+
+    Args:
+        batch: its batch size.
+        generator: of random numbers.
+        kind: of what it is drawn from.
+        dtypes: to draw it in; those of the table where there are none.
 
     Raises:
         ValueError: the sizes drawn leave nothing to put out.
     """
-    draw, _ = DRAWS[int(generator.choice(len(DRAWS), p=CHANCES))]
-    kernel = draw(str(generator.choice(FLOATS)), batch, generator)
-    if not all(output.elements for output in kernel.outputs):
+    table = TABLES[kind]
+    draw, _ = table.draws[int(generator.choice(len(table.draws), p=table.chances))]
+    kernel = draw(str(generator.choice(dtypes or table.dtypes)), batch, generator)
+    if not all(output.elements for output in kernel.outputs if output.present):
         raise ValueError(f"{kernel.id}: no output")
     return kernel

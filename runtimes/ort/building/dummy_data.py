@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from records.attention import LAST_PLACES, OPERATOR, TOTAL, attended_by
+from records.kernel_costs import TOKEN_OFFSETS
 from records.kernel_record import Kernel, KernelInput, numpy_dtype
 from records.operators import operator_row
 from runtimes.ort.graph.nodes import attribute_value, first_taught
@@ -32,6 +34,12 @@ PASSING = ("Identity", "Cast", "Imputer")  # operators that leave the range of a
 
 def chosen(kernel: Kernel, position: int) -> np.ndarray | None:
     """The value of an input, not yet of its type; None where any value does, or where no value gives this output."""
+    if (sizes := attended_by(kernel)) and position in (LAST_PLACES, TOTAL):
+        return np.full(kernel.inputs[position].shape, sizes.total - (position == LAST_PLACES))
+    if position == TOKEN_OFFSETS.get(kernel.op_type):  # rows without padding: each token is where it would be with it
+        return np.arange(kernel.inputs[position].elements).reshape(kernel.inputs[position].shape)
+    if position - 1 == TOKEN_OFFSETS.get(kernel.op_type):  # the first token of each row, and how many there are
+        return np.arange(kernel.inputs[position].elements) * kernel.inputs[position - 1].shape[-1]
     if kernel.domain == ML and kernel.op_type in TREES and not position:
         rows = random_floats(kernel.inputs[0].shape, "float32")
         return thresholds_of(kernel.attributes).around(rows)
@@ -139,12 +147,25 @@ def _pool() -> np.ndarray:
     return np.tile(np.where(np.abs(values) < LEAST, np.copysign(np.float32(LEAST), values), values), 2)
 
 
+@functools.cache
+def _byte_pool() -> np.ndarray:
+    """Random bytes that tensors are cut from; twice in a row."""
+    return np.tile(np.random.default_rng(0).integers(0, 256, POOL_ELEMENTS, np.uint8), 2)
+
+
 def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive: bool = False) -> np.ndarray:
     """Standard normal numbers, or their sizes when `positive`; the same for the same arguments."""
     count = int(np.prod(shape, dtype=np.int64))
     start = offset % POOL_ELEMENTS
-    values = np.resize(_pool()[start:start + min(max(count, 1), POOL_ELEMENTS)], count).reshape(shape)
-    return (np.abs(values) if positive else values).astype(numpy_dtype(dtype))
+    values = _pool()[start:start + min(max(count, 1), POOL_ELEMENTS)]
+    return np.resize((np.abs(values) if positive else values).astype(numpy_dtype(dtype)), count).reshape(shape)
+
+
+def random_bytes(shape: tuple[int, ...], offset: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """Random whole numbers of a type of one byte; the same for the same arguments. Types of half a byte get their part of it."""
+    count, start = int(np.prod(shape, dtype=np.int64)), offset % POOL_ELEMENTS
+    values = np.resize(_byte_pool()[start:start + min(max(count, 1), POOL_ELEMENTS)], count).reshape(shape)
+    return values.view(dtype) if dtype in (np.uint8, np.int8) else (values % 8).astype(dtype)
 
 
 def index_limit(kernel: Kernel, position: int) -> int | None:
@@ -174,6 +195,8 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
     if np.issubdtype(dtype, np.floating) or tensor.dtype == "bfloat16":
         positive = row.positive_inputs or (tensor.constant and len(tensor.shape) <= 1)
         return random_floats(tensor.shape, tensor.dtype, seed * 7919 + position * 104729, positive)
+    if position in row.packed_inputs:
+        return random_bytes(tensor.shape, seed * 7919 + position * 104729, dtype)
     if dtype == np.bool_:
         return generator.integers(0, 2, tensor.shape).astype(dtype)
     limit = index_limit(kernel, position)
@@ -189,6 +212,12 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
     return np.ones(tensor.shape, dtype)
 
 
+def is_inside(kernel: Kernel, position: int) -> bool:
+    """Whether a built kernel holds the value of an input: of a constant, and of the lengths of an attention, which would else be
+    copied to the host."""
+    return kernel.inputs[position].constant or (kernel.op_type == OPERATOR and position in (LAST_PLACES, TOTAL))
+
+
 def input_name(position: int) -> str:
     """The name that a built kernel gives its input `position`."""
     return f"x{position}"
@@ -200,13 +229,13 @@ def output_name(position: int) -> str:
 
 
 def dummy_inputs(kernel: Kernel, seed: int = 0) -> dict[str, np.ndarray]:
-    """A value for every input that changes from run to run, by its name in the built model.
+    """A value for every input of the built model, by its name.
 
     Raises:
         UserError: an element type that numpy lacks.
     """
     return {input_name(position): dummy_tensor(kernel, position, seed)
-            for position, tensor in enumerate(kernel.inputs) if tensor.present and not tensor.constant}
+            for position, tensor in enumerate(kernel.inputs) if tensor.present and not is_inside(kernel, position)}
 
 
 def weight_value(kernel: Kernel, position: int, given: Mapping[int, Any] | None = None) -> np.ndarray:

@@ -12,39 +12,44 @@ puts the constant in their place itself (`take_weights`), since a kernel runs wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
 
-from records.kernel_record import Kernel, KernelInput, type_code
+from records.attention import PAST, attended_by
+from records.kernel_record import Kernel, KernelInput, numpy_dtype, type_code
 from runtimes.ort.building.dummy_data import (
     chosen,
     dummy_inputs,
     dummy_tensor,
     input_name,
+    is_inside,
     output_name,
+    random_bytes,
     random_floats,
     weight_value,
 )
+from runtimes.ort.graph.fitting_sizes import CACHES
 from utils import files
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.model_files import read_whole_model
-from utils.ort_sessions import model_errors, open_session
+from utils.ort_sessions import model_errors, open_session, ort_value
 
 if TYPE_CHECKING:
     import onnxruntime
 
 KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
 INLINE_BYTES = 1 << 16  # larger weights are made by nodes …
-REPEATED_TYPES = {"float32", "float16"}  # … if they are of these types
+REPEATED_TYPES = {"float32", "float16", "bfloat16", "uint8", "int8"}  # … if they are of these types
 REPEATED_ELEMENTS = 64, 1 << 12  # least and most random numbers that such a weight repeats
 MAKES_WEIGHT = "weight_"  # how the names of these nodes, and of the constants that they read, begin
 IR_VERSION = 10
-WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
+WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16", "bfloat16"}}  # types that Abs takes
+WRITTEN_INSTEAD = {"int64", "int32", "int8", "uint8"}  # on a GPU, for kernels without such inputs: their work must be told apart
 WRITER_OP = "Abs"
 WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
 
@@ -79,6 +84,8 @@ def repeated_numbers(tensor: KernelInput) -> np.ndarray:
     """The random numbers that a large weight repeats a whole number of times; none where it has to lie inside."""
     least, most = REPEATED_ELEMENTS
     count = next((count for count in range(most, least - 1, -1) if tensor.elements % count == 0), 0)
+    if np.issubdtype(dtype := numpy_dtype(tensor.dtype), np.integer):
+        return random_bytes((count,), 0, dtype)
     return random_floats((count,), tensor.dtype)
 
 
@@ -95,7 +102,7 @@ def add_weights(graph: onnx.GraphProto, kernel: Kernel, weights: Mapping[int, np
     making: list[onnx.NodeProto] = []
     for place, tensor in enumerate(kernel.inputs):
         name, start = input_name(place), f"{MAKES_WEIGHT}{place}_"
-        if not tensor.present or not tensor.constant:
+        if not tensor.present or not is_inside(kernel, place):
             continue
         by_nodes = repeated and is_large_weight(tensor) and place not in (weights or {})
         numbers = repeated_numbers(tensor) if by_nodes else np.zeros(0)
@@ -137,6 +144,15 @@ def read_built(path: Path) -> tuple[onnx.ModelProto, Kernel]:
     return model, kernel
 
 
+def described_weight(name: str, value: np.ndarray) -> onnx.TensorProto:
+    """A constant without its value, which is given to the session: large ones would not fit in a message."""
+    described = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(value.dtype), dims=value.shape,
+                                 data_location=onnx.TensorProto.EXTERNAL)
+    for key, text in (("location", name), ("length", str(value.nbytes))):
+        described.external_data.append(onnx.StringStringEntryProto(key=key, value=text))
+    return described
+
+
 def open_kernel(path: Path, device: str, kernel: Kernel, **options: Any) -> onnxruntime.InferenceSession:
     """A session of a built kernel, which runs it as it stands; `options` are further ones of `open_session`.
 
@@ -146,12 +162,7 @@ def open_kernel(path: Path, device: str, kernel: Kernel, **options: Any) -> onnx
     with model_errors(str(path)):
         model = onnx.load(str(path), load_external_data=False)
     weights = take_weights(model, kernel)
-    for name, value in weights.items():  # described here, and given to the session, or large ones would not fit in a message
-        described = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(value.dtype), dims=value.shape,
-                                     data_location=onnx.TensorProto.EXTERNAL)
-        for key, text in (("location", name), ("length", str(value.nbytes))):
-            described.external_data.append(onnx.StringStringEntryProto(key=key, value=text))
-        model.graph.initializer.append(described)
+    model.graph.initializer.extend(described_weight(name, value) for name, value in weights.items())
     return open_session(model.SerializeToString() if weights else path, device, optimize="none", name=str(path),
                         weights=weights, **options)
 
@@ -169,7 +180,7 @@ def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
     graph = onnx.helper.make_graph(
         [kernel_node(kernel, names, outs, kernel.type)], "kernel",
         [onnx.helper.make_tensor_value_info(names[i], type_code(t.dtype), t.shape)
-         for i, t in enumerate(kernel.inputs) if t.present and not t.constant],
+         for i, t in enumerate(kernel.inputs) if t.present and not is_inside(kernel, i)],
         [onnx.helper.make_tensor_value_info(outs[i], type_code(t.dtype), t.shape)
          for i, t in enumerate(kernel.outputs) if t.present])
     add_weights(graph, kernel, weights, repeated)
@@ -241,7 +252,12 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
     """
     session = open_kernel(path, device, kernel)
     with model_errors(str(path)):
-        outputs = session.run(None, dummy_inputs(kernel))
+        if any(tensor.dtype == "bfloat16" for tensor in (*kernel.inputs, *kernel.outputs)):  # which numpy lacks
+            values = {name: ort_value(value) for name, value in dummy_inputs(kernel).items()}
+            made = session.run_with_ort_values(None, values)
+            outputs = [value.numpy() for value in made if value.data_type() != "tensor(bfloat16)"]
+        else:
+            outputs = session.run(None, dummy_inputs(kernel))
     if any(np.issubdtype(out.dtype, np.floating) and np.isnan(out).any() for out in map(np.asarray, outputs)):
         raise UserError(f"{path}: gives NaN on its dummy inputs")
 
@@ -257,6 +273,34 @@ def carrier_bytes(kernel: Kernel) -> int:
     return kernel.weight_bytes + 2 * activations + sum(tensor.bytes for tensor in kernel.outputs)
 
 
+def shared_outputs(kernel: Kernel) -> dict[int, int]:
+    """The outputs of a kernel that are written into the buffer of an input, and that input."""
+    sizes = attended_by(kernel)
+    return {present: past for past, present in PAST.items()} if sizes and sizes.shares_buffer else {}
+
+
+def is_cache(kernel: Kernel, position: int) -> bool:
+    """Whether an input is a cache of attention. In a model, a whole run lies between two uses of it, as with weights."""
+    places, _ = CACHES.get((kernel.domain, kernel.op_type), ((), ""))
+    return position in places
+
+
+class Carrier(NamedTuple):
+    """Many kernels, one after another.
+
+    Attributes:
+        model: the graph.
+        values: for its inputs, by name.
+        weights: values of large constants, by name; the graph describes them as lying in another file.
+        caches: those of its inputs that are caches of attention.
+    """
+
+    model: onnx.ModelProto
+    values: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+    caches: list[str]
+
+
 class _Graph:
     """A carrier that grows by one kernel at a time.
 
@@ -264,39 +308,70 @@ class _Graph:
         nodes, constants, outputs: of the graph.
         inputs: of the graph, by name.
         values: of those inputs that have one, by name.
+        weights: of those constants that it only describes, by name.
+        caches: those of the inputs that are caches of attention.
     """
 
     def __init__(self, device: str, with_floats: bool) -> None:
         """Arguments are those of `build_carrier`."""
-        self._written_before = WRITTEN_BEFORE[device]
+        self._device, self._written_before = device, WRITTEN_BEFORE[device]
         self._with_floats = with_floats
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
         self.inputs: dict[str, onnx.ValueInfoProto] = {}
         self.values: dict[str, np.ndarray] = {}
+        self.weights: dict[str, np.ndarray] = {}
+        self.caches: list[str] = []
 
     def add(self, number: int, kernel: Kernel) -> None:
         """Adds a kernel between the nodes that write its inputs and those that use up its outputs."""
-        names = [self._add_input(number, kernel, position) if tensor.present else ""
+        written = self._written(kernel)
+        names = [self._add_input(number, kernel, position, written) if tensor.present else ""
                  for position, tensor in enumerate(kernel.inputs)]
         outputs = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
         self.nodes.append(kernel_node(kernel, names, outputs, node_name(number)))
+        in_past = shared_outputs(kernel)
         for position, name in enumerate(outputs):
-            if name:
+            if position in in_past:
+                tensor = kernel.outputs[position]
+                self.outputs.append(onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape))
+            elif name:
                 shape = f"k{number}_shape{position}"
                 self.nodes.append(onnx.helper.make_node("Shape", [name], [shape], name=f"shape_{number}_{position}"))
                 rank = len(kernel.outputs[position].shape)
                 self.outputs.append(onnx.helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
 
-    def _add_input(self, number: int, kernel: Kernel, position: int) -> str:
-        """What input `position` of a kernel reads: a constant, what an `Abs` wrote, or an input of the graph; its name."""
+    def _add_constant(self, name: str, kernel: Kernel, position: int, number: int) -> None:
+        """Adds what a kernel reads as input `position` from the graph itself; a large weight lies outside of the graph."""
+        value = np.asarray(dummy_tensor(kernel, position, number), order="C")
+        if value.nbytes <= INLINE_BYTES or value.dtype == object:
+            self.constants.append(onnx.numpy_helper.from_array(value, name))
+            return
+        self.constants.append(described_weight(name, value))
+        self.weights[name] = value
+
+    def _written(self, kernel: Kernel) -> list[int]:
+        """The inputs of a kernel that an `Abs` writes: those of floating types, or else, on a GPU, one of whole numbers."""
+        read = [place for place, tensor in enumerate(kernel.inputs)
+                if tensor.present and not is_inside(kernel, place) and not is_cache(kernel, place)]
+        floating = [place for place in read if kernel.inputs[place].dtype in self._written_before]
+        whole = [place for place in read if kernel.inputs[place].dtype in WRITTEN_INSTEAD]
+        return floating or (whole[:1] if self._device == "cuda" else [])
+
+    def _add_input(self, number: int, kernel: Kernel, position: int, written: Collection[int]) -> str:
+        """What input `position` of a kernel reads: a constant, what an `Abs` wrote (`written`), or an input of the graph; its
+        name."""
         name, tensor = f"k{number}_x{position}", kernel.inputs[position]
-        if tensor.constant:
-            value = dummy_tensor(kernel, position, number)
-            self.constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
-        elif tensor.dtype in self._written_before:
-            is_chosen = chosen(kernel, position) is not None  # any numbers will not do
+        if is_inside(kernel, position):
+            self._add_constant(name, kernel, position, number)
+        elif is_cache(kernel, position):
+            self.inputs[name] = onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
+            self.caches.append(name)
+            if self._with_floats or "float" not in tensor.dtype:
+                self.values[name] = dummy_tensor(kernel, position, number)
+        elif position in written:
+            is_chosen = "float" not in tensor.dtype or chosen(kernel, position) is not None  # any numbers will not do
             shared = f"in_{name}" if is_chosen else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
             self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
             if (is_chosen or self._with_floats) and shared not in self.values:
@@ -309,8 +384,8 @@ class _Graph:
 
 
 def build_carrier(kernels: Sequence[Kernel], device: str,
-                  with_floats: bool = True) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """The carrier of `kernels`, in order, and values for its inputs.
+                  with_floats: bool = True) -> Carrier:
+    """The carrier of `kernels`, in order.
 
     Node number i is called `node_name(i)`. Opsets are those of the first kernel of each domain.
 
@@ -330,4 +405,4 @@ def build_carrier(kernels: Sequence[Kernel], device: str,
     graph = onnx.helper.make_graph(carrier.nodes, "carrier", list(carrier.inputs.values()), carrier.outputs, carrier.constants)
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()],
                                    ir_version=IR_VERSION, producer_name="hase")
-    return model, carrier.values
+    return Carrier(model, carrier.values, carrier.weights, carrier.caches)

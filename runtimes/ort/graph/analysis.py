@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from records import attention
 from records.kernel_record import (
     Kernel,
     KernelInput,
@@ -19,7 +20,7 @@ from records.kernel_record import (
 )
 from records.kernel_types import describe_kernel
 from records.operators import operator_row
-from runtimes.ort.graph.nodes import ParsedNode
+from runtimes.ort.graph.nodes import ParsedNode, counted
 from runtimes.ort.graph.parsing import ParsedGraph, parse_graph
 from utils.paths import as_file_name
 
@@ -148,12 +149,34 @@ def _with_value(graph: ParsedGraph, node: ParsedNode, place: int, name: str) -> 
     return tensor.model_copy(update={"values": graph.computed.get(name)})
 
 
+def _attended_tokens(graph: ParsedGraph, node: ParsedNode, inputs: Sequence[KernelInput]) -> int:
+    """How many tokens a GroupQueryAttention attends to, as the sizes of the model say: the second dimension of the mask that it
+    counts them in, or a value that the graph computes from shapes. Where only the values of an input say it, the new tokens
+    follow a full cache.
+
+    Args:
+        graph: with the node.
+        node: the attention.
+        inputs: of the node.
+    """
+    maker = {name: each for each in graph.nodes for name in each.outputs if name}
+    for place in (attention.TOTAL, attention.LAST_PLACES):
+        mask = graph.tensors[counted(node.inputs[place], maker)]
+        if len(mask.shape) == 2:
+            return mask.shape[1]
+    values = inputs[attention.TOTAL].values or graph.computed.get(node.inputs[attention.TOTAL])
+    return int(values[0]) if values else attention.attended(node.attributes, inputs).total
+
+
 def kernel_of(graph: ParsedGraph, node: ParsedNode) -> Kernel:
     """The kernel that a node of the optimised graph runs."""
     inputs = [_with_value(graph, node, place, name) for place, name in enumerate(node.inputs)]
     while inputs and not inputs[-1].present:
         inputs.pop()
     outputs = [Tensor(dtype=graph.tensors[name].dtype, shape=graph.tensors[name].shape) for name in node.outputs]
+    if node.op_type == attention.OPERATOR and len(inputs) > attention.TOTAL:
+        inputs = attention.with_lengths(inputs, _attended_tokens(graph, node, inputs))
+        outputs = attention.with_present(outputs, attention.attended(node.attributes, inputs).present)
     opset = graph.opsets.get(node.domain, graph.opsets.get("ai.onnx", 1) if not node.domain else 1)
     return describe_kernel(node.op_type, node.domain, opset, node.attributes, inputs, outputs)
 

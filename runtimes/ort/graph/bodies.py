@@ -420,6 +420,7 @@ def _costs(nodes: Sequence[ParsedNode], tensors: Mapping[str, KernelInput]) -> t
     operations = moved = 0.0
     for node in nodes:
         inputs, outputs = ([tensors.get(name, left_out) for name in names] for names in (node.inputs, node.outputs))
-        operations += node.runs * flops(node.op_type, node.attributes, inputs, outputs)
-        moved += node.runs * (bytes_read(node.op_type, node.attributes, inputs, outputs) + bytes_written(node.op_type, outputs))
+        about = node.op_type, node.attributes, inputs, outputs
+        operations += node.runs * flops(*about)
+        moved += node.runs * (bytes_read(*about) + bytes_written(*about))
     return operations, moved, sum(node.runs for node in nodes)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from records import attention
 from records.operators import VIEWS, operator_row
 from utils.lazy import onnx
 
@@ -17,7 +18,6 @@ ONNX_DOMAINS = ("", "ai.onnx")
 TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-gram operators
 UNKNOWN = ""
 COUNTED = VIEWS | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
-CACHE, LAST_PLACES, TOTAL = 3, 5, 6  # inputs of GroupQueryAttention: the cache of keys, the last place of each row, the length
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,49 @@ def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[s
     maker = {out: node for node in graph.node for out in node.output if out}
     lengths = {}
     for node in graph.node:
-        if node.op_type != "GroupQueryAttention" or len(node.input) <= TOTAL:
+        if node.op_type != attention.OPERATOR or len(node.input) <= attention.TOTAL:
             continue
-        cache = inputs.get(node.input[CACHE], ())
+        cache = inputs.get(node.input[min(attention.PAST)], ())
         cached = (cache[2].dim_value or dims.get(cache[2].dim_param, 0)) if len(cache) == 4 else 0
-        for place, length in ((LAST_PLACES, cached), (TOTAL, cached + 1)):
-            tensor = node.input[place]
-            while tensor in maker and maker[tensor].op_type in COUNTED:
-                tensor = maker[tensor].input[0]
+        for place, length in ((attention.LAST_PLACES, cached), (attention.TOTAL, cached + 1)):
+            tensor = counted(node.input[place], maker)
             if tensor in inputs:
                 lengths[tensor] = 1 if len(inputs[tensor]) > 1 else length
     return lengths
+
+
+def counted(tensor: str, maker: Mapping[str, onnx.NodeProto] | Mapping[str, ParsedNode]) -> str:
+    """The tensor that a number of tokens is counted in, such as a mask.
+
+    Args:
+        tensor: that holds the number.
+        maker: the node that makes each tensor; graph inputs have none.
+    """
+    while tensor in maker and maker[tensor].op_type in COUNTED:
+        node = maker[tensor]
+        tensor = (node.inputs if isinstance(node, ParsedNode) else node.input)[0]
+    return tensor
+
+
+def shared_caches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, str]:
+    """The outputs of a graph that are written into the buffer of an input, and that input: caches of attention with room for all
+    tokens, as those who generate text bind them.
+
+    Args:
+        graph: of the model.
+        dims: sizes of its dynamic dimensions.
+    """
+    def room(values: Sequence[onnx.ValueInfoProto]) -> dict[str, int]:
+        axes = {value.name: value.type.tensor_type.shape.dim for value in values}
+        return {name: of[2].dim_value or dims.get(of[2].dim_param, 0) for name, of in axes.items() if len(of) == 4}
+
+    before, after = room(graph.input), room(graph.output)
+    shared = {}
+    for node in graph.node:
+        if node.op_type != attention.OPERATOR:
+            continue
+        for past, present in attention.PAST.items():
+            given, made = ([*names, *[""] * 8][place] for names, place in ((node.input, past), (node.output, present)))
+            if 0 < after.get(made, 0) <= before.get(given, 0):  # a model's file may say "the total length" for either
+                shared[made] = given
+    return shared

@@ -1,0 +1,146 @@
+"""What a GroupQueryAttention attends to: its heads, its tokens, and its cache of keys and values.
+
+The operator learns from the values of two inputs how many tokens there are: `seqlens_k` (for each row of the batch, the place of
+its last token) and `total_sequence_length`. A cache may be longer than that: who generates text makes one buffer for the longest
+text, gives it as the past, and takes it back as the present. Then the operator writes only the new tokens. Otherwise it writes
+the whole cache anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from records.kernel_record import Kernel, KernelInput, Tensor
+
+OPERATOR = "GroupQueryAttention"
+KEY = 1  # inputs: the key; "" where the query holds keys and values, too
+PAST = {3: 1, 4: 2}  # the caches of keys and of values, and the outputs that hold them with the new tokens
+LAST_PLACES, TOTAL = 5, 6  # the place of the last token of each row; the number of tokens of the longest row
+COSINES = 7  # of the rotary embedding
+
+
+class Attended(NamedTuple):
+    """The sizes of a GroupQueryAttention.
+
+    Attributes:
+        batch, queries: rows, and new tokens of each.
+        heads, kv_heads, head_size: heads of the queries; of keys and values; numbers in each.
+        total: tokens of a row, old and new.
+        cache: tokens for which the past has room; 0 without a past.
+        window: tokens that a query attends to at most; 0: all before it.
+        rotary: numbers of a head that are rotated; 0: none.
+        packed: whether keys and values lie beside the query in one tensor.
+    """
+
+    batch: int
+    queries: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    total: int
+    cache: int
+    window: int
+    rotary: int
+    packed: bool
+
+    @property
+    def past(self) -> int:
+        """Tokens before the new ones."""
+        return max(self.total - self.queries, 0)
+
+    @property
+    def shares_buffer(self) -> bool:
+        """Whether past and present are one buffer, with room for all tokens."""
+        return self.cache >= self.total > 0
+
+    @property
+    def present(self) -> int:
+        """Tokens for which the present has room."""
+        return max(self.cache, self.total)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it attends to, in one head of one row: its own token, and those before it."""
+        window = self.window or self.total
+        full = max(min(self.queries, self.total - max(window, self.past)), 0)  # queries that see a whole window
+        first, last = self.past + 1, self.total - full  # keys that the first and the last of the others see
+        return full * window + (first + last) * (last - first + 1) // 2
+
+    @property
+    def read_from_past(self) -> int:
+        """Old tokens that some query attends to."""
+        return min(self.past, self.window - 1) if self.window else self.past
+
+    @property
+    def token_elements(self) -> int:
+        """Numbers of the keys, or of the values, of a token in all rows."""
+        return self.batch * self.kv_heads * self.head_size
+
+
+def attended(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> Attended:
+    """The sizes of a GroupQueryAttention. Where nothing says how many tokens there are, the new ones follow a full cache.
+
+    Args:
+        attributes, inputs: of the kernel.
+    """
+    def tensor(place: int) -> KernelInput:
+        return inputs[place] if place < len(inputs) else KernelInput(dtype="")
+
+    batch, queries, width = (1, 1, 1, *tensor(0).shape)[-3:]
+    heads, kv_heads = int(attributes.get("num_heads", 1)), int(attributes.get("kv_num_heads", 1))
+    packed = not tensor(KEY).present
+    past = tensor(min(PAST)).shape
+    cache = past[2] if len(past) == 4 else 0
+    total = tensor(TOTAL).values
+    return Attended(batch=batch, queries=queries, heads=heads, kv_heads=kv_heads,
+                    head_size=width // max(heads + 2 * kv_heads if packed else heads, 1),
+                    total=int(total[0]) if total else cache + queries, cache=cache,
+                    window=max(int(attributes.get("local_window_size", -1)), 0),
+                    rotary=2 * tensor(COSINES).shape[-1] if attributes.get("do_rotary") and tensor(COSINES).shape else 0,
+                    packed=packed)
+
+
+def attended_by(kernel: Kernel) -> Attended | None:
+    """The sizes of a kernel that is a GroupQueryAttention; None for any other."""
+    return attended(kernel.attributes, kernel.inputs) if kernel.op_type == OPERATOR else None
+
+
+def with_lengths(inputs: Sequence[KernelInput], total: int) -> list[KernelInput]:
+    """The inputs of a GroupQueryAttention with the values of its lengths, all rows being as long as the longest."""
+    values = {LAST_PLACES: total - 1, TOTAL: total}
+    return [tensor.model_copy(update={"constant": False, "values": (values[place],) * tensor.elements})
+            if place in values and tensor.present else tensor for place, tensor in enumerate(inputs)]
+
+
+def with_present(outputs: Sequence[Tensor], present: int) -> list[Tensor]:
+    """The outputs of a GroupQueryAttention, whose present has room for `present` tokens."""
+    return [tensor.model_copy(update={"shape": (*tensor.shape[:2], present, *tensor.shape[3:])})
+            if place in PAST.values() and len(tensor.shape) == 4 else tensor for place, tensor in enumerate(outputs)]
+
+
+def flops(sizes: Attended) -> int:
+    """Two products over the pairs of tokens that attend to each other, and three operations for each number that is rotated."""
+    products = 4 * sizes.batch * sizes.heads * sizes.head_size * sizes.pairs
+    return products + 3 * sizes.batch * sizes.queries * (sizes.heads + sizes.kv_heads) * sizes.rotary
+
+
+def bytes_read(sizes: Attended, inputs: Sequence[KernelInput]) -> int:
+    """All inputs but the caches and the tables of the rotary embedding, of which only what is used counts: the old tokens that are
+    attended to, or all of them where they are copied into a present of their own; a row of the tables for each new token."""
+    total = 0
+    for place, tensor in enumerate(inputs):
+        if place in PAST and sizes.cache:
+            old = sizes.read_from_past if sizes.shares_buffer else sizes.past
+            total += tensor.bytes * min(old, sizes.cache) // sizes.cache
+        elif place in (COSINES, COSINES + 1) and tensor.shape:
+            total += tensor.bytes * min(sizes.queries, tensor.shape[0]) // max(tensor.shape[0], 1)
+        else:
+            total += tensor.bytes
+    return total
+
+
+def bytes_written(sizes: Attended, outputs: Sequence[Tensor]) -> int:
+    """All outputs; of a present that is the past's buffer, only the new tokens."""
+    return sum(tensor.bytes * sizes.queries // max(sizes.present, 1) if place in PAST.values() and sizes.shares_buffer
+               else tensor.bytes for place, tensor in enumerate(outputs))
