@@ -3,9 +3,9 @@
 Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
 says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides; where
-there is no index, for this machine. With --errors, reads what training wrote instead of the index, and draws near those kernels that it predicted worst when it left
-them out. Writes them to kernel_model/kernel_onnx/<flavour>/, next to the kernels of models, and to sampled.json there which
-families hold the kernel that each was drawn from.
+there is no index, for this machine. With --errors, reads what training wrote instead of the index, and draws near those
+kernels that it predicted worst when it left them out. Writes them to kernel_model/kernel_onnx/<flavour>/, next to the kernels
+of models, and to sampled.json there which families hold the kernel that each was drawn from.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def sample_free(count: int, generator: np.random.Generator, batches: Sequence[in
                 device: str = "cpu") -> Sampled:
     """Up to `count` new kernels of no model by id, each with FREE, and how many draws were refused and why.
 
-    They are of the operators of `kind`. Those of language models are drawn in one of the floating types `dtypes` (where there are
-    none, in those that GPUs run them in), and only if the provider of `device` has them.
+    They are of the operators of `kind`. Those of language models are drawn in one of the floating types `dtypes` (where there
+    are none, in those that GPUs run them in), and only if the provider of `device` has them.
     """
     def draw() -> Drawn:
         kernel = draw_free_kernel(int(generator.choice(batches)), generator, kind, dtypes if kind == "language" else ())
@@ -235,7 +235,8 @@ def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Seq
     free = sum(seeded_by == FREE for seeded_by in seeds.values())
     near = partial(sample, entries, without=args.without, dtypes=args.dtypes, **limits)
     return [Step("sampled", near, args.count - (len(seeds) - free)),
-            Step("free", partial(sample_free, kind=args.free_kind, dtypes=args.dtypes, device=device, **limits), args.free - free)]
+            Step("free", partial(sample_free, kind=args.free_kind, dtypes=args.dtypes, device=device, **limits),
+                 args.free - free)]
 
 
 def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int, jobs: int) -> dict[str, Any]:

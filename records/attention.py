@@ -1,9 +1,9 @@
 """What a GroupQueryAttention attends to: its heads, its tokens, and its cache of keys and values.
 
-The operator learns from the values of two inputs how many tokens there are: `seqlens_k` (for each row of the batch, the place of
-its last token) and `total_sequence_length`. A cache may be longer than that: who generates text makes one buffer for the longest
-text, gives it as the past, and takes it back as the present. Then the operator writes only the new tokens. Otherwise it writes
-the whole cache anew.
+The operator learns from the values of two inputs how many tokens there are: `seqlens_k` (for each row of the batch, the place
+of its last token) and `total_sequence_length`. A cache may be longer than that: who generates text makes one buffer for the
+longest text, gives it as the past, and takes it back as the present. Then the operator writes only the new tokens. Otherwise it
+writes the whole cache anew.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def flops(sizes: Attended) -> int:
 
 
 def bytes_read(sizes: Attended, inputs: Sequence[KernelInput]) -> int:
-    """All inputs but the caches and the tables of the rotary embedding, of which only what is used counts: the old tokens that are
-    attended to, or all of them where they are copied into a present of their own; a row of the tables for each new token."""
+    """All inputs; of the caches and the tables of the rotary embedding, only what is used: the old tokens that are attended to,
+    or all of them where they are copied into a present of their own; a row of the tables for each new token."""
     total = 0
     for place, tensor in enumerate(inputs):
         if place in PAST and sizes.cache:

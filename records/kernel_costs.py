@@ -67,8 +67,8 @@ def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ker
     """Bytes of all inputs, each counted once; 0 where a tensor is only renamed.
 
     Of a table, at most the gathered elements count, and of one that has a number for each block of them, as many as there are
-    blocks. A recurrent layer reads the weights of its state (R) again in every step. Of experts, at most as many are read as all
-    tokens choose.
+    blocks. A recurrent layer reads the weights of its state (R) again in every step. Of experts, at most as many are read as
+    all tokens choose.
     """
     row = operator_row(op_type)
     if row.cost == "view":

@@ -216,5 +216,6 @@ def describe_kernel(op_type: str, domain: str, opset: int, attributes: Mapping[s
         id=kernel_id(name, op_type, domain, opset, kept, inputs, outputs), type=name, op_type=op_type, domain=domain,
         opset=opset, attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs),
         flops=flops(op_type, kept, inputs, outputs), bytes_read=bytes_read(op_type, kept, inputs, outputs),
-        bytes_written=bytes_written(op_type, kept, inputs, outputs), weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant),
+        bytes_written=bytes_written(op_type, kept, inputs, outputs),
+        weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant),
     )

@@ -87,8 +87,8 @@ def open_session(
 
 
 def ort_value(array: np.ndarray, device: str = "cpu") -> onnxruntime.OrtValue:
-    """An array as ONNX Runtime's value, on `cpu` or `cuda`; on `cpu` where numpy lacks the type (bfloat16), from where binding it
-    to a session copies it. On `cpu` it shares the memory of the array."""
+    """An array as ONNX Runtime's value, on `cpu` or `cuda`; on `cpu` where numpy lacks the type (bfloat16), from where binding
+    it to a session copies it. On `cpu` it shares the memory of the array."""
     if array.dtype.kind != "V":
         return onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0)
     plain = np.ascontiguousarray(array).view(f"uint{8 * array.dtype.itemsize}")

@@ -116,8 +116,8 @@ class SharedMemory:
         return int(block.data_ptr())
 
     def bind(self, session: onnxruntime.InferenceSession, carrier: Carrier) -> Callable[[], Any]:
-        """A function that runs a carrier once. Inputs without a value are read from the start of the block; caches from places of
-        their own behind that, into which outputs that share their buffer are written."""
+        """A function that runs a carrier once. Inputs without a value are read from the start of the block; caches from places
+        of their own behind that, into which outputs that share their buffer are written."""
         # a carrier's other outputs are shapes: on the GPU, each would cost a copy that belongs to no kernel
         binding = device_binding(session, carrier.values, "cuda", outputs_on="cpu")
         inputs = [Tensor(dtype=session_dtype(value.type), shape=tuple(value.shape)) for value in session.get_inputs()]

@@ -1,21 +1,33 @@
-"""Kernels of no model, as language models have them: a decoder of half a billion to 14 billion parameters is made up, and one of
-its operators drawn, as the builder of onnxruntime-genai, ONNX Runtime's transformer optimiser or its quantisers write it.
+"""Kernels of no model, as language models have them: a decoder of half a billion to 14 billion parameters is made up, and one
+of its operators drawn, as the builder of onnxruntime-genai, ONNX Runtime's transformer optimiser or its quantisers write it.
 
-Sizes lie around those of families that people deploy. Three configs and those of one family are left out, to judge predictions by.
+Sizes lie around those of families that people deploy. Three configs and those of one family are left out, to judge predictions
+by.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
-from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, Generator, as_float32, indices, kernel, log_uniform, pick, tensor
+from kernel_model.sampling.free_shapes.sizes import (
+    ABSENT,
+    CONTRIB,
+    Generator,
+    as_float32,
+    indices,
+    kernel,
+    log_uniform,
+    pick,
+    tensor,
+)
 from records.attention import with_lengths
 from records.kernel_record import Kernel, Tensor
 
 
 class Family(NamedTuple):
-    """What the decoders of a family have in common: widths, the width of the layer between as a multiple, sizes of a head, query
-    heads for each head of keys, words, windows of attention (0: none), the part of a head that is rotated."""
+    """What the decoders of a family have in common: widths, the width of the layer between as a multiple, sizes of a head,
+    query heads for each head of keys, words, windows of attention (0: none), the part of a head that is rotated."""
 
     widths: tuple[int, ...]
     multiples: tuple[float, ...]
@@ -40,6 +52,8 @@ HELD_OUT = {  # widths of a decoder and of the layer between: three configs, and
     (896, 4864), (1536, 8960), (2048, 11008), (3584, 18944), (5120, 13824), (5120, 27648), (8192, 29568),
     (2048, 6144), (2560, 9728), (4096, 12288), (5120, 17408), (5120, 25600)}
 HEADS_HELD_OUT = {(32, 8, 64), (32, 32, 96), (16, 8, 128)}  # of queries, of keys, and the size of one: of the three configs
+MIXTURES = ((8, 2, 4096, 14336), (16, 2, 4096, 6400), (32, 4, 2880, 2880), (32, 8, 1536, 512), (40, 8, 1536, 512),
+            (8, 2, 2048, 4096), (64, 8, 2048, 1024))  # experts, how many compute a token, and their widths
 MOST_TOKENS = 32768  # of a context
 MOST_ROWS = 16384  # tokens of a batch at a time
 ACTIVATIONS = ("QuickGelu", "Gelu", "FastGelu", "BiasGelu")
@@ -83,7 +97,7 @@ def _rounded(size: float, step: int) -> int:
 def length(generator: Generator, low: int = 16, high: int = MOST_TOKENS) -> int:
     """Tokens of a text: all magnitudes alike, half of them a power of two."""
     tokens = log_uniform(low, high, generator)
-    return 2 ** round(float(generator.choice([7, 8, 9, 10, 11, 12, 13]))) if generator.random() < 0.35 and low < 128 else round(tokens)
+    return min(2 ** round(math.log2(tokens)), high) if generator.random() < 0.5 else round(tokens)
 
 
 def rows(batch: int, generator: Generator) -> tuple[int, int]:
@@ -97,8 +111,8 @@ def rows(batch: int, generator: Generator) -> tuple[int, int]:
 def products(of: Decoder) -> tuple[tuple[int, int], ...]:
     """Depth and columns of a decoder's matrix products, but for the last one."""
     inner = of.heads * of.head_size
-    return ((of.width, inner + 2 * of.kv_heads * of.head_size), (inner, of.width), (of.width, of.between), (of.width, of.between),
-            (of.between, of.width), (of.width, 2 * of.between))
+    return ((of.width, inner + 2 * of.kv_heads * of.head_size), (inner, of.width), (of.width, of.between),
+            (of.width, of.between), (of.between, of.width), (of.width, 2 * of.between))
 
 
 def product_sizes(generator: Generator) -> tuple[int, int]:
@@ -121,7 +135,8 @@ def quantised_product(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A product with a matrix in blocks of 4 or 8 bits: on a CPU, activations are quantised, too."""
     depth, columns = product_sizes(generator)
     lead = rows(batch, generator)
-    bits, block = int(generator.choice([4, 8], p=[0.8, 0.2])), int(generator.choice([16, 32, 64, 128], p=[0.08, 0.52, 0.1, 0.3]))
+    bits = int(generator.choice([4, 8], p=[0.8, 0.2]))
+    block = int(generator.choice([16, 32, 64, 128], p=[0.08, 0.52, 0.1, 0.3]))
     blocks = -(-depth // block)
     inputs = [tensor(dtype, *lead, depth), tensor("uint8", columns, blocks, block * bits // 8, constant=True),
               tensor(dtype, columns, blocks, constant=True)]
@@ -134,8 +149,8 @@ def quantised_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def grouped_attention(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """One new token of each text after a cache, or a whole prompt, or a further part of one; mostly with one buffer for the longest
-    text, in which old tokens stay where they are."""
+    """One new token of each text after a cache, or a whole prompt, or a further part of one; mostly with one buffer for the
+    longest text, in which old tokens stay where they are."""
     of = decoder(generator)
     kind = generator.choice(["decoding", "prompt", "part"], p=[0.62, 0.3, 0.08])
     if kind == "decoding":
@@ -194,7 +209,8 @@ def sum_and_layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
     """The same with mean and bias, as encoders have it."""
     shape = (*rows(batch, generator), pick([384, 512, 768, 1024, 1280, 2560, 4096], generator))
     weights = [tensor(dtype, shape[-1], constant=True)] * (3 if generator.random() < 0.6 else 2)
-    return kernel("SkipLayerNormalization", [*[tensor(dtype, *shape)] * 2, *weights], [shape], CONTRIB, epsilon=as_float32(1e-5))
+    return kernel("SkipLayerNormalization", [*[tensor(dtype, *shape)] * 2, *weights], [shape], CONTRIB,
+                  epsilon=as_float32(1e-5))
 
 
 def rotary(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -288,10 +304,10 @@ def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
     shape = (*rows(batch, generator), decoder(generator).between)
     op = str(generator.choice(ACTIVATIONS, p=[0.4, 0.15, 0.3, 0.15]))
     biased = op == "BiasGelu" or (op == "FastGelu" and generator.random() < 0.4)
-    attributes: dict[str, Any] = {"QuickGelu": {"alpha": 1.0 if generator.random() < 0.8 else as_float32(1.702)},
-                                  "Gelu": {"approximate": "tanh"}}.get(op, {})
+    of_operator: dict[str, dict[str, Any]] = {"QuickGelu": {"alpha": 1.0 if generator.random() < 0.8 else as_float32(1.702)},
+                                              "Gelu": {"approximate": "tanh"}}
     return kernel(op, [tensor(dtype, *shape), *[tensor(dtype, shape[-1], constant=True)] * biased], [shape],
-                  "" if op == "Gelu" else CONTRIB, **attributes)
+                  "" if op == "Gelu" else CONTRIB, **of_operator.get(op, {}))
 
 
 def elementwise(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -314,7 +330,8 @@ def embedding(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def quantised_embedding(dtype: str, batch: int, generator: Generator) -> Kernel:
     """The same from a table in blocks of 4 or 8 bits."""
-    of, lead, bits, block = decoder(generator), rows(batch, generator), pick([4, 4, 8], generator), pick([16, 32, 128], generator)
+    of, lead = decoder(generator), rows(batch, generator)
+    bits, block = pick([4, 4, 8], generator), pick([16, 32, 128], generator)
     blocks = -(-of.width // block)
     inputs = [tensor("uint8", of.vocabulary, of.width * bits // 8, constant=True), indices(lead, of.vocabulary),
               tensor(dtype, of.vocabulary, blocks, constant=True)]
@@ -328,7 +345,7 @@ class Experts(NamedTuple):
     """Tokens, and experts: how many there are, how many compute a token, and their widths."""
 
     tokens: int
-    count: int
+    available: int
     chosen: int
     width: int
     between: int
@@ -336,18 +353,17 @@ class Experts(NamedTuple):
 
 def experts(batch: int, generator: Generator) -> Experts:
     texts, tokens = rows(batch, generator)
-    count, chosen, width, between = [(8, 2, 4096, 14336), (16, 2, 4096, 6400), (32, 4, 2880, 2880), (32, 8, 1536, 512),
-                                     (40, 8, 1536, 512), (8, 2, 2048, 4096), (64, 8, 2048, 1024)][int(generator.integers(7))]
-    return Experts(min(texts * tokens, 4096), count, chosen, width, between)
+    available, chosen, width, between = MIXTURES[int(generator.integers(len(MIXTURES)))]
+    return Experts(min(texts * tokens, 4096), available, chosen, width, between)
 
 
 def mixture(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Experts of which each token takes a few."""
     of = experts(batch, generator)
     gated = generator.random() < 0.6
-    inputs = [tensor(dtype, of.tokens, of.width), tensor(dtype, of.tokens, of.count),
-              tensor(dtype, of.count, of.between * (1 + gated), of.width, constant=True), ABSENT,
-              tensor(dtype, of.count, of.width, of.between, constant=True)]
+    inputs = [tensor(dtype, of.tokens, of.width), tensor(dtype, of.tokens, of.available),
+              tensor(dtype, of.available, of.between * (1 + gated), of.width, constant=True), ABSENT,
+              tensor(dtype, of.available, of.width, of.between, constant=True)]
     return kernel("MoE", inputs, [(of.tokens, of.width)], CONTRIB, k=of.chosen, normalize_routing_weights=1,
                   use_sparse_mixer=0, **_expert_activation(gated))
 
@@ -357,10 +373,11 @@ def quantised_mixture(dtype: str, batch: int, generator: Generator) -> Kernel:
     of, bits = experts(batch, generator), pick([4, 4, 8], generator)
     gated = generator.random() < 0.6
     first, second = of.between * (1 + gated), of.width
-    inputs = [tensor(dtype, of.tokens, of.width), tensor(dtype, of.tokens, of.count),
-              tensor("uint8", of.count, first, of.width * bits // 8, constant=True), tensor(dtype, of.count, first, constant=True),
-              ABSENT, tensor("uint8", of.count, second, of.between * bits // 8, constant=True),
-              tensor(dtype, of.count, second, constant=True)]
+    inputs = [tensor(dtype, of.tokens, of.width), tensor(dtype, of.tokens, of.available),
+              tensor("uint8", of.available, first, of.width * bits // 8, constant=True),
+              tensor(dtype, of.available, first, constant=True), ABSENT,
+              tensor("uint8", of.available, second, of.between * bits // 8, constant=True),
+              tensor(dtype, of.available, second, constant=True)]
     return kernel("QMoE", inputs, [(of.tokens, of.width)], CONTRIB, k=of.chosen, normalize_routing_weights=1,
                   use_sparse_mixer=0, expert_weight_bits=bits, **_expert_activation(gated))
 

@@ -162,7 +162,7 @@ def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive:
 
 
 def random_bytes(shape: tuple[int, ...], offset: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Random whole numbers of a type of one byte; the same for the same arguments. Types of half a byte get their part of it."""
+    """Random whole numbers of a type of one byte; the same for the same arguments. Types of half a byte get numbers below 8."""
     count, start = int(np.prod(shape, dtype=np.int64)), offset % POOL_ELEMENTS
     values = np.resize(_byte_pool()[start:start + min(max(count, 1), POOL_ELEMENTS)], count).reshape(shape)
     return values.view(dtype) if dtype in (np.uint8, np.int8) else (values % 8).astype(dtype)
@@ -213,8 +213,8 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
 
 
 def is_inside(kernel: Kernel, position: int) -> bool:
-    """Whether a built kernel holds the value of an input: of a constant, and of the lengths of an attention, which would else be
-    copied to the host."""
+    """Whether a built kernel holds the value of an input: of a constant, and of the lengths of an attention, which would else
+    be copied to the host."""
     return kernel.inputs[position].constant or (kernel.op_type == OPERATOR and position in (LAST_PLACES, TOTAL))
 
 

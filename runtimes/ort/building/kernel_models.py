@@ -49,7 +49,7 @@ REPEATED_ELEMENTS = 64, 1 << 12  # least and most random numbers that such a wei
 MAKES_WEIGHT = "weight_"  # how the names of these nodes, and of the constants that they read, begin
 IR_VERSION = 10
 WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16", "bfloat16"}}  # types that Abs takes
-WRITTEN_INSTEAD = {"int64", "int32", "int8", "uint8"}  # on a GPU, for kernels without such inputs: their work must be told apart
+WRITTEN_INSTEAD = {"int64", "int32", "int8", "uint8"}  # for kernels without such inputs, so that a GPU's work is told apart
 WRITER_OP = "Abs"
 WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
 

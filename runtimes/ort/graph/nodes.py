@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from records import attention
-from records.operators import VIEWS, operator_row
+from records.operators import COPIES, VIEWS, operator_row
 from utils.lazy import onnx
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ONNX_DOMAINS = ("", "ai.onnx")
 TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-gram operators
 UNKNOWN = ""
-COUNTED = VIEWS | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
+COUNTED = VIEWS | COPIES | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ def counted(tensor: str, maker: Mapping[str, onnx.NodeProto] | Mapping[str, Pars
 
 
 def shared_caches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, str]:
-    """The outputs of a graph that are written into the buffer of an input, and that input: caches of attention with room for all
-    tokens, as those who generate text bind them.
+    """The outputs of a graph that are written into the buffer of an input, and that input: caches of attention with room for
+    all tokens, as those who generate text bind them.
 
     Args:
         graph: of the model.

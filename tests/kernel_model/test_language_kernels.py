@@ -1,0 +1,166 @@
+"""Kernels of language models: drawn, built, run, and many in a carrier."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import run_script
+
+from kernel_model.kernel_sampler import footprint_mib, sample_free
+from kernel_model.sampling.draws import on_cuda
+from kernel_model.sampling.free_shapes import language
+from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, Generator, indices, kernel, tensor
+from kernel_model.sampling.free_shapes.table import LANGUAGE, Draw, draw_free_kernel
+from records.attention import attended_by, with_lengths
+from records.kernel_record import Kernel
+from runtimes.ort.building.kernel_models import (
+    build_carrier,
+    build_model,
+    built_kernel,
+    carrier_bytes,
+    check_kernel,
+    is_cache,
+    kernel_build,
+    shared_outputs,
+)
+from runtimes.ort.graph.nodes import shared_caches
+from runtimes.ort.runner import bind, open_runner
+from utils.ort_sessions import open_session
+
+SMALL = language.Family((128, 192), (2.0, 3.0), (32, 64), (1, 2), (300, 500), (0, 24))  # tests can't run large ones
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws small decoders and short texts."""
+    monkeypatch.setattr(language, "FAMILIES", (SMALL,))
+    monkeypatch.setattr(language, "MIXTURES", ((8, 2, 64, 128),))
+    monkeypatch.setattr(language, "MOST_ROWS", 64)
+    monkeypatch.setattr(language, "MOST_TOKENS", 256)
+    monkeypatch.setattr(language, "length", lambda generator, low=4, high=64: int(generator.integers(low, min(high, 64))))
+
+
+def small_draw(draw: Draw, dtype: str, generator: Generator) -> Kernel:
+    """A kernel that is small enough for a test."""
+    return next(kernel for kernel in (draw(dtype, 2, generator) for _ in range(400))
+                if footprint_mib(kernel) < 64 and kernel.flops < 2e9)
+
+
+@pytest.mark.parametrize("draw", [draw for draw, _ in LANGUAGE if draw is not language.packed_attention])
+def test_draws_run_on_the_cpu(draw: Draw, small: None, tmp_path: Path) -> None:
+    """They give the shapes that they describe, and no NaN; only CUDA has attention of packed rows."""
+    generator = np.random.default_rng(1)
+    for _ in range(3):
+        drawn = small_draw(draw, "float32", generator)
+        path = kernel_build(drawn, tmp_path)
+        assert built_kernel(path) == drawn
+        check_kernel(path, drawn, "cpu")
+        session = open_runner(path, "cpu").session
+        session_shapes = [tuple(output.shape) for output in session.get_outputs()]
+        assert session_shapes == [output.shape for output in drawn.outputs if output.present]
+
+
+@pytest.mark.parametrize("draw", [draw for draw, _ in LANGUAGE])
+def test_the_cuda_provider_has_every_draw(draw: Draw) -> None:
+    generator = np.random.default_rng(2)
+    assert all(on_cuda(draw("float16", 4, generator)) for _ in range(10))
+
+
+def test_drawn_kernels_are_language_models_and_within_limits() -> None:
+    drawn, _ = sample_free(400, np.random.default_rng(0), [1, 8, 64], 4000, 2048, kind="language", device="cuda")
+    kernels = [kernel for kernel, _ in drawn.values()]
+    assert len(kernels) == 400
+    assert all(footprint_mib(kernel) <= 2048 and kernel.flops <= 4e12 for kernel in kernels)
+    counted = Counter(kernel.op_type for kernel in kernels)
+    assert counted["GroupQueryAttention"] > counted["SkipSimplifiedLayerNormalization"] > 0
+    assert {kernel.dtype for kernel in kernels} >= {"float16", "bfloat16"}
+    attended = [sizes for kernel in kernels if (sizes := attended_by(kernel))]
+    assert {sizes.shares_buffer for sizes in attended} == {sizes.packed for sizes in attended} == {True, False}
+    assert max(sizes.total for sizes in attended) > 16384
+    rows = [kernel.inputs[0].shape[0] * kernel.inputs[0].shape[1] for kernel in kernels if kernel.op_type == "MatMulNBits"]
+    assert min(rows) == 1
+    assert max(rows) > 2048
+
+
+def test_configs_for_judging_are_never_drawn() -> None:
+    generator = np.random.default_rng(3)
+    drawn = [language.decoder(generator) for _ in range(3000)]
+    assert not {(of.width, of.between) for of in drawn} & language.HELD_OUT
+    assert not {(of.heads, of.kv_heads, of.head_size) for of in drawn} & language.HEADS_HELD_OUT
+    assert {(2048, 8192), (3072, 8192), (1024, 3072)} <= language.HELD_OUT
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    ids = [draw_free_kernel(4, np.random.default_rng(seed), "language").id for seed in (5, 5, 6)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def attention(cache: int, total: int, queries: int = 1) -> Kernel:
+    inputs = [tensor("float32", 1, queries, 8 * 32), ABSENT, ABSENT, *[tensor("float32", 1, 2, cache, 32)] * 2,
+              tensor("int32", 1), tensor("int32")]
+    present = (1, 2, max(cache, total), 32)
+    return kernel("GroupQueryAttention", with_lengths(inputs, total), [(1, queries, 4 * 32), present, present], CONTRIB,
+                  num_heads=4, kv_num_heads=2)
+
+
+def test_lengths_are_inside_and_caches_are_shared_where_they_have_room() -> None:
+    shared, copied = attention(64, 33), attention(32, 33)
+    assert [value.name for value in build_model(shared).graph.input] == ["x0", "x3", "x4"]
+    assert (shared_outputs(shared), shared_outputs(copied)) == ({1: 3, 2: 4}, {})
+    assert [is_cache(shared, place) for place in range(7)] == [False, False, False, True, True, False, False]
+    assert shared_caches(build_model(shared).graph, {}) == {"y1": "x3", "y2": "x4"}
+    assert shared_caches(build_model(copied).graph, {}) == {}
+
+
+def test_a_carrier_gives_each_cache_a_place_of_its_own_and_shares_it() -> None:
+    """Cold, as in a model, where a whole run lies between two uses; new tokens go into the buffer of the past."""
+    kernels = [attention(64, 33), attention(32, 33), attention(64, 33)]
+    carrier = build_carrier(kernels, "cpu")
+    assert carrier.caches == [f"k{number}_x{place}" for number in range(3) for place in (3, 4)]
+    shared = shared_caches(carrier.model.graph, {})
+    assert shared == {f"k{number}_y{place - 2}": f"k{number}_x{place}" for number in (0, 2) for place in (3, 4)}
+    session = open_session(carrier.model.SerializeToString(), "cpu", optimize="none", weights=carrier.weights)
+    before = carrier.values["k0_x3"].copy()
+    bind(session, carrier.values, "cpu", "device", shared)()
+    changed = (carrier.values["k0_x3"] != before).any(axis=(0, 1, 3))
+    assert np.flatnonzero(changed).tolist() == [32]
+    assert sum(map(carrier_bytes, kernels)) >= sum(value.nbytes for value in carrier.values.values())
+
+
+def test_on_a_gpu_every_kernel_of_a_carrier_reads_something_written() -> None:
+    """Its work could else not be told from that of the kernel before it."""
+    table = kernel("Gather", [tensor("float32", 100, 8, constant=True), indices((2, 3), 100)], [(2, 3, 8)], axis=0)
+    names = {device: [node.op_type for node in build_carrier([table], device).model.graph.node] for device in ("cpu", "cuda")}
+    assert names == {"cpu": ["Gather", "Shape"], "cuda": ["Abs", "Gather", "Shape"]}
+    carrier = build_carrier([table], "cuda")
+    assert carrier.values["in_k0_x1"].shape == (2, 3)
+
+
+def test_bfloat16_is_built_and_bound(tmp_path: Path) -> None:
+    """numpy lacks it, so ONNX Runtime takes its bits."""
+    table = kernel("Gather", [tensor("bfloat16", 5000, 64, constant=True), indices((2, 3), 5000)], [(2, 3, 64)], axis=0)
+    path = kernel_build(table, tmp_path)
+    assert path.stat().st_size < 100_000 < table.weight_bytes
+    check_kernel(path, table, "cpu")
+    open_runner(path, "cpu").run_once()
+
+
+def test_packed_weights_are_random_and_repeat(tmp_path: Path) -> None:
+    packed = kernel("MatMulNBits", [tensor("float32", 2, 512), tensor("uint8", 1024, 16, 16, constant=True),
+                                    tensor("float32", 1024, 16, constant=True)], [(2, 1024)], CONTRIB, K=512, N=1024, bits=4,
+                    block_size=32, accuracy_level=4)
+    path = kernel_build(packed, tmp_path)
+    assert path.stat().st_size < 100_000 < packed.weight_bytes
+    check_kernel(path, packed, "cpu")
+    [weight] = [value for name, value in build_carrier([packed], "cpu").weights.items() if name.endswith("_x1")]
+    assert len(np.unique(weight)) == 256
+
+
+def test_the_command_draws_them_without_an_index(tmp_path: Path) -> None:
+    done = run_script("kernel_model/kernel_sampler.py", "--workspace", tmp_path, "--count", "0", "--free", "3", "--free-kind",
+                      "language", "--dtypes", "float32", "--most-gflop", "0.5", "--most-mib", "40", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("kernel_model/kernel_onnx/*/*.onnx"))) == 3

@@ -1,0 +1,101 @@
+"""Which CUDA kernels ONNX Runtime picks for language models, by its rules."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
+from kernel_model.sampling.free_shapes.table import draw_free_kernel
+from records.attention import attended_by, with_lengths
+from records.kernel_record import Kernel
+from training.kernels.language_features import (
+    ALGORITHMS,
+    LANGUAGE_GROUPS,
+    Gpu,
+    attention_algorithm,
+    language_features,
+    product_algorithm,
+    splits,
+)
+
+
+def attention(queries: int = 1, cache: int = 2048, total: int = 1025, heads: int = 32, kv_heads: int = 8, head_size: int = 128,
+              batch: int = 1, dtype: str = "float16", **attributes: Any) -> Kernel:
+    inputs = [tensor(dtype, batch, queries, (heads + 2 * kv_heads) * head_size), ABSENT, ABSENT,
+              *[tensor(dtype, batch, kv_heads, cache, head_size)] * 2, tensor("int32", batch), tensor("int32")]
+    present = (batch, kv_heads, max(cache, total), head_size)
+    return kernel("GroupQueryAttention", with_lengths(inputs, total), [(batch, queries, heads * head_size), present, present],
+                  CONTRIB, num_heads=heads, kv_num_heads=kv_heads, **attributes)
+
+
+def product(rows: int, bits: int = 4, depth: int = 4096, columns: int = 4096, block: int = 32, zeros: bool = False,
+            dtype: str = "float16") -> Kernel:
+    blocks = -(-depth // block)
+    inputs = [tensor(dtype, rows, depth), tensor("uint8", columns, blocks, block * bits // 8, constant=True),
+              tensor(dtype, columns, blocks, constant=True)]
+    inputs += [tensor("uint8", columns, blocks * bits // 8, constant=True)] * zeros
+    return kernel("MatMulNBits", inputs, [(rows, columns)], CONTRIB, K=depth, N=columns, bits=bits, block_size=block)
+
+
+@pytest.mark.parametrize(("sizes", "algorithm"), [
+    ({}, "xqa"), ({"head_size": 96}, "cudnn"), ({"heads": 24}, "cudnn"), ({"cache": 1024}, "cudnn"),  # 3 heads share keys
+    ({"softcap": 50.0}, "flash decoding"), ({"softcap": 50.0, "cache": 1024}, "flash"), ({"local_window_size": 128}, "xqa"),
+    ({"head_size": 96, "local_window_size": 128}, "flash decoding"), ({"queries": 1024, "total": 1024}, "cudnn"),
+    ({"queries": 1024, "total": 1024, "local_window_size": 128}, "flash"), ({"dtype": "bfloat16"}, "xqa"),
+    ({"head_size": 512}, "memory efficient"), ({"head_size": 260}, "unfused"), ({"dtype": "float32"}, "")])
+def test_attention_on_hopper(sizes: dict[str, Any], algorithm: str) -> None:
+    described = attention(**sizes)
+    attended = attended_by(described)
+    assert attended is not None
+    assert attention_algorithm(described, attended) == algorithm
+
+
+def test_cudnn_is_chosen_from_hopper_on_alone() -> None:
+    described = attention(queries=1024, total=1024)
+    attended = attended_by(described)
+    assert attended is not None
+    assert attention_algorithm(described, attended, Gpu(capability=8.0)) == "flash"
+
+
+def test_long_texts_are_split_where_they_would_not_fill_the_gpu() -> None:
+    def parts(**sizes: Any) -> int:
+        attended = attended_by(attention(softcap=50.0, **sizes))
+        assert attended is not None
+        return splits(attended, "flash decoding")
+
+    assert parts(total=100, cache=100) == 1
+    assert parts(total=32000, cache=32768) > parts(total=1025) > 1
+    assert parts(total=32000, cache=32768, batch=64) == 1
+    assert parts(total=32000, cache=32768, local_window_size=128) == 1
+
+
+@pytest.mark.parametrize(("rows", "bits", "depth", "columns", "algorithm"), [
+    (1, 4, 4096, 4096, "vector"), (2, 4, 4096, 4096, "rows"), (16, 4, 4096, 4096, "rows"), (17, 4, 4096, 4096, "dequantised"),
+    (1, 8, 4096, 4096, "vector"), (5, 8, 4096, 4096, "rows"), (6, 8, 4096, 4096, "dequantised"), (1, 4, 2880, 32, "router"),
+    (1, 4, 4096, 4099, "dequantised"), (1024, 4, 4096, 128256, "dequantised in parts"),
+    (1, 4, 131072, 4096, "dequantised")])  # the last one's scales exceed the memory of a block of threads
+def test_products_with_quantised_matrices(rows: int, bits: int, depth: int, columns: int, algorithm: str) -> None:
+    assert product_algorithm(product(rows, bits, depth, columns)) == algorithm
+
+
+def test_every_kernel_of_language_models_has_these_features() -> None:
+    generator = np.random.default_rng(0)
+    names = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))
+    chosen = set()
+    for _ in range(300):
+        values = language_features(draw_free_kernel(8, generator, "language"))
+        assert len(values) == len(names)
+        assert np.isfinite(values).all()
+        chosen.add(ALGORITHMS[int(values[0])])
+    assert chosen >= {"", "xqa", "cudnn", "flash decoding", "vector", "rows", "dequantised"}
+
+
+def test_features_tell_lengths_apart() -> None:
+    names = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))
+    values = dict(zip(names, language_features(attention(total=1023, cache=2047)), strict=True))
+    expected = {"log_attended": 10, "log_cache": 11, "heads_per_key_head": 4, "shares_buffer": 1}
+    assert {name: values[name] for name in expected} == expected
