@@ -204,7 +204,7 @@ def indexed(path: Path) -> tuple[Flavour, list[Drawn]]:
     index = read_index(path)
     cuda = index.flavour.device == "cuda"
     return index.flavour, [(entry.kernel, index.groups_of(entry)) for entry in index.entries()
-                                if not cuda or on_cuda(entry.kernel)]
+                           if not cuda or on_cuda(entry.kernel)]
 
 
 class Step(NamedTuple):
@@ -309,6 +309,8 @@ def main() -> int:
         parser.error("--errors and --dtypes don't go together: a kernel that is predicted badly is drawn in its own type")
     if args.errors and args.free:
         parser.error("--errors and --free don't go together: call the sampler once for each")
+    if args.count and set(args.dtypes) - set(FLOAT_TYPES):
+        parser.error("--dtypes bfloat16 is for kernels of language models: give --count 0 and --free-kind language")
     workspace = cli.start(args)
     errors = read_errors(args.errors) if args.errors else None
     if errors or (not args.count and not any(workspace.kernel_records.glob("*/index.json"))):  # kernels of no model alone

@@ -18,6 +18,7 @@ KEY = 1  # inputs: the key; "" where the query holds keys and values, too
 PAST = {3: 1, 4: 2}  # the caches of keys and of values, and the outputs that hold them with the new tokens
 LAST_PLACES, TOTAL = 5, 6  # the place of the last token of each row; the number of tokens of the longest row
 COSINES = 7  # of the rotary embedding
+NORM = 14  # weights of a norm of each query's head; those of keys follow
 
 
 class Attended(NamedTuple):
@@ -31,6 +32,7 @@ class Attended(NamedTuple):
         window: tokens that a query attends to at most; 0: all before it.
         rotary: numbers of a head that are rotated; 0: none.
         packed: whether keys and values lie beside the query in one tensor.
+        normed: whether the heads of queries and keys get a norm first.
     """
 
     batch: int
@@ -43,6 +45,7 @@ class Attended(NamedTuple):
     window: int
     rotary: int
     packed: bool
+    normed: bool = False
 
     @property
     def past(self) -> int:
@@ -98,7 +101,7 @@ def attended(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> At
                     total=int(total[0]) if total else cache + queries, cache=cache,
                     window=max(int(attributes.get("local_window_size", -1)), 0),
                     rotary=2 * tensor(COSINES).shape[-1] if attributes.get("do_rotary") and tensor(COSINES).shape else 0,
-                    packed=packed)
+                    packed=packed, normed=tensor(NORM).present)
 
 
 def attended_by(kernel: Kernel) -> Attended | None:
@@ -120,9 +123,11 @@ def with_present(outputs: Sequence[Tensor], present: int) -> list[Tensor]:
 
 
 def flops(sizes: Attended) -> int:
-    """Two products over the pairs of tokens that attend to each other, and three operations for each number that is rotated."""
+    """Two products over the pairs of tokens that attend to each other, three operations for each number that is rotated, and
+    four for each one that is normed."""
     products = 4 * sizes.batch * sizes.heads * sizes.head_size * sizes.pairs
-    return products + 3 * sizes.batch * sizes.queries * (sizes.heads + sizes.kv_heads) * sizes.rotary
+    new_heads = sizes.batch * sizes.queries * (sizes.heads + sizes.kv_heads)
+    return products + new_heads * (3 * sizes.rotary + 4 * sizes.head_size * sizes.normed)
 
 
 def bytes_read(sizes: Attended, inputs: Sequence[KernelInput]) -> int:

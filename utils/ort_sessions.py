@@ -87,12 +87,16 @@ def open_session(
 
 
 def ort_value(array: np.ndarray, device: str = "cpu") -> onnxruntime.OrtValue:
-    """An array as ONNX Runtime's value, on `cpu` or `cuda`; on `cpu` where numpy lacks the type (bfloat16), from where binding
-    it to a session copies it. On `cpu` it shares the memory of the array."""
-    if array.dtype.kind != "V":
+    """An array as ONNX Runtime's value on `cpu` or `cuda`; on `cpu` it shares the memory of the array. ONNX Runtime takes the
+    bits of types that numpy itself lacks (bfloat16, float8)."""
+    if not array.dtype.name.startswith(("bfloat16", "float8")):
         return onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0)
-    plain = np.ascontiguousarray(array).view(f"uint{8 * array.dtype.itemsize}")
-    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(plain, onnx.helper.np_dtype_to_tensor_dtype(array.dtype))
+    bits, code = array.view(f"uint{8 * array.dtype.itemsize}"), onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    if device == "cpu":
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, code)
+    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(array.shape), code, device, 0)
+    value.update_inplace(bits)
+    return value
 
 
 def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Sequence[int], device: str,

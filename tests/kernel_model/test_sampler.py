@@ -293,6 +293,7 @@ def test_earlier_samples_are_not_drawn_again() -> None:
 @pytest.mark.parametrize(("options", "code", "message"), [
     (("--count", "0"), 2, "can't both be 0"),
     (("--batch-sizes", "1,x"), 2, "'x' is not a whole number, 1 or more"),
+    (("--dtypes", "bfloat16"), 2, "--count 0 and --free-kind language"),
     ((), 1, "python ort_analysis/fusion_detector.py"),
 ])
 def test_wrong_arguments(workspace: Workspace, options: tuple[str, ...], code: int, message: str) -> None:

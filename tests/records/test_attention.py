@@ -68,6 +68,16 @@ def test_operations_grow_with_the_attended_length_not_with_the_buffer() -> None:
     assert attention(rotary=16).flops - attention().flops == 3 * (8 + 2) * 16
 
 
+def test_norms_of_heads_count() -> None:
+    """Queries and keys of models with such norms are described so on a GPU."""
+    plain = attention(packed=False)
+    inputs = [*plain.inputs, *[ABSENT] * 7, *[tensor("float16", 32, constant=True)] * 2]
+    normed = kernel("GroupQueryAttention", inputs, plain.outputs, CONTRIB, **plain.attributes)
+    assert sizes_of(normed).normed
+    assert normed.flops - plain.flops == 4 * (8 + 2) * 32
+    assert normed.bytes_read - plain.bytes_read == 2 * 2 * 32
+
+
 def test_bytes_are_those_of_attended_tokens() -> None:
     token = 2 * 2 * 2 * 32  # keys and values of one, in half precision
     around = 2 * 384 + 4 + 4

@@ -54,6 +54,14 @@ def test_attention_on_hopper(sizes: dict[str, Any], algorithm: str) -> None:
     assert attention_algorithm(described, attended) == algorithm
 
 
+def test_norms_keep_attention_from_decoding_in_place() -> None:
+    described = attention(softcap=50.0)
+    weights = [ABSENT] * 7 + [tensor("float16", 128, constant=True)] * 2
+    normed = described.model_copy(update={"inputs": (*described.inputs, *weights)})
+    chosen = [attention_algorithm(each, sizes) for each in (described, normed) if (sizes := attended_by(each))]
+    assert chosen == ["flash decoding", "flash"]
+
+
 def test_cudnn_is_chosen_from_hopper_on_alone() -> None:
     described = attention(queries=1024, total=1024)
     attended = attended_by(described)

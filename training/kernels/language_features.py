@@ -66,7 +66,7 @@ def attention_algorithm(kernel: Kernel, sizes: Attended, gpu: Gpu = H200) -> Alg
     if gpu.capability >= 9 and fits and not (biased or softcap or smooth or sink or sizes.window):
         return "cudnn"
     if gpu.capability >= 8 and fits and not biased:
-        return "flash decoding" if not first and sizes.shares_buffer else "flash"
+        return "flash decoding" if not first and sizes.shares_buffer and not sizes.normed else "flash"
     return "unfused" if biased or sizes.head_size % 8 else "memory efficient"
 
 
@@ -126,7 +126,7 @@ def _rows(kernel: Kernel) -> int:
 LANGUAGE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("algorithm", "splits"),
     "attention": ("log_queries", "log_attended", "log_cache", "log_pairs", "heads_per_key_head", "key_heads", "head_size",
-                  "attention_window", "rotated", "shares_buffer"),
+                  "attention_window", "rotated", "normed", "shares_buffer"),
     "quantised": ("weight_bits", "weight_block", "zero_points", "log_rows")}
 
 
@@ -145,7 +145,8 @@ def language_features(kernel: Kernel, gpu: Gpu = H200) -> list[float]:
         parts = splits(sizes, algorithm, gpu)
         lengths = (sizes.queries, sizes.total, sizes.cache, sizes.pairs)
         of_attention = [*(math.log2(1 + length) for length in lengths), _group(sizes), sizes.kv_heads,
-                        sizes.head_size, sizes.window, sizes.rotary, float(sizes.shares_buffer)]
+                        sizes.head_size, sizes.window, sizes.rotary, float(sizes.normed),
+                        float(sizes.shares_buffer)]
     elif kernel.op_type == "MatMulNBits":
         algorithm = product_algorithm(kernel, gpu)
         zeros = len(kernel.inputs) > 3 and kernel.inputs[3].present

@@ -18,10 +18,11 @@ from kernel_model.sampling.free_shapes.sizes import (
     indices,
     kernel,
     log_uniform,
+    numbers,
     pick,
     tensor,
 )
-from records.attention import with_lengths
+from records.attention import NORM, with_lengths
 from records.kernel_record import Kernel, Tensor
 
 
@@ -177,11 +178,20 @@ def grouped_attention(dtype: str, batch: int, generator: Generator) -> Kernel:
     if rotates:
         places = max(max(cache, total), pick([2048, 4096, 8192, 32768], generator))
         inputs += [tensor(dtype, places, of.rotated // 2, constant=True)] * 2
+    if inputs[1].present and generator.random() < 0.6:  # on GPUs, ONNX Runtime fuses the norms of queries and keys into it
+        inputs += [ABSENT] * (NORM - len(inputs)) + [tensor(dtype, of.head_size, constant=True)] * 2
     return kernel("GroupQueryAttention", with_lengths(inputs, total), [(batch, queries, wide), present, present], CONTRIB,
                   num_heads=of.heads, kv_num_heads=of.kv_heads, scale=as_float32(of.head_size ** -0.5),
                   local_window_size=of.window or -1, do_rotary=int(rotates), rotary_interleaved=0,
                   softcap=50.0 if of.head_size == 256 and generator.random() < 0.15 else 0.0, causal=1, k_quant_type="NONE",
                   v_quant_type="NONE", qk_norm_epsilon=as_float32(1e-6), qk_output=0, sliding_window_cache=0, smooth_softmax=-1)
+
+
+def apart(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Queries, keys and values of one product, cut apart for attention with norms."""
+    of, lead = decoder(generator), rows(batch, generator)
+    parts = (of.heads * of.head_size, *[of.kv_heads * of.head_size] * 2)
+    return kernel("Split", [tensor(dtype, *lead, sum(parts)), numbers(*parts)], [(*lead, part) for part in parts], axis=-1)
 
 
 def norm(dtype: str, batch: int, generator: Generator) -> Kernel:

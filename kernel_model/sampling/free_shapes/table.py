@@ -14,6 +14,7 @@ import numpy as np
 
 from kernel_model.sampling.free_shapes import elementwise, language, movement, products, reductions
 from kernel_model.sampling.free_shapes.sizes import Generator
+from records.attention import NORM
 from records.kernel_record import Kernel
 
 SEEDED = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "Clip"}  # well known from image models
@@ -41,10 +42,10 @@ DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
     *((draw, 20 if name in ("Add", "Mul") else 12) for name, draw in elementwise.BINARY.items()))
 LANGUAGE: tuple[tuple[Draw, float], ...] = (  # as often as these operators take time in language models
     (language.grouped_attention, 300), (language.quantised_product, 240), (language.matrix_product, 200),
-    (language.sum_and_norm, 40), (language.norm, 30), (language.activation, 30), (language.elementwise, 25),
-    (language.attention, 30), (language.fused_attention, 15), (language.packed_attention, 10), (language.rotary, 15),
-    (language.embedding, 10), (language.quantised_embedding, 10), (language.first_layer, 8), (language.sum_and_layer_norm, 8),
-    (language.mixture, 6), (language.quantised_mixture, 8), (language.quantise, 12))
+    (language.sum_and_norm, 40), (language.norm, 30), (language.apart, 12), (language.activation, 30),
+    (language.elementwise, 25), (language.attention, 30), (language.fused_attention, 15), (language.packed_attention, 10),
+    (language.rotary, 15), (language.embedding, 10), (language.quantised_embedding, 10), (language.first_layer, 8),
+    (language.sum_and_layer_norm, 8), (language.mixture, 6), (language.quantised_mixture, 8), (language.quantise, 12))
 Kind = Literal["networks", "language"]
 
 
@@ -66,7 +67,8 @@ TABLES: dict[Kind, Table] = {"networks": Table(DRAWS, ("float32", "float16")),
 
 def on_cpu(kernel: Kernel) -> bool:
     """Whether the CPU provider has a kernel for it, of those that language models consist of."""
-    return kernel.op_type != "PackedMultiHeadAttention"
+    normed = kernel.op_type == "GroupQueryAttention" and len(kernel.inputs) > NORM
+    return kernel.op_type != "PackedMultiHeadAttention" and not normed
 
 
 def draw_free_kernel(batch: int, generator: Generator, kind: Kind = "networks", dtypes: Sequence[str] = ()) -> Kernel:
