@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     import networkx
     import onnx
     import onnx.external_data_helper
+    import onnx_ir
     import onnxruntime
     import onnxruntime.capi.onnxruntime_pybind11_state
     import onnxruntime.quantization.shape_inference
+    import onnxruntime_genai
     import openvino
     import pandas
     import pynvml
@@ -52,14 +54,16 @@ if TYPE_CHECKING:
     import torch
     import torch.profiler
     import torchvision
+    import transformers
     import tvm
     import tvm.relax.frontend.onnx
     import tvm.relax.frontend.torch
     import tvm_ffi
     import xgboost
 
-__all__ = ["ai3", "matplotlib", "multiprocessing", "networkx", "onnx", "onnxruntime", "openvino", "pandas", "pynvml",
-           "requests", "rich", "scipy", "sklearn", "torch", "torchvision", "tvm", "tvm_ffi", "xgboost"]
+__all__ = ["ai3", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai",
+           "openvino", "pandas", "pynvml", "requests", "rich", "scipy", "sklearn", "torch", "torchvision", "transformers",
+           "tvm", "tvm_ffi", "xgboost"]
 
 
 class LazyPackage:

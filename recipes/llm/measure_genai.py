@@ -1,0 +1,321 @@
+"""Measures language models with onnxruntime-genai: time to first token, time per token, memory, energy, and what the GPU does.
+
+For each model of `<workspace>/llm/models` and each point of networks.yaml (batch, length of the prompt) it runs some requests
+after a warm-up, then single steps under the profiler, and two points long enough for the energy of a token. Writes a line for
+each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to `<model>.steps.jsonl`. With --memory it writes
+the memory of single requests to `<model>.memory.jsonl` instead, each in a new process, since ONNX Runtime gives no memory back.
+Points that are there are kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from measuring.gpu_trace import GpuRun, in_range, read, record_ranges
+from measuring.metrics import nvml
+from recipes.llm.networks import NETWORKS_FILE, LanguageNetworks, Point, measured_file, model_folder, read_networks
+from records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep
+from runtimes.ort.probes import host_probe, measure_pace
+from utils import cli, files
+from utils.errors import UserError
+from utils.fingerprint import has_cuda, machine
+from utils.lazy import multiprocessing, onnxruntime, pynvml
+from utils.lazy import onnxruntime_genai as genai
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+EXAMPLES = """
+python recipes/llm/measure_genai.py --workspace out/llm
+python recipes/llm/measure_genai.py --workspace out/llm --model llama-int4 --at-most-s 120
+python recipes/llm/measure_genai.py --workspace out/llm --memory
+"""
+REQUESTS = 3
+WARM_TOKENS = 4
+TRACED_STEPS = 3  # the prompt, and two tokens
+ENERGY_S = 1.5
+ENERGY_TOKENS = 3000  # more than there is time for
+ENERGY_POINTS = ((1, 1024), (8, 1024))
+POLL_S = 0.005
+PACE_S = 0.5
+log = get_logger("llm")
+
+
+class Requests:
+    """Requests of one size with a loaded model.
+
+    Attributes:
+        cache: the length of the cache.
+    """
+
+    def __init__(self, model: Any, settings: Mapping[str, Any], batch: int, prompt: int, generate: int) -> None:
+        """`settings` are those of the model in its genai_config.json."""
+        self._model = model
+        window = settings["decoder"].get("sliding_window", {}).get("window_size", 0)
+        self.cache = max(prompt + generate, window) + 1  # a cache that is shorter than the window is refused
+        self._tokens = np.random.default_rng(0).integers(3, settings["vocab_size"], (batch, prompt)).astype(np.int32)
+        self._params = genai.GeneratorParams(model)
+        self._params.set_search_options(max_length=self.cache, min_length=self.cache, batch_size=batch, do_sample=False)
+
+    def create(self) -> Any:
+        """A generator with its cache."""
+        return genai.Generator(self._model, self._params)
+
+    def first(self, generator: Any) -> None:
+        """Takes the prompt and makes the first token."""
+        generator.append_tokens(self._tokens)
+        self.token(generator)
+
+    def token(self, generator: Any) -> None:
+        """Makes one more token, and waits for it."""
+        generator.generate_next_token()
+        generator.get_next_tokens()
+
+
+def timed_ms(run: Callable[[], Any]) -> tuple[Any, float]:
+    """What `run` returns, and how long it took."""
+    began = time.perf_counter()
+    result = run()
+    return result, round(1e3 * (time.perf_counter() - began), 4)
+
+
+def used_mib() -> float:
+    """Memory of the first GPU in use; 0 without one."""
+    return pynvml.nvmlDeviceGetMemoryInfo(nvml.first_gpu()).used / 2**20 if has_cuda() else 0.0
+
+
+@contextmanager
+def largest_memory_mib() -> Iterator[list[float]]:
+    """The largest memory of the GPU in use while the block runs, in a list of one."""
+    largest, over = [used_mib()], threading.Event()
+
+    def poll() -> None:
+        while not over.wait(POLL_S):
+            largest[0] = max(largest[0], used_mib())
+
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
+    try:
+        yield largest
+    finally:
+        over.set()
+        thread.join()
+
+
+def energy_of(run: Callable[[], int]) -> StepEnergy:
+    """The energy of what `run` does again and again, and returns the steps of."""
+    gpu, steps = nvml.first_gpu(), 0
+    run()
+    began_j, began_s = nvml.energy_counter_j(gpu), time.monotonic()
+    while time.monotonic() - began_s < ENERGY_S:
+        steps += run()
+    seconds = time.monotonic() - began_s
+    return StepEnergy(steps=steps, seconds=round(seconds, 4), joules=round(nvml.energy_counter_j(gpu) - began_j, 3))
+
+
+def energies(requests: Requests) -> dict[str, StepEnergy]:
+    """The energy of prompts with the first token, and of further tokens of one long request."""
+    def prompt() -> int:
+        requests.first(requests.create())
+        return 1
+
+    def token() -> int:
+        requests.token(generator)
+        return 1
+
+    first = energy_of(prompt)
+    generator = requests.create()
+    requests.first(generator)
+    return {"first_energy": first, "token_energy": energy_of(token)}
+
+
+def traced(requests: Requests) -> list[GpuRun]:
+    """The first steps of a request under the profiler."""
+    generator = requests.create()
+
+    def steps() -> None:
+        with in_range(0):
+            requests.first(generator)
+        for number in range(1, TRACED_STEPS):
+            with in_range(number):
+                requests.token(generator)
+
+    return read(record_ranges(steps, TRACED_STEPS))
+
+
+def step_record(run: GpuRun, step: int, model: str, batch: int, prompt: int) -> TracedStep:
+    """A traced step as a record."""
+    names = tuple(dict.fromkeys(work.name for work in run.work))
+    places = {name: place for place, name in enumerate(names)}
+
+    def since_start(times: Sequence[float]) -> tuple[float, ...]:
+        return tuple(round(moment - run.start_us, 2) for moment in times)
+
+    return TracedStep(
+        model=model, batch=batch, prompt=prompt, step=step, host_us=round(run.host_us, 2), names=names,
+        work=tuple(places[work.name] for work in run.work), start_us=since_start([work.start_us for work in run.work]),
+        duration_us=tuple(round(work.duration_us, 2) for work in run.work),
+        launched_us=since_start([launch.start_us for launch in run.launches]))
+
+
+def measure(requests: Requests, generate: int, idle_mib: float) -> dict[str, Any]:
+    """The fields of a `Generation` that are measured of every point."""
+    create_ms, first_ms, token_ms = list[float](), list[float](), list[tuple[float, ...]]()
+    with largest_memory_mib() as largest:
+        for request in range(1 + REQUESTS):
+            generator, created_ms = timed_ms(requests.create)
+            taken_ms = timed_ms(partial(requests.first, generator))[1]
+            tokens_ms = tuple(timed_ms(partial(requests.token, generator))[1]
+                              for _ in range(generate if request else min(WARM_TOKENS, generate)))
+            if request:  # the first one only warms up
+                create_ms.append(created_ms)
+                first_ms.append(taken_ms)
+                token_ms.append(tokens_ms)
+            del generator
+    return {"create_ms": tuple(create_ms), "first_ms": tuple(first_ms), "token_ms": tuple(token_ms),
+            "peak_mib": round(largest[0] - idle_mib, 1)}
+
+
+def loaded(path: Path, device: str) -> tuple[Any, dict[str, Any]]:
+    """A model, and its settings in genai_config.json."""
+    if device == "cuda":
+        onnxruntime.preload_dlls()  # genai uses the libraries that this loads
+    return genai.Model(str(path)), files.read_json(path / "genai_config.json")["model"]
+
+
+def memory_of(path: Path, point: Point, generate: int, device: str) -> dict[str, Any]:
+    """The fields of a `GenerationMemory` that are measured, in a process that ran nothing before."""
+    before_mib = used_mib()
+    host_probe(device)
+    context_mib = used_mib() - before_mib
+    model, settings = loaded(path, device)
+    weights_mib = used_mib() - before_mib - context_mib
+    requests = Requests(model, settings, *point, generate)
+    with largest_memory_mib() as largest:
+        generator = requests.create()
+        requests.first(generator)
+        for _ in range(generate):
+            requests.token(generator)
+    return {"cache": requests.cache, "context_mib": round(context_mib, 1), "weights_mib": round(weights_mib, 1),
+            "peak_mib": round(largest[0] - before_mib - context_mib, 1)}
+
+
+def measure_memory(path: Path, points: Iterable[Point], generate: int, device: str, out: Path) -> None:
+    """Measures the memory of points of one model, one process after another."""
+    for batch, prompt in points:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            try:
+                measured = pool.submit(memory_of, path, (batch, prompt), generate, device).result()
+            except (RuntimeError, MemoryError) as error:  # genai's errors, or the process died
+                measured = {"failed": failure_text(error), "cache": 0}
+        files.append_records(out, [GenerationMemory(model=path.name, batch=batch, prompt=prompt, generated=generate,
+                                                    machine=machine(device), taken=datetime.now(UTC), **measured)])
+        said = measured.get("failed") or f"peak {measured['peak_mib']:.0f} MiB"
+        print(f"{path.name}\t{batch}\t{prompt}\t{said}", flush=True)
+
+
+def failure_text(error: BaseException) -> str:
+    """The start of an error's message."""
+    return str(error)[:500] or type(error).__name__
+
+
+def measure_times(path: Path, points: Iterable[Point], generate: int, device: str, out: Path) -> None:
+    """Measures points of one model, one after another in this process."""
+    family, _, precision = path.name.rpartition("-")
+    pace = [measure_pace(device, PACE_S).probe_us] if device == "cuda" else []
+    idle_mib = used_mib()
+    (model, settings), loaded_ms = timed_ms(lambda: loaded(path, device))
+    weights_mib = used_mib() - idle_mib
+    log.info("%s: loaded in %.1f s", path.name, loaded_ms / 1e3)
+    for batch, prompt in points:
+        requests, steps = Requests(model, settings, batch, prompt, generate), list[TracedStep]()
+        try:
+            measured = measure(requests, generate, idle_mib)
+            if device == "cuda" and (batch, prompt) in ENERGY_POINTS:
+                measured |= energies(Requests(model, settings, batch, prompt, ENERGY_TOKENS))
+            if device == "cuda":
+                steps = [step_record(run, number, path.name, batch, prompt) for number, run in enumerate(traced(requests))]
+        except (RuntimeError, MemoryError) as error:  # genai's errors, such as too little memory
+            measured = {"failed": failure_text(error)}
+        if device == "cuda":
+            pace.append(measure_pace(device, PACE_S).probe_us)
+        files.append_records(out, [Generation(
+            model=path.name, family=family, precision=precision, batch=batch, prompt=prompt, generated=generate,
+            cache=requests.cache, weights_mib=round(weights_mib, 1), probe_us=tuple(pace[-2:]), machine=machine(device),
+            taken=datetime.now(UTC), **measured)])
+        if steps:
+            files.append_records(out.with_name(f"{path.name}.steps.jsonl"), steps)
+        if "failed" in measured:
+            log.error("%s: batch %d, prompt %d: %s", path.name, batch, prompt, measured["failed"])
+        else:
+            print(f"{path.name}\t{batch}\t{prompt}\tfirst {np.median(measured['first_ms']):.2f} ms\t"
+                  f"token {np.median(measured['token_ms']):.3f} ms\tpeak {measured['peak_mib']:.0f} MiB", flush=True)
+
+
+def work_of(workspace: Workspace, names: Sequence[str], networks: LanguageNetworks, memory: bool) -> dict[Path, list[Point]]:
+    """The points of each model that are not measured yet, by its folder.
+
+    Raises:
+        UserError: there is no model.
+    """
+    folder = model_folder(workspace, "", "").parent
+    models = sorted(path for path in folder.glob("*-*") if (path / "genai_config.json").is_file()
+                    and (not names or path.name in names))
+    if not models:
+        raise UserError(f"{folder}: no models; build some: python recipes/llm/make_models.py")
+    schema, points = (GenerationMemory, networks.memory_points) if memory else (Generation, networks.points)
+    work = {}
+    for path in models:
+        records: list[Any] = files.read_records(measured_file(workspace, path.name, memory), schema, REMEDY)
+        done = {(point.batch, point.prompt) for point in records}
+        work[path] = [point for point in points if point not in done]
+    return work
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--networks", type=Path, default=NETWORKS_FILE, metavar="FILE", help="default: networks.yaml")
+    parser.add_argument("--model", action="append", default=[], metavar="NAME",
+                        help="the name of one folder (repeatable; default: all)")
+    parser.add_argument("--memory", action="store_true", help="measure memory, not times")
+    parser.add_argument("--at-most-s", type=cli.positive, default=float("inf"), metavar="S",
+                        help="begin no point later than this (default: measure all)")
+    args = parser.parse_args()
+    workspace, networks = cli.start(args), read_networks(args.networks)
+    device, ends_s, begun = "cuda" if has_cuda() else "cpu", time.monotonic() + args.at_most_s, 0
+    work = work_of(workspace, args.model, networks, args.memory)
+
+    def in_time(points: Iterable[Point]) -> Iterator[Point]:
+        nonlocal begun
+        for point in points:
+            if time.monotonic() > ends_s:
+                return
+            begun += 1
+            yield point
+
+    for path, points in work.items():
+        if points and time.monotonic() < ends_s:
+            out = measured_file(workspace, path.name, args.memory)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            (measure_memory if args.memory else measure_times)(path, in_time(points), networks.generate, device, out)
+    if missed := sum(map(len, work.values())) - begun:
+        log.warning("%d points are left for another run", missed)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

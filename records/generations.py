@@ -1,0 +1,117 @@
+"""What generating text with a language model takes, measured with onnxruntime-genai.
+
+recipes/llm/measure_genai.py writes these records, a line for each point, and what the GPU did in single steps beside them.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from utils.fingerprint import Machine
+from utils.frozen import Frozen
+
+REMEDY = "remove it, and measure that model again: python recipes/llm/measure_genai.py"
+
+
+class StepEnergy(Frozen):
+    """The energy of a phase that ran again and again.
+
+    Attributes:
+        steps: how often it ran.
+        seconds: how long, all together.
+        joules: used meanwhile, of the whole device.
+    """
+
+    steps: int
+    seconds: float
+    joules: float
+
+
+class Generation(Frozen):
+    """Requests of one size with one model.
+
+    Attributes:
+        model: the name of its folder.
+        family, precision: of the model.
+        batch, prompt, generated: sequences, and tokens of each before and after the first that is generated.
+        cache: the length that genai's cache of keys and values has, which is its `max_length`.
+        create_ms: until a generator is there, with its cache.
+        first_ms: from the prompt to the first token, of each request.
+        token_ms: of each request, the time of each further token.
+        weights_mib: memory of the device that the loaded model holds before any request.
+        peak_mib: the largest memory of the device meanwhile, beyond what it held before the model was loaded.
+        first_energy, token_energy: of requests that end with the first token, and of the tokens after the first of one longer
+            request; None where not measured.
+        failed: why it could not be measured; "" where it could.
+        probe_us: what the probe of the host's pace took before and after.
+        machine: the device and software.
+        taken: when.
+    """
+
+    model: str
+    family: str
+    precision: str
+    batch: int
+    prompt: int
+    generated: int
+    cache: int
+    create_ms: tuple[float, ...] = ()
+    first_ms: tuple[float, ...] = ()
+    token_ms: tuple[tuple[float, ...], ...] = ()
+    weights_mib: float = 0.0
+    peak_mib: float = 0.0
+    first_energy: StepEnergy | None = None
+    token_energy: StepEnergy | None = None
+    failed: str = ""
+    probe_us: tuple[float, ...] = ()
+    machine: Machine
+    taken: datetime
+
+
+class GenerationMemory(Frozen):
+    """Memory of the device that one request takes, in a process that ran nothing before it.
+
+    Attributes:
+        model, batch, prompt, generated, cache: as of a `Generation`.
+        context_mib: held once ONNX Runtime has a CUDA context, with a session of one small node.
+        weights_mib: held by the loaded model, beyond that.
+        peak_mib: the largest while the request ran, beyond the context.
+        failed: why there is none; "" where there is.
+        machine, taken: as of a `Generation`.
+    """
+
+    model: str
+    batch: int
+    prompt: int
+    generated: int
+    cache: int
+    context_mib: float = 0.0
+    weights_mib: float = 0.0
+    peak_mib: float = 0.0
+    failed: str = ""
+    machine: Machine
+    taken: datetime
+
+
+class TracedStep(Frozen):
+    """What the GPU did in one step: its kernels, copies and fills in the order of their launches.
+
+    Attributes:
+        model, batch, prompt: whose step.
+        step: 0 is the prompt with the first token, n the n-th token after it.
+        host_us: how long the step took on the host, while it was traced.
+        names: of the work, each once.
+        work: places in `names`.
+        start_us, duration_us, launched_us: of each piece, from the start of the step; when its launch began.
+    """
+
+    model: str
+    batch: int
+    prompt: int
+    step: int
+    host_us: float
+    names: tuple[str, ...]
+    work: tuple[int, ...]
+    start_us: tuple[float, ...]
+    duration_us: tuple[float, ...]
+    launched_us: tuple[float, ...]

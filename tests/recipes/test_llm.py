@@ -1,0 +1,62 @@
+"""Language models as onnxruntime-genai's builder writes them, built and measured on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from command import run_script
+from optional_packages import needs
+
+from recipes.llm.networks import NETWORKS_FILE, measured_file, model_folder, read_networks
+from records.generations import REMEDY, Generation, GenerationMemory
+from utils import files
+from utils.paths import Workspace
+
+JUDGED = ({"hidden_size": 2048, "intermediate_size": 8192}, {"hidden_size": 3072, "intermediate_size": 8192},
+          {"hidden_size": 1024, "intermediate_size": 3072})
+NETWORKS = """
+networks:
+  llama:
+    builder: LlamaModel
+    config: LlamaConfig
+    sizes: {num_hidden_layers: 2, hidden_size: 64, intermediate_size: 96, num_attention_heads: 4, num_key_value_heads: 2,
+            vocab_size: 512, max_position_embeddings: 128}
+points: [[1, 8], [2, 4]]
+memory_points: [[1, 8]]
+generate: 3
+"""
+
+
+def test_networks_for_judging_are_not_learned_from() -> None:
+    networks = read_networks(NETWORKS_FILE).networks
+    assert len(networks) >= 6
+    for name, network in networks.items():
+        assert "qwen" not in f"{name} {network.builder} {network.config}".lower()
+        assert not any(judged.items() <= network.sizes.items() for judged in JUDGED), name
+
+
+@pytest.mark.slow
+def test_a_model_is_built_and_its_requests_are_measured(tmp_path: Path) -> None:
+    needs("onnxruntime_genai", "requirements-llm.txt")
+    networks = tmp_path / "networks.yaml"
+    networks.write_text(NETWORKS)
+    workspace = Workspace(tmp_path / "out")
+    run_script("recipes/llm/make_models.py", "--workspace", workspace.root, "--networks", networks, "--precision", "int4",
+               "--device", "cpu")
+    graph = onnx.load(model_folder(workspace, "llama", "int4") / "model.onnx", load_external_data=False).graph
+    operators = [node.op_type for node in graph.node]
+    assert operators.count("GroupQueryAttention") == 2
+    assert operators.count("MatMulNBits") == 2 * 5 + 1  # of a layer: queries with keys and values, out, gate, up and down
+    for _ in range(2):  # the second time nothing is left to do
+        run_script("recipes/llm/measure_genai.py", "--workspace", workspace.root, "--networks", networks)
+    run_script("recipes/llm/measure_genai.py", "--workspace", workspace.root, "--networks", networks, "--memory")
+    memory, = files.read_records(measured_file(workspace, "llama-int4", memory=True), GenerationMemory, REMEDY)
+    assert (memory.cache, memory.failed) == (12, "")
+    points = files.read_records(measured_file(workspace, "llama-int4"), Generation, REMEDY)
+    assert [(point.batch, point.prompt, point.cache) for point in points] == [(1, 8, 12), (2, 4, 8)]
+    for point in points:
+        assert not point.failed
+        assert len(point.first_ms) == len(point.token_ms) == 3
+        assert all(len(tokens) == 3 and min(tokens) > 0 for tokens in point.token_ms)
