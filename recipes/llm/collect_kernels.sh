@@ -3,7 +3,8 @@
 # Usage: recipes/llm/collect_kernels.sh [workspace] [kernels] [minutes]
 #   recipes/llm/collect_kernels.sh out/llm 5000 8    # draws 5,000 kernels and measures for eight minutes; again for the next ones
 # Further arguments are the collector's: --set 'tracers=6' --set 'block_kernels=60'.
-# Takes eight minutes for 6,800 kernels on an H200 with 16 cores and --set tracers=8. The dataset is <workspace>/benchmark/dataset/<target>.
+# Takes eight minutes for 6,800 kernels on an H200 with 16 cores and --set tracers=8. The dataset is
+# <workspace>/benchmark/dataset/<target>; recipes/llm/compare_algorithms.py compares the CUDA kernels that ran.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-out/llm}
