@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -95,11 +96,13 @@ def _words(dtype: str) -> float:
         return 1.0
 
 
+@cache  # names are few, and a fit asks for them millions of times
 def kind_of_work(name: str) -> str:
     """`tflop` of `tflop:product:float16`."""
     return name.partition(":")[0]
 
 
+@cache
 def without_type(name: str) -> str:
     """`tflop:product` of `tflop:product:float16`: all element types of a class have one coefficient."""
     return ":".join(name.split(":")[:2])
@@ -109,7 +112,8 @@ def without_types(work: Mapping[str, float]) -> dict[str, float]:
     """Work with the element types of a class added up."""
     amounts: dict[str, float] = {}
     for name, amount in work.items():
-        amounts[without_type(name)] = amounts.get(without_type(name), 0.0) + amount
+        shared = without_type(name)
+        amounts[shared] = amounts.get(shared, 0.0) + amount
     return amounts
 
 
