@@ -76,13 +76,13 @@ def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[flo
 
 def cases(count: int, root: Path) -> Iterator[Outcome]:
     """What comes of `count` processes that predict in the small workspace at `root`."""
-    right = [latencies_ms(root), *(answer for trees in (*reversed(TREES), *reversed(TREES)) for answer in train(root, trees))]
+    right = [latencies_ms(root), *(answer for trees in reversed(TREES) for answer in train(root, trees))]
     processes = [subprocess.Popen([sys.executable, "-m", MODULE, str(root)], cwd=ROOT, stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, text=True) for _ in range(count)]
     trainings, began_s = 0, time.monotonic()
     while any(process.poll() is None for process in processes) and time.monotonic() - began_s < MOST_S:
-        right += train(root, TREES[trainings % 2])
         trainings += 1
+        right += train(root, TREES[trainings % 2])
     for number, process in enumerate(processes):
         outcome = outcome_of(process, number, right)
         outcome.remark = f"{trainings} trainings, {ANSWERS} answers of each process"
