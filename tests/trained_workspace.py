@@ -10,16 +10,18 @@ from recipes.fuzz.small_workspace import (
     HELD_OUT,
     METRIC,
     OPSETS,
+    TRAINING,
     conv_net,
     copies_ms,
     learning,
     made_up_ms,
+    make_dataset,
     make_workspace,
     model_ms,
 )
 from utils.paths import Workspace
 
-__all__ = ["HELD_OUT", "METRIC", "OPSETS", "conv_net", "copies_ms", "made_up_ms", "model_ms", "train"]
+__all__ = ["HELD_OUT", "METRIC", "OPSETS", "TRAINING", "conv_net", "copies_ms", "made_up_ms", "make_dataset", "model_ms", "train"]
 
 
 def train(root: Path) -> Workspace:
