@@ -9,7 +9,7 @@ from test_layers import FILES
 from utils.paths import ROOT
 
 PAGE = ROOT / "docs" / "adding_a_runtime.md"
-FOLDERS = ("runtimes/openvino", "recipes/openvino", "tests/runtimes/openvino")
+FOLDERS = ("runtimes/openvino", "recipes/openvino", "tests/openvino_analysis")
 
 
 def listed(mark: str) -> set[str]:
