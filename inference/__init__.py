@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from inference.core.predictor import Predictor, predict
     from inference.live.watch import Watch
     from inference.llm.answers import LlmPrediction
-    from inference.llm.predicting import predict_llm
+    from inference.llm.predicting import predict_language_model
     from inference.sharing.shared_models import check_slo, highest_busy_share
 
 __all__ = ["EnergyPrediction", "LlmPrediction", "PredictedRun", "Prediction", "Predictor", "Watch", "check_slo",
-           "highest_busy_share", "measure_missing", "predict", "predict_llm"]
+           "highest_busy_share", "measure_missing", "predict", "predict_language_model"]
 MODULES = {
     "EnergyPrediction": "core.energy",
     "LlmPrediction": "llm.answers",
@@ -29,7 +29,7 @@ MODULES = {
     "highest_busy_share": "sharing.shared_models",
     "measure_missing": "core.missing_kernels",
     "predict": "core.predictor",
-    "predict_llm": "llm.predicting",
+    "predict_language_model": "llm.predicting",
 }
 
 

@@ -11,6 +11,7 @@ import gc
 import importlib
 import io
 import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,13 +20,15 @@ from unittest import mock
 
 from utils import cli
 from utils.cli import running
+from utils.cli.running import SIGNALS
 from utils.paths import ROOT
 
 
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
-    """Restores the log and the garbage collection of this process after a script has set up its own."""
+    """Restores the log, the garbage collection and the signal handlers of this process after a script has set up its own."""
     log, threshold = logging.getLogger("hase"), gc.get_threshold()
+    signals = {number: signal.getsignal(number) for number in SIGNALS}
     level, propagate, handlers = log.level, log.propagate, list(log.handlers)
     log.handlers.clear()
     try:
@@ -37,6 +40,8 @@ def _as_before() -> Iterator[None]:
         log.setLevel(level)
         log.propagate = propagate
         gc.set_threshold(*threshold)
+        for number, before in signals.items():
+            signal.signal(number, before)
 
 
 def run_script(script: str, *options: str | Path) -> subprocess.CompletedProcess[str]:

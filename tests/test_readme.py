@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from decoder_models import genai_folder
 from recipe_commands import commands_of
 
 from model_zoo.torchvision_exporter import asked_config, command_line
@@ -38,6 +39,8 @@ TINY = {  # instead of what a config says; all else stays as it says
 }
 SMALLER = (("224x224", "32x32"), ("--image-size 224", "--image-size 32"), ("--count 1000", "--count 20"),
            ("--duration 10", "--duration 2"), ("--budget-s 5", "--budget-s 0.5"), ("--minutes 15", "--minutes 1"),
+           ("--prompt 1024 --generate 256", "--prompt 16 --generate 4"),
+           ("--sweep --ttft", "--sweep --batch 1,2 --prompt 16 --generate 4 --ttft"),
            ("evaluator.py ", "evaluator.py --rounds 1 --budget-s 0.2 --patience-s 0 "))
 NEEDS_GPU = ("python benchmark/run_anatomy.py", "python benchmark/host_pace.py")
 NEEDS = "  # needs "  # begins what an example's file or device has to be, where the steps before do not make it
@@ -75,7 +78,7 @@ def smaller(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's files as git would hand them on, with tiny configs."""
+    """The repository's files as git would hand them on, with tiny configs, and the language model that docs/llm.md asks for."""
     folder = tmp_path_factory.mktemp("copy") / "hase"
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
                             capture_output=True, check=True, text=True).stdout
@@ -85,6 +88,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy2(ROOT / name, folder / name)
     for name, changes in TINY.items():
         (folder / name).write_text(yaml.safe_dump(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")) | changes))
+    genai_folder(folder / "llama-int4", precision="int4")
     script = folder / "recipes" / "demo" / "run.sh"
     script.write_text(smaller(script.read_text(encoding="utf-8")), encoding="utf-8")
     return folder

@@ -21,7 +21,8 @@ from recipes.fuzz.small_workspace import (
 )
 from utils.paths import Workspace
 
-__all__ = ["HELD_OUT", "METRIC", "OPSETS", "TRAINING", "conv_net", "copies_ms", "made_up_ms", "make_dataset", "model_ms", "train"]
+__all__ = ["HELD_OUT", "METRIC", "OPSETS", "TRAINING", "conv_net", "copies_ms", "made_up_ms", "make_dataset", "model_ms",
+           "train"]
 
 
 def train(root: Path) -> Workspace:

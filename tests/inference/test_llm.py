@@ -24,7 +24,7 @@ from inference.llm.answers import LlmMemory, LlmPrediction
 from inference.llm.dimensions import Step, decoder_file
 from inference.llm.language_model import language_model
 from inference.llm.memory import largest_batch, left_in_region, longest_context, times_as_many
-from inference.llm.predicting import NO_LOOP, Analysed, as_sure, predict_llm, predict_requests, predicted_runs
+from inference.llm.predicting import NO_LOOP, Analysed, as_sure, predict_language_model, predict_requests, predicted_runs
 from inference.llm.requests import Request, over_generation, request_for
 from runtimes.analysis import optimized_once
 from training.composition.intervals import ErrorRange
@@ -199,7 +199,7 @@ def test_requests_that_the_model_does_not_allow(folders: Path) -> None:
 @functools.cache
 def answer_of(folder: Path, batch: int = 1, max_length: int | None = None, generate: int = 60) -> LlmPrediction:
     """The answer to a request on the H200; each is asked once."""
-    return predict_llm(folder, prompt=100, generate=generate, batch=batch, max_length=max_length, target=TARGET)
+    return predict_language_model(folder, prompt=100, generate=generate, batch=batch, max_length=max_length, target=TARGET)
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ def test_what_genais_loop_takes_is_added_once_it_is_known(tmp_path: Path, folder
     loop = GenerationLoop(target=copied.name, genai_version="0.18.0", step_ms=0.5, sequence_ms=0.01, million_logits_ms=2.0,
                           interval=ErrorRange(low=0.5, high=3.0, coverage=0.9))
     files.write_json(loop_path(copied), files.with_digest(loop.model_dump(mode="json")))
-    answer = predict_llm(folders / "half", batch=2, workspace=tmp_path, prompt=100, generate=60, target=TARGET)
+    answer = predict_language_model(folders / "half", batch=2, workspace=tmp_path, prompt=100, generate=60, target=TARGET)
     before, each = answer_of(folders / "half", 2), 0.5 + 2 * (0.01 + 2.0 * 512 / 1e6)
     assert answer.genai_loop_ms == pytest.approx(each)
     assert NO_LOOP not in answer.warnings
@@ -379,12 +379,12 @@ def test_weights_may_be_missing(tmp_path: Path) -> None:
     folder = genai_folder(tmp_path)
     whole = answer_of(folder, generate=1)
     (folder / "model.onnx.data").unlink()
-    without = predict_llm(folder, prompt=100, generate=1, target=TARGET, no_weights=True)
+    without = predict_language_model(folder, prompt=100, generate=1, target=TARGET, no_weights=True)
     assert without.ttft == whole.ttft
     assert without.memory == whole.memory
     assert len([warning for warning in without.warnings if "its weights were not read (--no-weights)" in warning]) == 1
     with pytest.raises(UserError, match=r"model.onnx.data"):
-        predict_llm(folder, prompt=100, generate=2, target=TARGET)
+        predict_language_model(folder, prompt=100, generate=2, target=TARGET)
 
 
 def test_a_folder_for_another_provider_is_named(tmp_path: Path) -> None:
@@ -478,10 +478,9 @@ def test_wrong_options(options: list[str], status: int, message: str, folders: P
     ({"host_pace": 100.0}, "host pace 100")])
 def test_wrong_arguments(wrong: dict[str, Any], message: str, folders: Path) -> None:
     with pytest.raises(UserError, match=message):
-        predict_llm(**{"model": folders / "half", "prompt": 8, "generate": 1, "target": TARGET, **wrong})
+        predict_language_model(**{"model": folders / "half", "prompt": 8, "generate": 1, "target": TARGET, **wrong})
 
 
 def test_the_api_is_named_beside_predict() -> None:
-    """Asked of the package itself: importing the script of this name, as only tests do, hides the function."""
-    assert inference.__getattr__("predict_llm") is predict_llm
-    assert {"predict_llm", "LlmPrediction"} <= set(inference.__all__)
+    assert inference.predict_language_model is predict_language_model
+    assert {"predict_language_model", "LlmPrediction"} <= set(inference.__all__)

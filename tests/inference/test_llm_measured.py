@@ -9,7 +9,7 @@ import pytest
 from command import run_script
 from decoder_models import TINY, genai_folder
 
-from inference.llm.predicting import predict_llm
+from inference.llm.predicting import predict_language_model
 from runtimes import local_target
 
 pytestmark = [pytest.mark.slow, pytest.mark.measuring]
@@ -23,7 +23,7 @@ def test_kernels_are_measured_at_three_lengths(tmp_path: Path) -> None:
     done = run_script("inference/predict_llm.py", "--workspace", workspace, "--model", folder, "--target", TARGET,
                       "--prompt", "20", "--generate", "60", "--measure-missing")
     assert done.returncode == 0, done.stderr
-    answer = predict_llm(folder, prompt=20, generate=60, workspace=workspace, target=TARGET)
+    answer = predict_language_model(folder, prompt=20, generate=60, workspace=workspace, target=TARGET)
     assert answer.token_share
     assert min(answer.prompt_share["measured"], answer.token_share["measured"]) > 0.98
     assert {20, 49, 78} <= {token.cached for token in answer.tokens}
