@@ -102,10 +102,11 @@ class Runs(NamedTuple):
         return [self.prompt, *self.tokens.values()]
 
 
-def predict_language_model(model: str | Path | LanguageModel, *, prompt: int, generate: int, batch: int = 1, max_length: int |
-                           None = None, decode: str | Path | None = None, dims: Mapping[str, int] | None = None, workspace:
-                           Workspace | str | Path | None = None, target: str | None = None, strict: bool = False, force: bool
-                           = False, no_weights: bool = False, host_pace: float | HostPace | None = None) -> LlmPrediction:
+def predict_language_model(model: str | Path | LanguageModel, *, prompt: int, generate: int, batch: int = 1,
+                           max_length: int | None = None, decode: str | Path | None = None,
+                           dims: Mapping[str, int] | None = None, workspace: Workspace | str | Path | None = None,
+                           target: str | None = None, strict: bool = False, force: bool = False, no_weights: bool = False,
+                           host_pace: float | HostPace | None = None) -> LlmPrediction:
     """What a request to a language model takes.
 
     Args:
