@@ -46,7 +46,7 @@ def test_damaged_files(workspace: Workspace) -> None:
 
 
 def test_hostile_clients(tmp_path: Path) -> None:
-    assert ended(clients(tmp_path, ("a silent crowd", "a crowd that leaves before the answer", "garbage"))) == {"answer"}
+    assert ended(clients(tmp_path, ("a crowd that leaves before the answer", "garbage"))) == {"answer"}
 
 
 def test_interrupted_commands(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def interrupted(command: list[str | Path], after_s: float, number: signal.Signal
     if left:
         return f"its children {left} did not end"
     # while Python still loads the command, it says so in its own words
-    loading = stderr.rstrip().endswith("KeyboardInterrupt") and "<frozen importlib" in stderr
+    loading = stderr.rstrip().endswith("KeyboardInterrupt") and "cli.run(main" not in stderr
     return stderr if ("Traceback" in stderr and not loading) or "terminate called" in stderr else ""
 
 

@@ -16,7 +16,6 @@ import importlib
 import importlib.util
 import os
 import shutil
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -25,6 +24,7 @@ from utils import cli
 from utils.errors import UserError
 from utils.lazy import onnx_ir, torch, transformers
 from utils.logger import get_logger
+from utils.processes import process_pool
 
 EXAMPLES = """
 python recipes/llm/make_models.py --workspace out/llm --network smollm --precision int4
@@ -105,7 +105,7 @@ def main() -> int:
     if wrong := [precision for precision in args.precision or [] if args.device == "cpu" and precision not in CPU]:
         raise UserError(f"--precision {wrong[0]}: the builder has only {' and '.join(CPU)} for a CPU")
     failed = 0
-    with ProcessPoolExecutor(args.jobs) as pool:
+    with process_pool(args.jobs) as pool:
         waiting = {}
         for precision in args.precision or PRECISIONS:
             for name, network in networks.items():
