@@ -85,6 +85,15 @@ def energy_counter_j(gpu: Any) -> float:
     return pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
 
 
+def used_memory_mib() -> float:
+    """The memory of the first GPU that all processes hold, in MiB.
+
+    Raises:
+        NVMLError: the driver does not answer.
+    """
+    return float(pynvml.nvmlDeviceGetMemoryInfo(first_gpu()).used) / 2**20
+
+
 class CountersMissing(UserError):
     """This GPU or its driver has no GPM."""
 

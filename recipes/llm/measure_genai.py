@@ -34,7 +34,7 @@ from runtimes.ort.probes import host_probe, measure_pace
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda, machine
-from utils.lazy import multiprocessing, onnxruntime, pynvml
+from utils.lazy import multiprocessing, onnxruntime
 from utils.lazy import onnxruntime_genai as genai
 from utils.logger import get_logger
 from utils.paths import Workspace
@@ -95,7 +95,7 @@ def timed_ms(run: Callable[[], Any]) -> tuple[Any, float]:
 
 def used_mib() -> float:
     """Memory of the first GPU in use; 0 without one."""
-    return pynvml.nvmlDeviceGetMemoryInfo(nvml.first_gpu()).used / 2**20 if has_cuda() else 0.0
+    return nvml.used_memory_mib() if has_cuda() else 0.0
 
 
 @contextmanager

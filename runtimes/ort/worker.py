@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
-import pynvml
 
 from measuring import gpu_turns
 from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
+from measuring.metrics import nvml
 from measuring.quiet_host import off_the_workers_cores, quiet_samples_ms
 from measuring.run_times import Effort
 from records.kernel_costs import is_control_flow
@@ -51,7 +51,6 @@ from runtimes.ort.runner import Runner, bind, device_binding, dispatcher, open_r
 from runtimes.ort.sharing_probe import probe
 from runtimes.protocol import Reply, Request
 from utils.errors import UserError
-from utils.fingerprint import gpu_facts
 from utils.lazy import torch
 from utils.ort_sessions import model_errors, open_session
 from utils.temporary import temporary_folder
@@ -92,8 +91,7 @@ def time_session(request: Request) -> Reply:
 def memory_in_use_mib(device: str) -> float:
     """Memory that this process holds on the CPU, or that all processes hold on the GPU, in MiB."""
     if device == "cuda":
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])).used / 2**20
+        return nvml.used_memory_mib()
     with suppress(OSError, AttributeError):  # without malloc_trim, memory figures are rough
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
     return psutil.Process().memory_info().rss / 2**20
