@@ -71,6 +71,11 @@ def test_the_dimensions_of_a_builders_model(folders: Path) -> None:
     assert model.decode.dims(model.step(3, 1, 130, 512)) == {**head, "sequence_length": 1, "total_sequence_length": 131}
 
 
+def test_the_size_of_a_head_is_known_where_a_cpu_lacks_kernels(tmp_path: Path) -> None:
+    """The CPU provider has no MatMul of bfloat16, so ONNX Runtime opens no session of such a model there."""
+    assert language_model(genai_folder(tmp_path, precision="bf16")).prefill.fixed == {"kv_cache_dim": 16}
+
+
 def test_without_sharing_the_past_is_what_was_computed(tmp_path: Path) -> None:
     model = language_model(genai_folder(tmp_path, past_present_share_buffer=False, num_beams=2))
     prompt, token = model.step(3, 100, 0, 512), model.step(3, 1, 130, 512)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from records.kernel_record import KernelInput
 from runtimes.ort.graph.open_shapes import Shape
-from runtimes.ort.graph.tensor_shapes import ask, shape_query, without_weights
+from runtimes.ort.graph.tensor_shapes import ask, shape_of, shape_query, types_by_schema, without_weights
 from utils.errors import UserError
 from utils.lazy import onnx
 
@@ -145,12 +145,18 @@ def sizes_set_by_model(proto: onnx.ModelProto, name: str) -> dict[str, int]:
 
 
 def _set_by_light(light: onnx.ModelProto, name: str) -> dict[str, int] | None:
-    """The same of a model without weights; None where ONNX Runtime can't open it: the reason is told when all sizes are
-    given."""
+    """The same of a model without weights; None where ONNX Runtime can't open it: the reason is told when all sizes are given.
+    Where only kernels are missing, as the CPU provider's for bfloat16, the operators' schemas say what the shapes are."""
+    query = shape_query(light, {})
     try:
-        return _sizes_set(light, ask(shape_query(light, {}), "cpu", name, fold=False).shapes)
+        shapes = ask(query, "cpu", name, fold=False).shapes
     except UserError:
-        return None
+        types = types_by_schema(query)
+        if not types:
+            return None
+        shapes = {value.name: shape_of(value.type) for value in query.graph.input} | {
+            tensor: shape_of(kind) for tensor, kind in types.items()}
+    return _sizes_set(light, shapes)
 
 
 def _unknown(proto: onnx.ModelProto, dims: Mapping[str, int], name: str) -> int | None:
