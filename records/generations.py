@@ -37,7 +37,9 @@ class Generation(Frozen):
         cache: the length that genai's cache of keys and values has, which is its `max_length`.
         create_ms: until a generator is there, with its cache.
         first_ms: from the prompt to the first token, of each request.
-        token_ms: of each request, the time of each further token.
+        token_ms: of each request, or of the last one alone, the time of each further token.
+        first_probe_us, token_probe_us: what the host's probe took meanwhile: the slower of its readings before and after a slot
+            of runs; none where it was not read between.
         weights_mib: memory of the device that the loaded model holds before any request.
         peak_mib: the largest memory of the device meanwhile, beyond what it held before the model was loaded.
         first_energy, token_energy: of requests that end with the first token, and of the tokens after the first of one longer
@@ -58,6 +60,8 @@ class Generation(Frozen):
     create_ms: tuple[float, ...] = ()
     first_ms: tuple[float, ...] = ()
     token_ms: tuple[tuple[float, ...], ...] = ()
+    first_probe_us: tuple[float, ...] = ()
+    token_probe_us: tuple[tuple[float, ...], ...] = ()
     weights_mib: float = 0.0
     peak_mib: float = 0.0
     first_energy: StepEnergy | None = None

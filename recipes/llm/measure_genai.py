@@ -1,7 +1,8 @@
 """Measures language models with onnxruntime-genai: time to first token, time per token, memory, energy, and what the GPU does.
 
 For each model of `<workspace>/llm/models` and each point of networks.yaml (batch, length of the prompt) it runs some requests
-after a warm-up, then single steps under the profiler, and two points long enough for the energy of a token. Writes a line for
+after a warm-up, with readings of the host's probe between, then single steps under the profiler, and two points long enough for
+the energy of a token. Writes a line for
 each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to `<model>.steps.jsonl`. With --memory it writes
 the memory of single requests to `<model>.memory.jsonl` instead, each in a new process, since ONNX Runtime gives no memory back.
 Points that are there are kept.
@@ -28,6 +29,7 @@ import numpy as np
 
 from measuring.gpu_trace import GpuRun, in_range, read, record_ranges
 from measuring.metrics import nvml
+from measuring.quiet_host import SLOT_S, off_the_workers_cores
 from recipes.llm.networks import NETWORKS_FILE, LanguageNetworks, Point, measured_file, model_folder, read_networks
 from records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep
 from runtimes.ort.probes import host_probe, measure_pace
@@ -172,22 +174,54 @@ def step_record(run: GpuRun, step: int, model: str, batch: int, prompt: int) -> 
         launched_us=since_start([launch.start_us for launch in run.launches]))
 
 
-def measure(requests: Requests, generate: int, idle_mib: float) -> dict[str, Any]:
+def reading_us(device: str) -> float:
+    """What the host's probe takes now, in microseconds; 0 on a CPU, which has none."""
+    return round(1e6 * host_probe(device).reading_s(), 2) if device == "cuda" else 0.0
+
+
+def slots_ms(run: Callable[[], Any], count: int, slot_s: float, device: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """How long each of `count` runs takes, and the slower reading of the host's probe before and after the slot that it is in.
+
+    The host of a virtual machine changes its pace within tenths of a second, so a run is timed with the pace that it had.
+    """
+    times_ms, probes_us, before_us = list[float](), list[float](), reading_us(device)
+    while len(times_ms) < count:
+        slot, began_s = list[float](), time.monotonic()
+        while not slot or (len(times_ms) + len(slot) < count and time.monotonic() - began_s < slot_s):
+            slot.append(timed_ms(run)[1])
+        after_us = reading_us(device)
+        times_ms += slot
+        probes_us += [max(before_us, after_us)] * len(slot)
+        before_us = after_us
+    return tuple(times_ms), tuple(probes_us) if device == "cuda" else ()
+
+
+def measure(requests: Requests, generate: int, idle_mib: float, device: str) -> dict[str, Any]:
     """The fields of a `Generation` that are measured of every point."""
-    create_ms, first_ms, token_ms = list[float](), list[float](), list[tuple[float, ...]]()
-    with largest_memory_mib() as largest:
-        for request in range(1 + REQUESTS):
-            generator, created_ms = timed_ms(requests.create)
-            taken_ms = timed_ms(partial(requests.first, generator))[1]
-            tokens_ms = tuple(timed_ms(partial(requests.token, generator))[1]
-                              for _ in range(generate if request else min(WARM_TOKENS, generate)))
-            if request:  # the first one only warms up
-                create_ms.append(created_ms)
-                first_ms.append(taken_ms)
-                token_ms.append(tokens_ms)
-            del generator
-    return {"create_ms": tuple(create_ms), "first_ms": tuple(first_ms), "token_ms": tuple(token_ms),
-            "peak_mib": round(largest[0] - idle_mib, 1)}
+    create_ms, generators = list[float](), list[Any]()
+
+    def first() -> None:
+        requests.first(generators[-1])
+
+    def fresh() -> None:
+        generators.clear()  # the former one gives its cache back first
+        generator, created_ms = timed_ms(requests.create)
+        generators.append(generator)
+        create_ms.append(created_ms)
+
+    with largest_memory_mib() as largest, off_the_workers_cores():
+        fresh()
+        first()
+        slots_ms(partial(requests.token, generators[-1]), min(WARM_TOKENS, generate), SLOT_S, device)  # this one only warms up
+        create_ms.clear()
+        firsts = []
+        for _ in range(REQUESTS):
+            fresh()
+            firsts.append(slots_ms(first, 1, 0.0, device))
+        token_ms, token_probe_us = slots_ms(partial(requests.token, generators[-1]), generate, SLOT_S, device)
+    return {"create_ms": tuple(create_ms), "first_ms": tuple(times[0] for times, _ in firsts), "token_ms": (token_ms,),
+            "first_probe_us": tuple(probes[0] for _, probes in firsts if probes),
+            "token_probe_us": (token_probe_us,) if token_probe_us else (), "peak_mib": round(largest[0] - idle_mib, 1)}
 
 
 def loaded(path: Path, device: str) -> tuple[Any, dict[str, Any]]:
@@ -233,8 +267,8 @@ def failure_text(error: BaseException) -> str:
     return str(error)[:500] or type(error).__name__
 
 
-def measure_times(path: Path, points: Iterable[Point], generate: int, device: str, out: Path) -> None:
-    """Measures points of one model, one after another in this process."""
+def measure_times(path: Path, points: Iterable[Point], generate: int, device: str, out: Path, energy: bool = True) -> None:
+    """Measures points of one model, one after another in this process; `energy`: of ENERGY_POINTS, too."""
     family, _, precision = path.name.rpartition("-")
     pace = [measure_pace(device, PACE_S).probe_us] if device == "cuda" else []
     idle_mib = used_mib()
@@ -244,8 +278,8 @@ def measure_times(path: Path, points: Iterable[Point], generate: int, device: st
     for batch, prompt in points:
         requests, steps = Requests(model, settings, batch, prompt, generate), list[TracedStep]()
         try:
-            measured = measure(requests, generate, idle_mib)
-            if device == "cuda" and (batch, prompt) in ENERGY_POINTS:
+            measured = measure(requests, generate, idle_mib, device)
+            if device == "cuda" and energy and (batch, prompt) in ENERGY_POINTS:
                 measured |= energies(Requests(model, settings, batch, prompt, ENERGY_TOKENS))
             if device == "cuda":
                 steps = [step_record(run, number, path.name, batch, prompt) for number, run in enumerate(traced(requests))]
@@ -292,6 +326,8 @@ def main() -> int:
     parser.add_argument("--model", action="append", default=[], metavar="NAME",
                         help="the name of one folder (repeatable; default: all)")
     parser.add_argument("--memory", action="store_true", help="measure memory, not times")
+    parser.add_argument("--no-energy", dest="energy", action="store_false",
+                        help="measure no energy, which takes six seconds at each of two points")
     parser.add_argument("--at-most-s", type=cli.positive, default=float("inf"), metavar="S",
                         help="begin no point later than this (default: measure all)")
     args = parser.parse_args()
@@ -311,7 +347,8 @@ def main() -> int:
         if points and time.monotonic() < ends_s:
             out = measured_file(workspace, path.name, args.memory)
             out.parent.mkdir(parents=True, exist_ok=True)
-            (measure_memory if args.memory else measure_times)(path, in_time(points), networks.generate, device, out)
+            run = measure_memory if args.memory else partial(measure_times, energy=args.energy)
+            run(path, in_time(points), networks.generate, device, out)
     if missed := sum(map(len, work.values())) - begun:
         log.warning("%d points are left for another run", missed)
     return 0

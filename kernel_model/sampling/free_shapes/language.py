@@ -40,11 +40,11 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family((2048, 2560, 3072, 4096, 5120), (2.6875, 3.5, 4.0), (64, 128), (1, 3, 4, 8), (32000, 128256)),  # llama
+    Family((2048, 2560, 3072, 4096, 5120), (2.6875, 3.5, 4.0), (64, 128), (1, 3, 3, 4, 8), (32000, 128256)),  # llama
     Family((3072, 4096, 5120), (2.8, 3.5, 3.0), (128,), (4, 3), (32000, 32768, 131072), (0, 0, 4096)),  # mistral
     Family((1152, 2048, 2304, 2560, 3584, 3840), (4.0, 6.0, 8.0), (256,), (1, 2, 4, 8), (256000, 262144),
            (0, 512, 1024, 4096)),  # gemma
-    Family((2048, 2560, 3072, 5120), (2.6667, 3.5, 4.0), (64, 80, 96, 128), (1, 3, 4), (32064, 51200, 100352, 200064),
+    Family((2048, 2560, 3072, 5120), (2.6667, 3.5, 4.0), (64, 80, 96, 128), (1, 3, 3, 4), (32064, 51200, 100352, 200064),
            (0, 0, 2047), (0.4, 0.5, 0.75, 1.0)),  # phi
     Family((1536, 2048, 2560, 4096), (2.6667, 3.125, 4.0), (64, 128), (1, 2, 3, 4), (49152, 49160)),  # granite
     Family((576, 960, 1536, 2048), (2.6667, 4.0), (64,), (1, 3), (49152, 128256)))  # smollm
@@ -183,7 +183,7 @@ def grouped_attention(dtype: str, batch: int, generator: Generator) -> Kernel:
     return kernel("GroupQueryAttention", with_lengths(inputs, total), [(batch, queries, wide), present, present], CONTRIB,
                   num_heads=of.heads, kv_num_heads=of.kv_heads, scale=as_float32(of.head_size ** -0.5),
                   local_window_size=of.window or -1, do_rotary=int(rotates), rotary_interleaved=0,
-                  softcap=50.0 if of.head_size == 256 and generator.random() < 0.15 else 0.0, causal=1, k_quant_type="NONE",
+                  softcap=50.0 if of.head_size == 256 and generator.random() < 0.4 else 0.0, causal=1, k_quant_type="NONE",
                   v_quant_type="NONE", qk_norm_epsilon=as_float32(1e-6), qk_output=0, sliding_window_cache=0, smooth_softmax=-1)
 
 

@@ -40,12 +40,12 @@ DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
     (elementwise.cast, 26),
     *((draw, 5 if name in SEEDED else 9) for name, draw in elementwise.UNARY.items()),
     *((draw, 20 if name in ("Add", "Mul") else 12) for name, draw in elementwise.BINARY.items()))
-LANGUAGE: tuple[tuple[Draw, float], ...] = (  # as often as these operators take time in language models
+LANGUAGE: tuple[tuple[Draw, float], ...] = (  # as often as these operators take time, and attention is hard to predict
     (language.grouped_attention, 300), (language.quantised_product, 240), (language.matrix_product, 200),
     (language.sum_and_norm, 40), (language.norm, 30), (language.apart, 12), (language.activation, 30),
-    (language.elementwise, 25), (language.attention, 30), (language.fused_attention, 15), (language.packed_attention, 10),
+    (language.elementwise, 25), (language.attention, 80), (language.fused_attention, 50), (language.packed_attention, 15),
     (language.rotary, 15), (language.embedding, 10), (language.quantised_embedding, 10), (language.first_layer, 8),
-    (language.sum_and_layer_norm, 8), (language.mixture, 6), (language.quantised_mixture, 8), (language.quantise, 12))
+    (language.sum_and_layer_norm, 8), (language.mixture, 10), (language.quantised_mixture, 20), (language.quantise, 12))
 Kind = Literal["networks", "language"]
 
 
