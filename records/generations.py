@@ -1,15 +1,21 @@
 """What generating text with a language model takes, measured with onnxruntime-genai.
 
-recipes/llm/measure_genai.py writes these records, a line for each point, and what the GPU did in single steps beside them.
+recipes/llm/measure_genai.py writes these records, a line for each point, and what the GPU did in single steps beside them, to
+`<workspace>/llm/measured`. recipes/llm/record_steps.py writes the kernel records of these steps to `<workspace>/llm/records`.
 """
 
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
+from typing import Literal, get_args
 
 from utils.fingerprint import Machine
 from utils.frozen import Frozen
+from utils.paths import Workspace
 
+Phase = Literal["first", "token"]  # the prompt's run with the first token; a run with a further one
+PHASES: tuple[Phase, ...] = get_args(Phase)
 REMEDY = "remove it, and measure that model again: python recipes/llm/measure_genai.py"
 
 
@@ -44,6 +50,7 @@ class Generation(Frozen):
         peak_mib: the largest memory of the device meanwhile, beyond what it held before the model was loaded.
         first_energy, token_energy: of requests that end with the first token, and of the tokens after the first of one longer
             request; None where not measured.
+        captured: whether tokens ran as a CUDA graph.
         failed: why it could not be measured; "" where it could.
         probe_us: what the probe of the host's pace took before and after.
         machine: the device and software.
@@ -66,6 +73,7 @@ class Generation(Frozen):
     peak_mib: float = 0.0
     first_energy: StepEnergy | None = None
     token_energy: StepEnergy | None = None
+    captured: bool = False
     failed: str = ""
     probe_us: tuple[float, ...] = ()
     machine: Machine
@@ -119,3 +127,18 @@ class TracedStep(Frozen):
     start_us: tuple[float, ...]
     duration_us: tuple[float, ...]
     launched_us: tuple[float, ...]
+
+
+def measured_file(workspace: Workspace, model: str, memory: bool = False) -> Path:
+    """What was measured of a model, its times or its memory: a line a point."""
+    return workspace.root / "llm" / "measured" / f"{model}{'.memory' if memory else ''}.jsonl"
+
+
+def measured_models(workspace: Workspace) -> list[str]:
+    """The models whose times were measured, by the names of their folders, sorted."""
+    return sorted(path.stem for path in measured_file(workspace, "").parent.glob("*.jsonl") if "." not in path.stem)
+
+
+def step_record_file(workspace: Workspace, point: Generation | GenerationMemory, phase: Phase) -> Path:
+    """The kernel record of a step of a point: of the prompt, or of the token in the middle of those that were generated."""
+    return workspace.root / "llm" / "records" / f"{point.model}@{point.batch}x{point.prompt}-{phase}.json"

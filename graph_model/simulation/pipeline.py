@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from records.kernel_record import Kernel
 from records.operators import operator_row
+from runtimes.ort.cuda.language_kernels import Algorithm, language_algorithm
 from utils.frozen import Frozen
 from utils.trace_events import PREDICTED, Span, document, process_events
 
@@ -24,7 +25,8 @@ Kinds = npt.NDArray[np.int_]  # the NodeKind of each node
 class NodeKind(IntEnum):
     """What a node costs the host that dispatches it: it only renames a tensor (VIEW), it runs a kernel of ONNX Runtime's own
     (OWN), it calls a library: cuDNN for a convolution (CONVOLUTION) or for a recurrent layer (RECURRENT), cuBLAS for a matrix
-    product (PRODUCT), or it reduces or normalises, with cuDNN or without (REDUCING)."""
+    product (PRODUCT), it reduces or normalises, with cuDNN or without (REDUCING), or it attends with cuDNN or flash attention
+    (ATTENTION)."""
 
     VIEW = 0
     OWN = 1
@@ -32,13 +34,24 @@ class NodeKind(IntEnum):
     PRODUCT = 3
     RECURRENT = 4
     REDUCING = 5
+    ATTENTION = 6
+
+
+# of operators that are computed in several ways, by their algorithm; ONNX Runtime's own kernels otherwise
+KIND_OF_ALGORITHM: dict[Algorithm, NodeKind] = {
+    "cudnn": NodeKind.ATTENTION, "flash": NodeKind.ATTENTION, "flash decoding": NodeKind.ATTENTION,
+    "memory efficient": NodeKind.ATTENTION, "dequantised": NodeKind.PRODUCT, "dequantised in parts": NodeKind.PRODUCT}
 
 
 def node_kind(kernel: Kernel, on_gpu: bool = True) -> NodeKind:
     """The kind of a node; no node that the CPU provider runs calls a GPU's library."""
     if not kernel.moves_data:
         return NodeKind.VIEW
-    return NodeKind[operator_row(kernel.op_type).dispatch.upper()] if on_gpu else NodeKind.OWN
+    if not on_gpu:
+        return NodeKind.OWN
+    if algorithm := language_algorithm(kernel):
+        return KIND_OF_ALGORITHM.get(algorithm, NodeKind.OWN)
+    return NodeKind[operator_row(kernel.op_type).dispatch.upper()]
 
 
 class Tracks(NamedTuple):
@@ -77,6 +90,7 @@ class PipelineCosts(Frozen):
             cuBLAS.
         recurrent_launch_ms: what each launch of a recurrent layer costs it in addition.
         reducing_ms: what a reduction, normalisation, softmax or pool costs it in addition.
+        attention_ms: what attention with cuDNN or flash attention costs it in addition; known from language models alone.
         start_ms: the host's time before the first node.
         gap_ms: the GPU's pause between the work of two launches.
         lead_ms: from a launch to the start of its work on an idle GPU. It is fitted to whole runs, and negative where it makes
@@ -95,6 +109,7 @@ class PipelineCosts(Frozen):
     product_ms: float = 0.0
     recurrent_launch_ms: float = 0.0
     reducing_ms: float = 0.0
+    attention_ms: float = 0.0
 
     def at_pace(self, pace: float) -> PipelineCosts:
         """The costs where the host takes `pace` times as long for everything it does. The GPU's pauses stay as they are."""
@@ -110,7 +125,8 @@ def _launch_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
 def _own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     """The host's time for the dispatch of each node."""
     of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.convolution_ms, costs.node_ms + costs.product_ms,
-                        costs.node_ms, costs.node_ms + costs.reducing_ms])  # in the order of NodeKind
+                        costs.node_ms, costs.node_ms + costs.reducing_ms,
+                        costs.node_ms + costs.attention_ms])  # in the order of NodeKind
     return of_kind[tracks.kinds] + _launch_ms(tracks, costs) * tracks.launches
 
 
@@ -257,7 +273,8 @@ def _ends(tracks: Tracks) -> tuple[Floats, Floats]:
     recurrent = tracks.kinds == NodeKind.RECURRENT
     of_node = {"node_ms": tracks.kinds != NodeKind.VIEW, "view_ms": tracks.kinds == NodeKind.VIEW, "launch_ms": tracks.launches,
                "convolution_ms": tracks.kinds == NodeKind.CONVOLUTION, "product_ms": tracks.kinds == NodeKind.PRODUCT,
-               "recurrent_launch_ms": tracks.launches * recurrent, "reducing_ms": tracks.kinds == NodeKind.REDUCING}
+               "recurrent_launch_ms": tracks.launches * recurrent, "reducing_ms": tracks.kinds == NodeKind.REDUCING,
+               "attention_ms": tracks.kinds == NodeKind.ATTENTION}
     host = np.zeros((len(tracks.kinds) + 1, len(COSTS)))
     for name, counts in of_node.items():
         host[1:, COSTS.index(name)] = np.cumsum(counts)

@@ -59,8 +59,8 @@ class EnergyPrediction(Frozen):
                 "90 % between (W)": "{:.4g} and {:.4g}".format(*self.power_interval_w)}
 
 
-def energy_of(run: PredictedRun, learned: EnergyModel) -> EnergyPrediction:
-    """The energy of a predicted run.
+def energy_of(run: PredictedRun, learned: EnergyModel, limited: bool = False) -> EnergyPrediction:
+    """The energy of a predicted run; `limited`: its latency is already as long as the device's power limit makes it.
 
     Raises:
         UserError: something else uses the device, so that its energy is not the model's; or a run takes no time at all.
@@ -72,12 +72,12 @@ def energy_of(run: PredictedRun, learned: EnergyModel) -> EnergyPrediction:
     if not prediction.latency_ms:
         raise UserError(f"{prediction.model}: a run takes no time, so there is no energy to predict")
     latency_ms, batch = prediction.latency_ms, prediction.batch
-    work = work_of_run(_parts(run), latency_ms)
+    work = work_of_run(parts_of_run(run), latency_ms)
     run_energy = learned.run_j(work)
     energy_j, power_w = run_energy.energy_j, 1e3 * run_energy.energy_j / latency_ms
-    of_learned, warnings = _learned_span(learned, run_energy, power_w)
+    of_learned, warnings = _learned_span(learned, run_energy._replace(over_limit=1.0) if limited else run_energy, power_w)
     # A latency that is off because kernels are off has the same work in another time.
-    low_j, high_j = (learned.run_j(work_of_run(_parts(run, end_ms / latency_ms), end_ms)).energy_j
+    low_j, high_j = (learned.run_j(work_of_run(parts_of_run(run, end_ms / latency_ms), end_ms)).energy_j
                      for end_ms in prediction.interval_ms)
     span = joined([of_learned, Span(low_j / energy_j, high_j / energy_j)])
     powers = [1e3 * end_j / end_ms / power_w for end_j, end_ms in zip((low_j, high_j), prediction.interval_ms, strict=True)]
@@ -93,7 +93,7 @@ def energy_of(run: PredictedRun, learned: EnergyModel) -> EnergyPrediction:
         rough_estimate=prediction.rough_estimate or bool(warnings), warnings=warnings)
 
 
-def _parts(run: PredictedRun, times: float = 1.0) -> list[Part]:
+def parts_of_run(run: PredictedRun, times: float = 1.0) -> list[Part]:
     """The kernels that the device runs, with their times multiplied by `times`."""
     record = run.run.record
     return [Part(record.kernel_of(node), node.runs, times * known.gpu_ms,

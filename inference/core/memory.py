@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from records.kernel_record import Kernel, ModelRecord, Node
@@ -153,21 +153,27 @@ def _surplus(record: ModelRecord, activations: Activations, used: Sequence[Layou
             LOADED_BASE_BYTES + sum(layout.loading_bytes for layout in used))
 
 
-def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None = None,
-                     apart: Collection[str] = ()) -> Activations:
-    """The most bytes of tensors alive while any node runs, in linear time; `layouts` and `apart` as for `peak_memory`.
+class NodeBuffers(NamedTuple):
+    """The buffers that a node of a run makes, and those that nobody reads after it.
 
-    Inputs and outputs of the graph belong to the caller: inputs live throughout, outputs from the node that makes them.
+    Attributes:
+        made: intermediate ones, with their bytes.
+        lent_bytes: of the outputs of the graph that it makes, which belong to the caller.
+        freed: the names of intermediate ones.
     """
-    if layouts is None:
-        layouts = {name: layout_of(kernel) for name, kernel in record.kernels.items()}
+
+    made: list[tuple[str, int]]
+    lent_bytes: int
+    freed: list[str]
+
+
+def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], apart: Collection[str] = ()) -> Iterator[NodeBuffers]:
+    """The buffers of each node of a run, in linear time; `layouts` and `apart` as for `peak_memory`."""
     sizes = {name: tensor.bytes for name, tensor in record.inputs.items() if name not in apart}
     buffer_of = {name: name for name in sizes}  # tensor name -> the tensor that its buffer is named after
     kept = {*record.inputs, *record.outputs}
     readers = Counter(itertools.chain.from_iterable(node.inputs for node in record.nodes))
     pending = {name: readers[name] for name in sizes}  # reads of a buffer still to come, under any of its names
-    lent = sum(sizes.values())  # bytes of inputs and outputs alive
-    intermediate, peak, intermediate_peak = 0, lent, 0
 
     def taken_over(node: Node, renames: bool, in_place: tuple[int, ...], size: int) -> str | None:
         """The buffer that a node's first output of `size` bytes shares with an input; None where it needs its own."""
@@ -182,7 +188,7 @@ def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None =
 
     for node in record.nodes:
         output_bytes, renames, in_place, *_ = layouts[node.kernel_id]
-        unread = 0  # bytes that nobody reads once they are made
+        made, freed, lent_bytes = list[tuple[str, int]](), list[str](), 0
         may_share = renames or bool(in_place)
         for name, size in zip(node.outputs, output_bytes, strict=False):
             if name and name not in apart:
@@ -193,22 +199,38 @@ def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None =
                 else:
                     buffer_of[name], sizes[name], pending[name] = name, size, readers[name]
                     if name in kept:
-                        lent += size
+                        lent_bytes += size
                     else:
-                        intermediate += size
-                        unread += 0 if readers[name] else size
+                        made.append((name, size))
+                        if not readers[name]:
+                            freed.append(name)
             may_share = False  # only the first output may
-        if lent + intermediate > peak:
-            peak = lent + intermediate
-        if intermediate > intermediate_peak:
-            intermediate_peak = intermediate
-        intermediate -= unread
         for name in node.inputs:
             buffer = buffer_of.get(name)
             if buffer is not None:  # else a constant, or an optional input left out
                 pending[buffer] -= 1
                 if not pending[buffer] and buffer not in kept:
-                    intermediate -= sizes[buffer]
+                    freed.append(buffer)
+        yield NodeBuffers(made, lent_bytes, freed)
+
+
+def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None = None,
+                     apart: Collection[str] = ()) -> Activations:
+    """The most bytes of tensors alive while any node runs; `layouts` and `apart` as for `peak_memory`.
+
+    Inputs and outputs of the graph belong to the caller: inputs live throughout, outputs from the node that makes them.
+    """
+    if layouts is None:
+        layouts = {name: layout_of(kernel) for name, kernel in record.kernels.items()}
+    lent = sum(tensor.bytes for name, tensor in record.inputs.items() if name not in apart)
+    intermediate, peak, intermediate_peak = 0, lent, 0
+    alive: dict[str, int] = {}
+    for made, lent_bytes, freed in buffers_of_run(record, layouts, apart):
+        alive.update(made)
+        lent += lent_bytes
+        intermediate += sum(size for _, size in made)
+        peak, intermediate_peak = max(peak, lent + intermediate), max(intermediate_peak, intermediate)
+        intermediate -= sum(alive.pop(name) for name in freed)
     return Activations(peak, intermediate_peak)
 
 

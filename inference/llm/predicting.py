@@ -5,28 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from inference.core.answers import make_monotonic
 from inference.core.arguments import checked_dims, shown
-from inference.core.energy import EnergyPrediction
+from inference.core.energy import EnergyPrediction, energy_of
 from inference.core.memory import device_memory_mib, memory_warnings
 from inference.core.model_warnings import weights_warning
 from inference.core.predictor import Predictor
 from inference.core.report import log_measured
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.sources import missing_weights
-from inference.core.targets import predictor_folders
 from inference.llm.answers import LlmEnergy, LlmMemory, LlmPrediction, Time, TokenTime
 from inference.llm.dimensions import DecoderFile, Step
 from inference.llm.language_model import LanguageModel, language_model
 from inference.llm.memory import Run, largest_batch, longest_context, request_memory
 from inference.llm.requests import Request, over_generation, request_for
+from inference.llm.steps import Learned, as_step, learned_of
 from runtimes.analysis import optimized_once
 from runtimes.ort.cuda.capture import capture_obstacle
-from training.energy.learned import energy_path
-from training.llm.learned import GenerationLoop, read_loop
 from utils import cli
 from utils.errors import UserError
 
@@ -57,6 +56,11 @@ class Analysed:
     model: LanguageModel
     _records: dict[tuple[Path, tuple[tuple[str, int], ...]], ModelRecord] = field(default_factory=dict)
 
+    @cached_property
+    def learned(self) -> Learned:
+        """What was learned of generation on the target."""
+        return learned_of(self.predictor)
+
     def file(self, step: Step) -> DecoderFile:
         return self.model.decode if step.before else self.model.prefill
 
@@ -80,10 +84,14 @@ class Analysed:
         """The run for one token when the cache holds `cached` tokens."""
         return self.model.step(request.batch, 1, cached, request.max_length)
 
+    def runs(self, request: Request) -> tuple[Run, ...]:
+        """The runs of a request that need most memory: of the prompt, and of the last token."""
+        steps = [self.prompt_step(request), *(self.token_step(request, cached) for cached in request.outline[-1:])]
+        return tuple(Run(self.file(step), self.record(step)) for step in steps)
+
     def memory(self, request: Request) -> LlmMemory:
         """The memory that a request holds at its peak."""
-        steps = [self.prompt_step(request), *(self.token_step(request, cached) for cached in request.outline[-1:])]
-        return request_memory(tuple(Run(self.file(step), self.record(step)) for step in steps), self.model.shares_cache)
+        return request_memory(self.runs(request), self.model.shares_cache)
 
 
 class Runs(NamedTuple):
@@ -154,14 +162,13 @@ def predict_requests(predictor: Predictor, model: LanguageModel, requests: Seque
     analysed = Analysed(predictor, model)
     with optimized_once():
         asked = predicted_runs(analysed, requests, host_pace)
-        loop = read_loop(predictor_folders(predictor.workspace)[predictor.fitted.target.name])
         longest: dict[tuple[int, int], int | None] = {}
         answers = []
         for request, (runs, notices) in zip(requests, asked, strict=True):
             key = request.batch, request.generate
             if key not in longest:
                 longest[key] = _longest_context(analysed, request)
-            answers.append(_prediction(analysed, request, runs, notices, loop, longest[key]))
+            answers.append(_prediction(analysed, request, runs, notices, longest[key]))
     return answers
 
 
@@ -186,7 +193,8 @@ def measure_missing(predictor: Predictor, model: LanguageModel, requests: Iterab
 
 def predicted_runs(analysed: Analysed, requests: Sequence[Request],
                    host_pace: float | HostPace | None) -> list[tuple[Runs, tuple[str, ...]]]:
-    """The runs of each request, and what the reader should know about how they were predicted."""
+    """The runs of each request, each with what genai's loop takes beside it, and what the reader should know about how they
+    were predicted."""
     prompts = [analysed.prompt_step(request) for request in requests]
     tokens = [{cached: analysed.token_step(request, cached) for cached in request.lengths} for request in requests]
     steps = list(dict.fromkeys([*prompts, *(step for of_request in tokens for step in of_request.values())]))
@@ -195,11 +203,14 @@ def predicted_runs(analysed: Analysed, requests: Sequence[Request],
     further = [step for step in steps if step.before]
     token_mode, notices = _token_mode(analysed, records[further[0]]) if further else (AS_USUAL, ())
     known: dict[Step, PredictedRun] = {}
-    for of_mode, run_mode in ((further, token_mode), ([step for step in steps if not step.before], AS_USUAL)):
+    loop_pace: float | None = None  # of the prompts' host; a captured graph does not wait for it, and genai's loop does
+    for of_mode, run_mode in (([step for step in steps if not step.before], AS_USUAL), (further, token_mode)):
         pace = None if run_mode.cuda_graph else host_pace  # a captured graph does not wait for its host
-        runs = analysed.predictor.runs([records[step] for step in of_mode], run_mode=run_mode, host_pace=pace)
+        runs = analysed.predictor.runs([records[step] for step in of_mode], run_mode=run_mode, host_pace=pace,
+                                       composition=analysed.learned.composition)
         in_order = make_monotonic([run.prediction for run in runs])
-        known |= {step: run._replace(prediction=prediction)
+        loop_pace = next((run.prediction.host_pace for run in runs if run.prediction.host_pace), loop_pace)
+        known |= {step: as_step(run._replace(prediction=prediction), step, analysed.file(step), analysed.learned, loop_pace)
                   for step, run, prediction in zip(of_mode, runs, in_order, strict=True)}
     return [(Runs(known[prompt], as_sure({cached: known[step] for cached, step in of_request.items()}, request)), notices)
             for request, prompt, of_request in zip(requests, prompts, tokens, strict=True)]
@@ -243,23 +254,21 @@ def _device_mib(predictor: Predictor) -> float | None:
     return device_memory_mib(predictor.fitted.target, predictor.fitted.predictors.sidecar.machines)
 
 
-def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Sequence[str], loop: GenerationLoop | None,
+def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Sequence[str],
                 longest: int | None) -> LlmPrediction:
     """The answer to a request, from its runs."""
-    model, fitted = analysed.model, analysed.predictor.fitted
+    model, fitted, learned = analysed.model, analysed.predictor.fitted, analysed.learned
     memory, device_mib = analysed.memory(request), _device_mib(analysed.predictor)
-    loop_ms = loop.token_ms(request.batch * model.beams, model.decode.words) if loop else None
-    first = _time(runs.prompt.prediction, loop, loop_ms)
-    lengths, times = list(runs.tokens), [_time(run.prediction, loop, loop_ms) for run in runs.tokens.values()]
+    first, loop_ms = _time(runs.prompt.prediction), learned.loop_ms(analysed.token_step(request, request.prompt), model.decode)
+    lengths, times = list(runs.tokens), [_time(run.prediction) for run in runs.tokens.values()]
     ends = [time.ms for time in times], *zip(*(time.interval_ms for time in times), strict=True)
     further = [over_generation(request, lengths, values) for values in ends] if lengths else []
     sums = [float(values.sum()) for values in further] or [0.0, 0.0, 0.0]
     whole = _spanned(first.ms + sums[0], first.interval_ms[0] + sums[1], first.interval_ms[1] + sums[2])
     at = dict(zip(lengths, times, strict=True))
-    energy, of_energy = _energy(analysed, request, runs)
-    device = fitted.target.flavour.device
+    energy, of_energy = _energy(learned, request, runs)
     warnings = (*model.notices, *notices, *_missing_weights(analysed), *_config_warnings(model, fitted.target),
-                *(() if loop else (NO_LOOP,)), *((PADDED,) if request.batch > 1 else ()),
+                *(() if learned.generation else (NO_LOOP,)), *((PADDED,) if request.batch > 1 else ()),
                 *_memory_warnings(model, request, memory, device_mib),
                 *cli.distinct(warning for run in runs.all for warning in _of_run(run.prediction)), *of_energy)
     return LlmPrediction(
@@ -273,7 +282,8 @@ def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Seque
         tokens_per_second=1e3 * request.generate / whole.ms,
         device_tokens_per_second=1e3 * request.batch * request.generate / whole.ms, genai_loop_ms=loop_ms, memory=memory,
         device_memory_mib=device_mib, fits_memory=None if device_mib is None else memory.peak_mib <= device_mib,
-        largest_batch=None if device_mib is None else largest_batch(memory, request.batch, device, device_mib),
+        largest_batch=None if device_mib is None else largest_batch(
+            memory, request.batch, analysed.runs(request), model.shares_cache, device_mib),
         longest_context=longest, context_length=model.context_length, energy=energy,
         prompt_share=runs.prompt.prediction.time_share,
         token_share=runs.tokens[request.middle].prediction.time_share if lengths else None,
@@ -303,12 +313,8 @@ def _config_warnings(model: LanguageModel, target: Target) -> list[str]:
     return warnings
 
 
-def _time(prediction: Prediction, loop: GenerationLoop | None, loop_ms: float | None) -> Time:
-    """The time of a run, with that of genai's loop where it is known."""
-    low, high = prediction.interval_ms
-    added = loop_ms or 0.0
-    span = (loop.interval.low, loop.interval.high) if loop and loop.interval else (1.0, 1.0)
-    return _spanned(prediction.latency_ms + added, low + added * span[0], high + added * span[1])
+def _time(prediction: Prediction) -> Time:
+    return _spanned(prediction.latency_ms, *prediction.interval_ms)
 
 
 def _spanned(ms: float, low_ms: float, high_ms: float) -> Time:
@@ -335,13 +341,14 @@ def _memory_warnings(model: LanguageModel, request: Request, memory: LlmMemory, 
     return tuple(warnings)
 
 
-def _energy(analysed: Analysed, request: Request, runs: Runs) -> tuple[LlmEnergy | None, tuple[str, ...]]:
+def _energy(learned: Learned, request: Request, runs: Runs) -> tuple[LlmEnergy | None, tuple[str, ...]]:
     """The energy of a request, and warnings about it; None where nothing was learned of the target's energy."""
-    predictor = analysed.predictor
-    if not energy_path(predictor_folders(predictor.workspace)[predictor.fitted.target.name]).is_file():
+    if learned.energy is None:
         return None, ("no joules: nothing was learned of this target's energy (docs/energy.md)",)
-    prompt = predictor.energy(runs.prompt)
-    tokens: dict[int, EnergyPrediction] = {cached: predictor.energy(run) for cached, run in runs.tokens.items()}
+    limited = bool(learned.generation and learned.generation.power_limit)
+    prompt = energy_of(runs.prompt, learned.energy, limited)
+    tokens: dict[int, EnergyPrediction] = {
+        cached: energy_of(run, learned.energy, limited) for cached, run in runs.tokens.items()}
     totals = [prompt.energy_j, *prompt.interval_j]
     if tokens:
         of_tokens = ([token.energy_j for token in tokens.values()],

@@ -1,7 +1,7 @@
 """Which CUDA kernels ran for the operators of language models, beside those that ONNX Runtime's rules say.
 
 Reads the dataset of a target that was collected with label `gpu`, which holds the names of the CUDA kernels. Prints how many of
-the measured kernels of each algorithm (training/kernels/language_features.py) ran each one, by their names.
+the measured kernels of each algorithm (runtimes/ort/cuda/language_kernels.py) ran each one, by their names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from records.dataset_files import collected_targets, read_journal, read_kernels
 from records.kernel_record import Kernel
 from records.measurement import GPU_LABEL
-from training.kernels.language_features import language_algorithm
+from runtimes.ort.cuda.language_kernels import language_algorithm
 from utils import cli
 from utils.errors import UserError
 

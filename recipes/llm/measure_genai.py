@@ -30,8 +30,8 @@ import numpy as np
 from measuring.gpu_trace import GpuRun, in_range, read, record_ranges
 from measuring.metrics import nvml
 from measuring.quiet_host import SLOT_S, off_the_workers_cores
-from recipes.llm.networks import NETWORKS_FILE, LanguageNetworks, Point, measured_file, model_folder, read_networks
-from records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep
+from recipes.llm.networks import NETWORKS_FILE, LanguageNetworks, Point, model_folder, read_networks
+from records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep, measured_file
 from runtimes.ort.probes import host_probe, measure_pace
 from utils import cli, files
 from utils.errors import UserError
@@ -231,6 +231,12 @@ def loaded(path: Path, device: str) -> tuple[Any, dict[str, Any]]:
     return genai.Model(str(path)), files.read_json(path / "genai_config.json")["model"]
 
 
+def captured(settings: Mapping[str, Any]) -> bool:
+    """Whether a model's tokens run as CUDA graphs, by its settings."""
+    providers = settings["decoder"].get("session_options", {}).get("provider_options", [])
+    return any(str((options or {}).get("enable_cuda_graph", "0")) == "1" for entry in providers for options in entry.values())
+
+
 def memory_of(path: Path, point: Point, generate: int, device: str) -> dict[str, Any]:
     """The fields of a `GenerationMemory` that are measured, in a process that ran nothing before."""
     before_mib = used_mib()
@@ -289,8 +295,8 @@ def measure_times(path: Path, points: Iterable[Point], generate: int, device: st
             pace.append(measure_pace(device, PACE_S).probe_us)
         files.append_records(out, [Generation(
             model=path.name, family=family, precision=precision, batch=batch, prompt=prompt, generated=generate,
-            cache=requests.cache, weights_mib=round(weights_mib, 1), probe_us=tuple(pace[-2:]), machine=machine(device),
-            taken=datetime.now(UTC), **measured)])
+            cache=requests.cache, captured=captured(settings), weights_mib=round(weights_mib, 1), probe_us=tuple(pace[-2:]),
+            machine=machine(device), taken=datetime.now(UTC), **measured)])
         if steps:
             files.append_records(out.with_name(f"{path.name}.steps.jsonl"), steps)
         if "failed" in measured:

@@ -69,8 +69,3 @@ def read_networks(path: Path) -> LanguageNetworks:
 def model_folder(workspace: Workspace, name: str, precision: str) -> Path:
     """The folder of a built model."""
     return workspace.root / "llm" / "models" / f"{name}-{precision}"
-
-
-def measured_file(workspace: Workspace, model: str, memory: bool = False) -> Path:
-    """What was measured of a model, its times or its memory: a line a point."""
-    return workspace.root / "llm" / "measured" / f"{model}{'.memory' if memory else ''}.jsonl"

@@ -7,7 +7,7 @@ import pytest
 from kernel_model.sampling.free_shapes.sizes import CONTRIB, kernel, tensor
 from recipes.llm.compare_algorithms import algorithm_seen, compare
 from records.kernel_record import Kernel
-from training.kernels.language_features import ALGORITHMS
+from runtimes.ort.cuda.language_kernels import ALGORITHMS
 
 NAMES = {  # as in onnxruntime-gpu 1.31.1, shortened
     "xqa": ["void UnpackRoPEAppend<__half>(…)", "onnxruntime::contrib::cuda::H128::grp4_fp16::kernel_mha(unsigned int, …)"],

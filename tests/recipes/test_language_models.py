@@ -9,8 +9,8 @@ import pytest
 from command import run_script
 from optional_packages import needs
 
-from recipes.llm.networks import NETWORKS_FILE, measured_file, model_folder, read_networks
-from records.generations import REMEDY, Generation, GenerationMemory
+from recipes.llm.networks import NETWORKS_FILE, model_folder, read_networks
+from records.generations import REMEDY, Generation, GenerationMemory, measured_file
 from utils import files
 from utils.paths import Workspace
 

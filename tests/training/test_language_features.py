@@ -12,15 +12,8 @@ from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, ten
 from kernel_model.sampling.free_shapes.table import draw_free_kernel
 from records.attention import attended_by, with_lengths
 from records.kernel_record import Kernel
-from training.kernels.language_features import (
-    ALGORITHMS,
-    LANGUAGE_GROUPS,
-    Gpu,
-    attention_algorithm,
-    language_features,
-    product_algorithm,
-    splits,
-)
+from runtimes.ort.cuda.language_kernels import ALGORITHMS, Gpu, attention_algorithm, product_algorithm, splits
+from training.kernels.language_features import LANGUAGE_GROUPS, language_features
 
 
 def attention(queries: int = 1, cache: int = 2048, total: int = 1025, heads: int = 32, kv_heads: int = 8, head_size: int = 128,

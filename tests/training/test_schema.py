@@ -62,7 +62,7 @@ def test_a_schema_of_two_features() -> None:
 def test_the_kernels_own_schema() -> None:
     """The shipped boosters were trained on these names in this order."""
     for label in read_sidecar(next(SHIPPED.glob("*/predictors.json")).parent).labels.values():
-        assert label.features == ("kernel 2", *KERNEL_FEATURES.names)
+        assert label.features == ("kernel 3", *KERNEL_FEATURES.names)
     kernel = conv(batch=2, channels=16, side=32, out=64)
     (values,) = KERNEL_FEATURES.matrix([kernel])
     assert values[KERNEL_FEATURES.index("log_flops")] == math.log2(1 + kernel.flops)

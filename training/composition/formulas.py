@@ -56,7 +56,8 @@ RECURRENT_LAUNCHES = 0.35
 REDUCING_LAUNCHES = 0.5
 FOLLOWING = {"convolution_ms": CONVOLUTION_LAUNCHES, "product_ms": PRODUCT_LAUNCHES, "recurrent_launch_ms": RECURRENT_LAUNCHES,
              "reducing_ms": REDUCING_LAUNCHES}
-FITTED = tuple(name for name in PipelineCosts.model_fields if name not in FOLLOWING)
+NOT_FITTED = ("attention_ms",)  # is learned from language models (training/llm)
+FITTED = tuple(name for name in PipelineCosts.model_fields if name not in FOLLOWING and name not in NOT_FITTED)
 FIRST = PipelineCosts(node_ms=2 * US, view_ms=0.3 * US, launch_ms=4 * US, start_ms=5 * US, gap_ms=1 * US, lead_ms=-5 * US,
                       end_ms=5 * US)  # where the search begins
 SCALE = PipelineCosts(node_ms=1 * US, view_ms=1 * US, launch_ms=1 * US, start_ms=10 * US, gap_ms=0.5 * US, lead_ms=5 * US,

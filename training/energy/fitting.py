@@ -68,7 +68,7 @@ class MeasuredEnergy:
     Attributes:
         model, group: its record's name, and its family.
         energy_j: of a run.
-        power_w, idle_w: mean power while it ran, and of the idle device just before.
+        power_w, idle_w: mean power while it ran, and of the idle device just before (NaN: not read).
         run_ms: a run's mean time meanwhile.
         work: of a run, with the measured latency.
         work_left_out: the same with the latency that was predicted with the family held out; None where that is not known.
@@ -103,7 +103,7 @@ def matrix(works: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats
 
 def idle_power_w(models: Sequence[MeasuredEnergy]) -> float:
     """The idle power on which the energy of runs builds: a low quantile of the readings."""
-    return float(np.quantile([model.idle_w for model in models], IDLE_QUANTILE))
+    return float(np.nanquantile([model.idle_w for model in models], IDLE_QUANTILE))
 
 
 def fit_coefficients(models: Sequence[MeasuredEnergy], names: Sequence[str]) -> Floats:

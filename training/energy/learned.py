@@ -17,6 +17,7 @@ import numpy as np
 
 from records.kernel_record import Kernel
 from records.operators import operator_row
+from runtimes.ort.cuda.language_kernels import Algorithm, language_algorithm
 from training.composition.intervals import ErrorRange
 from utils import files
 from utils.cli.printing import markdown_table
@@ -24,7 +25,7 @@ from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.timing import ErrorStatistics, error_statistics
 
-EnergyClass = Literal["convolution", "product", "other"]
+EnergyClass = Literal["convolution", "product", "quantised", "other"]
 RUN, BYTES, LAUNCHES, BUSY, OPERATIONS = "run_s", "gb", "launches", "busy_s", "tflop"
 # A kernel on few numbers has too few threads to fill the device, and spends much of its time waiting: it draws less power. Its
 # full time is its time · n / (n + half), where n are the numbers that it reads and writes, in millions. The fit chooses `half`
@@ -32,6 +33,7 @@ RUN, BYTES, LAUNCHES, BUSY, OPERATIONS = "run_s", "gb", "launches", "busy_s", "t
 FULL = {half: f"full_{half}m_s" for half in (1, 2, 4, 8)}
 # What a coefficient of each kind of work is, by the part of the name in front of the first ":".
 UNITS = {RUN: "W", BUSY: "W", **dict.fromkeys(FULL.values(), "W"), OPERATIONS: "pJ/FLOP", BYTES: "J/GB", LAUNCHES: "J"}
+UNPACKED: tuple[Algorithm, ...] = ("router", "vector", "rows")
 WORD = 4  # bytes; an operation on a half-precision number counts half, since a tensor core does twice as many at the same power
 ENERGY_VERSION = 2
 FILE = "energy.json"
@@ -56,7 +58,10 @@ class Part(NamedTuple):
 
 
 def energy_class(kernel: Kernel) -> EnergyClass:
-    """Convolutions and products do most of a model's operations, on units of their own; all others mainly move data."""
+    """Convolutions and products do most of a model's operations, on units of their own; products whose quantised matrix is
+    unpacked on the way do so on other units; all others mainly move data."""
+    if language_algorithm(kernel) in UNPACKED:
+        return "quantised"
     operator_class = operator_row(kernel.op_type).operator_class
     return operator_class if operator_class in ("convolution", "product") else "other"
 
@@ -174,14 +179,23 @@ class EnergyModel(Frozen):
 
     def run_j(self, work: Mapping[str, float]) -> RunEnergy:
         """The energy of a run that does this work; at most what the power limit leaves."""
+        total_j, guessed = self._total_j(work)
+        limit_j = math.inf if self.limit_w is None else self.limit_w * work[RUN]
+        return RunEnergy(min(total_j, limit_j), guessed, max(1.0, total_j / limit_j))
+
+    def unlimited_w(self, work: Mapping[str, float]) -> float:
+        """The mean power of a run that does this work, on a device that has no power limit."""
+        return self._total_j(work)[0] / work[RUN]
+
+    def _total_j(self, work: Mapping[str, float]) -> tuple[float, tuple[str, ...]]:
+        """The energy of a run without a power limit, and the kinds of its work that no measured model had."""
         kinds = {kind_of_work(name) for name in self.learned_from}
         guessed = tuple(name for name in work if kind_of_work(name) in kinds and name not in self.learned_from)
         known = {without_type(name) for name in self.learned_from}
         total_j = self.idle_w * work[RUN]
         for name, amount in without_types(work).items():
             total_j += amount * (self.coefficients.get(name, 0.0) if name in known else self._largest(kind_of_work(name)))
-        limit_j = math.inf if self.limit_w is None else self.limit_w * work[RUN]
-        return RunEnergy(min(total_j, limit_j), guessed, max(1.0, total_j / limit_j))
+        return total_j, guessed
 
     def _largest(self, kind: str) -> float:
         """A coefficient for work of a class that no model of the fit had: the largest of the same kind."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from records.kernel_costs import copied_tables, einsum_product
 from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor
 from records.operators import operator_row
+from training.kernels.language_features import LANGUAGE_GROUPS, language_features
 from training.kernels.schema import FeatureSchema
 
 OP_CLASSES = ("Conv", "Pool", "MatMul", "Gemm", "Attention", "Norm", "Softmax", "Reduce", "Arg", "Transpose", "Reorder",
@@ -75,10 +76,11 @@ def kernel_features(kernel: Kernel) -> list[float]:
         *_operands(kernel, shape, inputs, len(outputs)),
         *_costs(kernel, math.prod(shape)),
         *_operation(kernel),
+        *language_features(kernel),
     ]
 
 
-KERNEL_FEATURES = FeatureSchema("kernel", 2, {
+KERNEL_FEATURES = FeatureSchema("kernel", 3, {
     "sizes": Sizes._fields,
     "window": KernelWindow._fields,
     "product": Product._fields,
@@ -92,7 +94,9 @@ KERNEL_FEATURES = FeatureSchema("kernel", 2, {
     "costs": ("log_flops", "log_bytes", "log_read", "log_written", "log_weights", "log_elements", "intensity"),
     # what kind of operation, on what
     "operation": ("op_class", "layout", "dtype", "bits"),
+    **LANGUAGE_GROUPS,
 }, kernel_features)
+
 
 def _channels_last(kernel: Kernel) -> bool:
     return (kernel.domain == "com.ms.internal.nhwc" or kernel.op_type.startswith("Nhwc")

@@ -1,56 +1,148 @@
-"""What onnxruntime-genai's loop takes for each token beyond the model's own run: choosing a token, copies of logits and tokens,
-bookkeeping of the cache."""
+"""What is learned from language models that onnxruntime-genai ran: what its loop takes beside the model's runs, what
+dispatching their nodes costs the host, and how much longer a run takes once the device is at its power limit."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from training.composition.intervals import ErrorRange
+from pydantic import Field
+
+from graph_model.simulation.pipeline import PipelineCosts
+from records.generations import Phase
+from records.measurement import ModelMilliseconds
+from training.energy.learned import ENERGY_VERSION, EnergyModel
 from utils import files
 from utils.frozen import Frozen
+from utils.timing import ErrorStatistics
 
-LOOP_VERSION = 1
-FILE = "generation_loop.json"  # beside what else was learned of a target
-FIT = "measure onnxruntime-genai on the target and learn from it"
+GENERATION_VERSION = 1
+FILE, ENERGY_FILE = "generation.json", "generation_energy.json"  # beside what else was learned of a target
+FIT = "python training/fit_generation.py"
+LARGEST_EXPONENT = 5.0
 
 
 class GenerationLoop(Frozen):
-    """`generation_loop.json`: the loop's time for one token of every sequence in a batch, on a target's host and device:
-    step_ms + sequence_ms · sequences + million_logits_ms · sequences · words ∕ 10⁶. None is negative.
+    """The time of onnxruntime-genai's loop for one step, beside the model's run. None is negative. All but the last attribute
+    are the host's, at its usual pace.
+
+    Attributes:
+        step_ms: of each step, however many sequences there are: choosing tokens, bookkeeping.
+        sequence_ms: for each sequence.
+        first_ms, first_layer_ms, first_sequence_ms: of the first step in addition: once, for each layer with a cache, and for
+            each sequence.
+        million_logits_ms: the device's time for each million of logits from which tokens are chosen.
+    """
+
+    step_ms: float = Field(ge=0)
+    sequence_ms: float = Field(ge=0)
+    first_ms: float = Field(ge=0)
+    first_layer_ms: float = Field(ge=0)
+    first_sequence_ms: float = Field(ge=0)
+    million_logits_ms: float = Field(ge=0)
+
+    def time_ms(self, phase: Phase, sequences: int, words: int, layers: int, pace: float = 1.0) -> float:
+        """The loop's time of one step.
+
+        Args:
+            phase: the first step, or a further one.
+            sequences: for each of which a token is chosen.
+            words: of which it is one.
+            layers: with a cache.
+            pace: how many times as long as usual the host takes.
+        """
+        host_ms = self.step_ms + sequences * self.sequence_ms
+        if phase == "first":
+            host_ms += self.first_ms + layers * self.first_layer_ms + sequences * self.first_sequence_ms
+        return pace * host_ms + self.million_logits_ms * sequences * words / 1e6
+
+
+class PowerLimit(Frozen):
+    """How a device behaves that would draw more than it may: for a while it does so, then it lowers its clocks.
+
+    Attributes:
+        hold_ms: how long it keeps its clocks.
+        limit_w: the mean power above which it lowers them, by the energy model's reckoning.
+        exponent: time beyond `hold_ms` grows with this power of what it would draw over what it may.
+    """
+
+    hold_ms: float = Field(ge=0)
+    limit_w: float = Field(gt=0)
+    exponent: float = Field(ge=0, le=LARGEST_EXPONENT)
+
+    def sustained_ms(self, latency_ms: float, power_w: float) -> float:
+        """The latency of a run that takes `latency_ms` and draws `power_w` while the device keeps its clocks."""
+        if latency_ms <= self.hold_ms or power_w <= self.limit_w:
+            return latency_ms
+        return self.hold_ms + (latency_ms - self.hold_ms) * (power_w / self.limit_w) ** self.exponent
+
+
+class FittedStep(Frozen):
+    """A point of the fit: its times as measured, and as predicted with its family held out, at the pace that its host had."""
+
+    model: str
+    family: str
+    phase: Phase
+    batch: int
+    prompt: int
+    pace: float
+    measured_ms: ModelMilliseconds
+    predicted_ms: ModelMilliseconds
+
+
+class Generation(Frozen):
+    """`generation.json`.
 
     Attributes:
         target: its name.
         genai_version: of the onnxruntime-genai that was measured.
-        step_ms: for each step, however many sequences there are.
-        sequence_ms: for each sequence.
-        million_logits_ms: for each million of logits from which a token is chosen.
-        interval: of such times of models that were held out; None where too few were.
-        models: those that were measured.
+        predictors_created: when the predictors of kernels were trained with which it was fitted.
+        product_ms, attention_ms: what a matrix product and attention by a library cost the host, in place of those that the
+            composition has.
+        loop: the time of onnxruntime-genai's loop.
+        power_limit: None where no run was long enough to show it.
+        left_out: errors of steps whose family was held out, by phase.
+        steps: all that was fitted to.
     """
 
-    version: int = LOOP_VERSION
+    version: int = GENERATION_VERSION
     target: str
     genai_version: str
-    step_ms: float
-    sequence_ms: float
-    million_logits_ms: float
-    interval: ErrorRange | None = None
-    models: tuple[str, ...] = ()
+    predictors_created: str
+    product_ms: float
+    attention_ms: float
+    loop: GenerationLoop
+    power_limit: PowerLimit | None = None
+    left_out: dict[Phase, ErrorStatistics] = {}
+    steps: tuple[FittedStep, ...] = ()
 
-    def token_ms(self, sequences: int, words: int) -> float:
-        """The loop's time for one token of each of some sequences, which is one of `words`."""
-        return self.step_ms + sequences * (self.sequence_ms + self.million_logits_ms * words / 1e6)
+    def costs(self, costs: PipelineCosts) -> PipelineCosts:
+        """The costs of a run of a language model; `costs` are those of other models."""
+        return costs.model_copy(update={"product_ms": self.product_ms, "attention_ms": self.attention_ms})
 
 
-def loop_path(folder: Path) -> Path:
+def generation_path(folder: Path) -> Path:
     return folder / FILE
 
 
-def read_loop(folder: Path) -> GenerationLoop | None:
+def generation_energy_path(folder: Path) -> Path:
+    return folder / ENERGY_FILE
+
+
+def read_generation(folder: Path) -> Generation | None:
     """What was learned for the target whose predictors lie in `folder`; None where nothing was.
 
     Raises:
         UserError: the file can't be read.
     """
-    path = loop_path(folder)
-    return files.read_record(path, GenerationLoop, LOOP_VERSION, FIT) if path.is_file() else None
+    path = generation_path(folder)
+    return files.read_record(path, Generation, GENERATION_VERSION, FIT) if path.is_file() else None
+
+
+def read_generation_energy(folder: Path) -> EnergyModel | None:
+    """What was learned of the energy of language models on that target; None where nothing was.
+
+    Raises:
+        UserError: the file can't be read.
+    """
+    path = generation_energy_path(folder)
+    return files.read_record(path, EnergyModel, ENERGY_VERSION, FIT) if path.is_file() else None

@@ -1,0 +1,99 @@
+"""A run of a language model as a step of onnxruntime-genai: with what its loop takes, and as long as the power limit has it.
+
+The loop runs on the host, so it is as slow as the host is. A prompt that keeps the device at work for long reaches its power
+limit: after a while the device lowers its clocks (training/llm/learned.py). The ends of a step's interval are those of its run,
+with the same added to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from inference.core.energy import parts_of_run
+from inference.core.targets import predictor_folders
+from inference.core.uncertainty import hosts_between
+from inference.llm.dimensions import DecoderFile, Step
+from training.energy.learned import EnergyModel, energy_path, read_energy, work_of_run
+from training.llm.learned import Generation, read_generation, read_generation_energy
+
+if TYPE_CHECKING:
+    from inference.core.model_run import PredictedRun
+    from inference.core.predictor import Predictor
+    from records.generations import Phase
+    from training.composition.fitted import Composition
+
+
+LIMITED = 1.02  # times as long as without the power limit, from which on the answer says so
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What was learned of generation on a target.
+
+    Attributes:
+        generation: None where nothing was.
+        energy: of language models, else that of other models; None where neither was learned.
+        composition: of a run of a language model; None: the target's own.
+    """
+
+    generation: Generation | None
+    energy: EnergyModel | None
+    composition: Composition | None
+
+    def loop_ms(self, step: Step, file: DecoderFile, pace: float = 1.0) -> float | None:
+        """What genai's loop takes of a step at a pace; None where that is not known."""
+        if self.generation is None:
+            return None
+        return self.generation.loop.time_ms(_phase(step), step.batch, file.words, len(file.caches) // 2, pace)
+
+
+def learned_of(predictor: Predictor) -> Learned:
+    """What was learned of generation on a predictor's target.
+
+    Raises:
+        UserError: there are no predictors, or a file can't be read.
+    """
+    fitted = predictor.fitted
+    folder = predictor_folders(predictor.workspace)[fitted.target.name]
+    generation, energy = read_generation(folder), read_generation_energy(folder)
+    if energy is None and energy_path(folder).is_file():
+        energy = read_energy(folder)
+    composition = None
+    if generation is not None and fitted.composition.costs is not None:
+        composition = fitted.composition.model_copy(update={"costs": generation.costs(fitted.composition.costs)})
+    return Learned(generation, energy, composition)
+
+
+def _phase(step: Step) -> Phase:
+    return "token" if step.before else "first"
+
+
+def as_step(run: PredictedRun, step: Step, file: DecoderFile, learned: Learned, pace: float | None) -> PredictedRun:
+    """A predicted run, with the time and the interval of its step in place of its own; `pace` is the host's, None where it is
+    unknown."""
+    generation, prediction = learned.generation, run.prediction
+    if generation is None or not prediction.latency_ms:
+        return run
+    hosts = hosts_between(None)
+    paces = (min(hosts), 1.0, max(hosts)) if pace is None else (pace, pace, pace)
+    of_run = prediction.interval_ms[0], prediction.latency_ms, prediction.interval_ms[1]
+    times_ms = [time_ms + (learned.loop_ms(step, file, at) or 0.0) for time_ms, at in zip(of_run, paces, strict=True)]
+    low_ms, whole_ms, high_ms = _sustained_ms(times_ms, run, learned)
+    warnings = prediction.warnings
+    if whole_ms > LIMITED * times_ms[1]:
+        warnings = (*warnings, f"the first step takes {whole_ms / times_ms[1] - 1:.0%} longer than at the device's highest "
+                    "clocks, since it reaches its power limit")
+    return run._replace(prediction=prediction.model_copy(update={
+        "latency_ms": whole_ms, "interval_ms": (low_ms, high_ms), "warnings": warnings}))
+
+
+def _sustained_ms(times_ms: Sequence[float], run: PredictedRun, learned: Learned) -> list[float]:
+    """Times of a step as the device's power limit has them."""
+    if learned.generation is None or learned.generation.power_limit is None or learned.energy is None:
+        return list(times_ms)
+    parts = parts_of_run(run)
+    busy_ms = sum(part.runs * part.time_ms for part in parts)
+    power_w = learned.energy.unlimited_w(work_of_run(parts, busy_ms)) if busy_ms else 0.0
+    return [learned.generation.power_limit.sustained_ms(time_ms, power_w) for time_ms in times_ms]

@@ -1,0 +1,136 @@
+"""Predictions of requests to language models beside what onnxruntime-genai took for them: times, memory, energy.
+
+Reads the models of `<workspace>/llm/models` (weights are not read), what was measured of them (`llm/measured`), and the
+predictors of --target. Every kernel is predicted. Times are predicted for the pace that the host had meanwhile. Prints a row
+for each point, and the errors.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from inference.core.host_pace import given_pace, ratio_of
+from inference.core.predictor import Predictor
+from inference.llm.answers import LlmPrediction
+from inference.llm.language_model import LanguageModel, language_model
+from inference.llm.predicting import predict_requests
+from inference.llm.requests import Request
+from records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, measured_file, measured_models
+from training.llm.measured_steps import step_time
+from utils import cli, files
+from utils.paths import Workspace
+from utils.timing import error_statistics
+
+EXAMPLES = """
+python recipes/llm/judge.py --workspace out/judged
+python recipes/llm/judge.py --workspace out/genai --json
+"""
+Row = dict[str, Any]
+WHAT = ("first token (ms)", "further token (ms)", "peak (MiB)", "first step (J)", "further step (J)")
+
+
+def compared(what: str, point: Generation | GenerationMemory, measured: float, predicted: float,
+             interval: tuple[float, float] | None = None, rough: bool = False) -> Row:
+    """A row: one number of a point, measured and predicted."""
+    return {"model": point.model, "batch": point.batch, "prompt": point.prompt, "what": what, "measured": measured,
+            "predicted": predicted, "error_%": 100 * (predicted / measured - 1),
+            "from": interval and interval[0], "to": interval and interval[1],
+            "held": None if interval is None else "yes" if interval[0] <= measured <= interval[1] else "no",
+            "rough": "yes" if rough else "no"}
+
+
+def request_of(model: LanguageModel, point: Generation | GenerationMemory, generate: int) -> Request:
+    """The request of a point, for so many tokens."""
+    return Request(point.batch * model.beams, point.prompt, generate, max(point.cache, point.prompt + generate))
+
+
+def times_of(predictor: Predictor, model: LanguageModel, point: Generation) -> Iterator[Row]:
+    """The rows of a point's times, each at the pace that its host had."""
+    for phase, what in (("first", WHAT[0]), ("token", WHAT[1])):
+        measured_ms, probe_us = step_time(point, "first" if phase == "first" else "token")
+        answer, = predict_requests(predictor, model, [request_of(model, point, point.generated)],
+                                   given_pace(ratio_of(probe_us, predictor.fitted)))
+        time = answer.ttft if phase == "first" else answer.tpot
+        if time is not None:
+            yield compared(what, point, measured_ms, time.ms, time.interval_ms, answer.rough_estimate)
+
+
+def energies_of(predictor: Predictor, model: LanguageModel, point: Generation) -> Iterator[Row]:
+    """The rows of a point's energies."""
+    def per_step(energy: StepEnergy) -> float:
+        return energy.joules / energy.steps
+
+    if point.first_energy is None or point.token_energy is None:
+        return
+    pace = given_pace(ratio_of(sum(point.probe_us) / len(point.probe_us), predictor.fitted))
+    tokens = point.token_energy.steps
+    answer, = predict_requests(predictor, model, [request_of(model, point, tokens + 1)], pace)
+    if energy := answer.energy:
+        yield compared(WHAT[3], point, per_step(point.first_energy), energy.prompt_j)
+        yield compared(WHAT[4], point, per_step(point.token_energy), (energy.request_j - energy.prompt_j) / tokens)
+
+
+def memory_of(predictor: Predictor, model: LanguageModel, points: Sequence[GenerationMemory]) -> Iterator[Row]:
+    """The rows of memory."""
+    good = [point for point in points if not point.failed]
+    answers: list[LlmPrediction] = predict_requests(predictor, model, [
+        request_of(model, point, point.generated) for point in good]) if good else []
+    for point, answer in zip(good, answers, strict=True):
+        yield compared(WHAT[2], point, point.peak_mib, answer.memory.peak_mib)
+
+
+def rows_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[Row]:
+    """The rows of a model."""
+    model = language_model(workspace.root / "llm" / "models" / name)
+    for point in files.read_records(measured_file(workspace, name), Generation, REMEDY):
+        if not point.failed:
+            yield from times_of(predictor, model, point)
+            yield from energies_of(predictor, model, point)
+    memory = measured_file(workspace, name, memory=True)
+    yield from memory_of(predictor, model, files.read_records(memory, GenerationMemory, REMEDY) if memory.is_file() else [])
+
+
+def errors_of(rows: Iterable[Row]) -> list[Row]:
+    """The errors of each kind of number, in per cent."""
+    rows, table = list(rows), []
+    for what in WHAT:
+        chosen = [row for row in rows if row["what"] == what]
+        if not chosen:
+            continue
+        errors = error_statistics([row["predicted"] for row in chosen], [row["measured"] for row in chosen])
+        held = [row["held"] == "yes" for row in chosen if row["held"]]
+        widths = sorted(row["to"] / row["from"] - 1 for row in chosen if row["from"])
+        table.append({"what": what, "count": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
+                      "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst,
+                      "held_%": 100 * sum(held) / len(held) if held else None,
+                      "width_%": 100 * widths[len(widths) // 2] if widths else None,
+                      "rough": sum(row["rough"] == "yes" for row in chosen)})
+    return table
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", default="nvidia-h200", metavar="NAME", help="the target (default: nvidia-h200)")
+    parser.add_argument("--model", action="append", default=[], metavar="NAME", help="(repeatable; default: all)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    predictor = Predictor(workspace, args.target, strict=True, no_weights=True)
+    names = [name for name in measured_models(workspace) if not args.model or name in args.model]
+    rows = [row for name in cli.progress(names, "judging") for row in rows_of(predictor, workspace, name)]
+    if args.json:
+        cli.print_json({"points": rows, "errors": errors_of(rows)})
+    else:
+        cli.print_table(rows, "predicted and measured")
+        cli.print_table(errors_of(rows), "errors, all kernels predicted, at the host's pace as measured")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,84 @@
+"""Writes the kernel records of steps of language models that were measured: of each point's prompt, and of its middle token.
+
+Reads `<workspace>/llm/models` and `<workspace>/llm/measured`. Weights are not read, and their files may be missing: --graphs
+first unpacks models without weights from an archive. Writes `<workspace>/llm/records`, from which training/fit_generation.py
+learns.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from collections.abc import Iterator
+
+from inference.llm.dimensions import Step
+from inference.llm.language_model import LanguageModel, language_model
+from records.generations import PHASES, REMEDY, Generation, measured_file, measured_models, step_record_file
+from runtimes import analysis, flavour_of
+from utils import cli, files
+from utils.errors import UserError
+from utils.files import unpack
+from utils.fingerprint import Flavour
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+EXAMPLES = """
+python recipes/llm/record_steps.py --workspace out/llm
+python recipes/llm/record_steps.py --workspace out/genai --graphs recipes/llm/graphs.tar.xz
+"""
+log = get_logger("llm")
+
+
+def steps_of(model: LanguageModel, point: Generation) -> Iterator[Step]:
+    """The run of the prompt, and that of the token in the middle of those that were generated."""
+    yield model.step(point.batch, point.prompt, 0, point.cache)
+    yield model.step(point.batch, 1, point.prompt + point.generated // 2, point.cache)
+
+
+def record_steps(workspace: Workspace, name: str, flavour: Flavour) -> int:
+    """Writes the records of a model's points that are missing; returns how many.
+
+    Raises:
+        UserError: there is no such model, or it can't be analysed.
+    """
+    folder, written = workspace.root / "llm" / "models" / name, 0
+    points = files.read_records(measured_file(workspace, name), Generation, REMEDY)
+    wanted = [point for point in points if not point.failed
+              and not all(step_record_file(workspace, point, phase).is_file() for phase in PHASES)]
+    if not wanted:
+        return 0
+    model = language_model(folder)
+    with analysis.optimized_once():
+        for point in wanted:
+            for phase, step in zip(PHASES, steps_of(model, point), strict=True):
+                file = model.decode if step.before else model.prefill
+                record = analysis.record_of(file.path, flavour, file.dims(step), False, no_weights=True)
+                files.write_json(step_record_file(workspace, point, phase), record.model_copy(
+                    update={"model": step_record_file(workspace, point, phase).stem, "group": point.family}))
+                written += 1
+    return written
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--graphs", type=Path, metavar="FILE", help="an archive with models without weights, to unpack first")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="that was measured (default: cuda)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    if args.graphs:
+        unpack(args.graphs, workspace.root)
+    names = measured_models(workspace)
+    if not names:
+        raise UserError(f"{measured_file(workspace, '').parent}: nothing was measured; do: python recipes/llm/measure_genai.py")
+    flavour = flavour_of(args.device)
+    rows = [{"model": name, "records": record_steps(workspace, name, flavour)} for name in cli.progress(names, "analysing")]
+    cli.print_rows(rows, args.json, "records of steps")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

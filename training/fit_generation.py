@@ -1,0 +1,108 @@
+"""Learns what generation with onnxruntime-genai takes beside a language model's kernels, and the energy of language models.
+
+Reads the predictors and the composition of a GPU target; of each --generations workspace what was measured of language models
+(recipes/llm/measure_genai.py) and the kernel records of their steps (recipes/llm/record_steps.py); and of --energy the dataset
+from which the energy of other models was learned. Writes generation.json and generation_energy.json into the predictors'
+folder: the time of genai's loop, what dispatching costs in such runs, and how a run at the power limit becomes longer. Each
+family is held out in turn. Of --loops, such as decoders of one small layer, it learns too, but counts no errors.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from typing import Any
+
+from training.composition.fitted import Composition, read_composition
+from training.energy.fitting import fit_energy
+from training.energy.fitting import measured_energies as energies_of_models
+from training.energy.learned import EnergyModel, error_rows, read_energy
+from training.kernels.predictors import Predictors, read_predictors
+from training.llm.fitting import fit_generation, measured_energies
+from training.llm.learned import Generation, generation_energy_path, generation_path
+from training.llm.measured_steps import MeasuredStep, measured_steps
+from utils import cli, files
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+EXAMPLES = """
+python training/fit_generation.py --target nvidia-h200-cuda-ort1.31-all --workspace out/h200 --generations out/genai
+"""
+log = get_logger("generation")
+
+
+def fit_energies(steps: list[MeasuredStep], predictors: Predictors, composition: Composition, folder: Path,
+                 models: Workspace) -> EnergyModel:
+    """The energy of language models, learned with that of other models, which `models` holds.
+
+    Raises:
+        UserError: nothing was learned of the energy of other models, or it was not measured.
+    """
+    name, learned = predictors.sidecar.target.name, read_energy(folder)
+    others = energies_of_models(models, name, predictors, composition)
+    return fit_energy(name, [*others, *measured_energies(steps)], learned.models_sha256, learned.limit_w)
+
+
+def shown(fitted: Generation) -> list[dict[str, Any]]:
+    """What was learned, a row each, with its unit."""
+    rows = [("a matrix product, beside its launches", 1e3 * fitted.product_ms, "µs"),
+            ("attention by a library, beside its launches", 1e3 * fitted.attention_ms, "µs"),
+            *((f"genai's loop: {name.removesuffix('_ms').replace('_', ' ')}", 1e3 * value, "µs")
+              for name, value in fitted.loop.model_dump().items())]
+    if limit := fitted.power_limit:
+        rows += [("clocks are kept for", limit.hold_ms, "ms"), ("power limit", limit.limit_w, "W"),
+                 ("exponent of what is beyond it", limit.exponent, "")]
+    return [{"what": what, "value": value, "unit": unit} for what, value, unit in rows]
+
+
+def errors(fitted: Generation) -> list[dict[str, Any]]:
+    """The errors of steps whose family was held out, in per cent."""
+    return [{"step": phase, "count": of.count, "MAPE_%": 100 * of.mape, "median_%": 100 * of.median,
+             "within_10_%": 100 * of.within_10, "worst_%": 100 * of.worst}
+            for phase, of in fitted.left_out.items()]
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", required=True, help="name of a target in training/predictors")
+    parser.add_argument("--predictors", type=Path, metavar="DIR",
+                        help="read predictors from this folder and write there (default: the target's own)")
+    parser.add_argument("--generations", type=Path, action="append", required=True, metavar="DIR",
+                        help="a workspace with measured language models (repeatable)")
+    parser.add_argument("--loops", type=Path, action="append", default=[], metavar="DIR",
+                        help="the same of models whose errors don't count (repeatable)")
+    parser.add_argument("--energy", type=Path, metavar="DIR",
+                        help="the workspace with the energy of other models (default: nothing is learned of energy)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    folder = args.predictors or workspace.predictors(args.target)
+    predictors = read_predictors(folder)
+    composition = read_composition(folder, predictors.sidecar.dataset_sha256)
+    if composition.costs is None or composition.probe_us is None:
+        raise UserError(f"{folder}: its composition does not know the host apart from the device, so nothing can be learned of "
+                        "generation on it")
+    steps = [step for paths, counted in ((args.generations, True), (args.loops, False)) for path in paths
+             for step in measured_steps(Workspace(path), predictors, composition.probe_us, counted)]
+    energy = fit_energies(steps, predictors, composition, folder, Workspace(args.energy)) if args.energy else None
+    fitted = fit_generation(args.target, steps, composition.costs, energy, predictors.sidecar.created)
+    files.write_json(generation_path(folder), fitted)
+    if energy is not None:
+        files.write_json(generation_energy_path(folder), energy)
+    log.info("saved %s", generation_path(folder))
+    if args.json:
+        cli.print_json(fitted.model_dump(mode="json"))
+        return 0
+    cli.print_table(shown(fitted), f"{args.target}: generation")
+    cli.print_table(errors(fitted), "errors of steps, each family held out in turn")
+    if energy is not None:
+        cli.print_table(error_rows(energy), "errors of energy, each family held out in turn")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

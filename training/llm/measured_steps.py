@@ -1,0 +1,148 @@
+"""The measured steps of language models: with their tracks, the host's pace that they had, and their energy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from graph_model.simulation.pipeline import Tracks, node_kind
+from records.attention import OPERATOR
+from records.generations import (
+    PHASES,
+    REMEDY,
+    Generation,
+    Phase,
+    StepEnergy,
+    measured_file,
+    measured_models,
+    step_record_file,
+)
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_record
+from records.measurement import GPU_LABEL
+from training.energy.learned import Part
+from training.kernels.predictors import Predictors
+from training.kernels.settings import LAUNCHES
+from utils import files
+from utils.errors import UserError
+from utils.paths import Workspace
+
+RECORD = "python recipes/llm/record_steps.py"
+QUIET_SHARE = 0.4  # of the tokens: those with the fastest readings of the host's probe count
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The first step of requests of one size, or their further tokens.
+
+    Attributes:
+        point: what was measured.
+        phase: which step.
+        tracks: of its run, with predicted times of kernels.
+        parts: the kernels of the run that the device runs.
+        words, layers: logits for each sequence, and layers with a cache.
+        measured_ms: its median time.
+        pace: how many times as long as usual the host took meanwhile, a ratio.
+        counted: whether errors are counted; else it is only fitted to.
+    """
+
+    point: Generation
+    phase: Phase
+    tracks: Tracks
+    parts: tuple[Part, ...]
+    words: int
+    layers: int
+    measured_ms: float
+    pace: float
+    counted: bool = True
+
+    @property
+    def energy(self) -> StepEnergy | None:
+        return self.point.first_energy if self.phase == "first" else self.point.token_energy
+
+
+def step_time(point: Generation, phase: Phase) -> tuple[float, float]:
+    """The median time of a step in ms, and what the host's probe took meanwhile, in µs; of tokens, those count during which the
+    host was fastest, where that is known."""
+    if phase == "first":
+        middle = sorted(range(len(point.first_ms)), key=point.first_ms.__getitem__)[len(point.first_ms) // 2]
+        return point.first_ms[middle], point.first_probe_us[middle] if point.first_probe_us else median(point.probe_us)
+    times = np.concatenate([np.array(tokens) for tokens in point.token_ms])
+    if not point.token_probe_us:
+        return float(np.median(times)), median(point.probe_us)
+    probes = np.concatenate([np.array(readings) for readings in point.token_probe_us])
+    quiet = probes <= np.quantile(probes, QUIET_SHARE)
+    return float(np.median(times[quiet])), float(np.median(probes[quiet]))
+
+
+def measured_steps(workspace: Workspace, predictors: Predictors, usual_us: float, counted: bool = True) -> list[MeasuredStep]:
+    """The steps that were measured in a workspace, except for those of CUDA graphs.
+
+    Args:
+        workspace: with `llm/measured` and `llm/records`.
+        predictors: of the target; all kernels are predicted, since none of a language model counts as known.
+        usual_us: what the host's probe takes at the usual pace.
+        counted: as in `MeasuredStep`.
+
+    Raises:
+        UserError: nothing was measured, or a record is missing.
+    """
+    found = list(_recorded(workspace))
+    if not found:
+        raise UserError(f"{workspace.root}: no generation was measured; do: python recipes/llm/measure_genai.py")
+    kernels = {kernel.id: kernel for _, _, record in found for kernel in record.kernels.values()}
+    times, launches = (dict(zip(kernels, predictors.predict(list(kernels.values()), {}, label, strict=True).latency_ms,
+                                strict=True)) for label in (GPU_LABEL, LAUNCHES))
+    steps = []
+    for point, phase, record in found:
+        measured_ms, probe_us = step_time(point, phase)
+        tracks, parts = _run(record, times, launches)
+        words = max(tensor.shape[-1] for name, tensor in record.outputs.items() if "logits" in name)
+        steps.append(MeasuredStep(
+            point, phase, tracks, parts, words=words,
+            layers=sum(record.kernel_of(node).op_type == OPERATOR for node in record.nodes), measured_ms=measured_ms,
+            pace=probe_us / usual_us, counted=counted))
+    return steps
+
+
+def _recorded(workspace: Workspace) -> Iterator[tuple[Generation, Phase, ModelRecord]]:
+    """Points that were measured, with the record of each phase.
+
+    Raises:
+        UserError: a record is missing.
+    """
+    for name in measured_models(workspace):
+        for point in files.read_records(measured_file(workspace, name), Generation, REMEDY):
+            if point.failed or point.captured:
+                continue
+            for phase in PHASES:
+                path = step_record_file(workspace, point, phase)
+                if not path.is_file():
+                    raise UserError(f"{path}: missing; make it with: {RECORD} --workspace {workspace.root}")
+                yield point, phase, read_model_record(path)
+
+
+def _run(record: ModelRecord, times: Mapping[str, float], launches: Mapping[str, float]) -> tuple[Tracks, tuple[Part, ...]]:
+    """The tracks of a run, and the kernels that the GPU runs. The few nodes of the CPU provider only cost their dispatch."""
+    gpu_ms, counts, kinds, parts = list[float](), list[float](), list[int](), list[Part]()
+    for node in record.nodes:
+        kernel, on_gpu = record.kernel_of(node), node.provider == "cuda"
+        gpu_ms.append(times[kernel.id] if on_gpu else 0.0)
+        counts.append(launches[kernel.id] if on_gpu else 0.0)
+        kinds.append(int(node_kind(kernel, on_gpu)))
+        if on_gpu:
+            parts.append(Part(kernel, node.runs, gpu_ms[-1], counts[-1]))
+    return Tracks(np.array(gpu_ms), np.array(counts), np.array(kinds)), tuple(parts)
+
+
+def families(steps: Iterable[MeasuredStep]) -> list[str]:
+    """The families whose errors are counted, sorted."""
+    return sorted({step.point.family for step in steps if step.counted})
+
+
+def without(steps: Sequence[MeasuredStep], family: str) -> list[MeasuredStep]:
+    """The steps of all other families."""
+    return [step for step in steps if step.point.family != family]
