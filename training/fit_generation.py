@@ -23,7 +23,7 @@ from training.energy.fitting import measured_energies as energies_of_models
 from training.energy.learned import EnergyModel, error_rows, read_energy
 from training.kernels.predictors import Predictors, read_predictors
 from training.llm.fitting import fit_generation, measured_energies
-from training.llm.learned import Generation, generation_energy_path, generation_path
+from training.llm.learned import LearnedGeneration, generation_energy_path, generation_path
 from training.llm.measured_steps import MeasuredStep, measured_steps
 from utils import cli, files
 from utils.errors import UserError
@@ -48,7 +48,7 @@ def fit_energies(steps: list[MeasuredStep], predictors: Predictors, composition:
     return fit_energy(name, [*others, *measured_energies(steps)], learned.models_sha256, learned.limit_w)
 
 
-def shown(fitted: Generation) -> list[dict[str, Any]]:
+def shown(fitted: LearnedGeneration) -> list[dict[str, Any]]:
     """What was learned, a row each, with its unit."""
     rows = [("a matrix product, beside its launches", 1e3 * fitted.product_ms, "µs"),
             ("attention by a library, beside its launches", 1e3 * fitted.attention_ms, "µs"),
@@ -60,7 +60,7 @@ def shown(fitted: Generation) -> list[dict[str, Any]]:
     return [{"what": what, "value": value, "unit": unit} for what, value, unit in rows]
 
 
-def errors(fitted: Generation) -> list[dict[str, Any]]:
+def errors(fitted: LearnedGeneration) -> list[dict[str, Any]]:
     """The errors of steps whose family was held out, in per cent."""
     return [{"step": phase, "count": of.count, "MAPE_%": 100 * of.mape, "median_%": 100 * of.median,
              "within_10_%": 100 * of.within_10, "worst_%": 100 * of.worst}

@@ -94,8 +94,9 @@ class Workspace:
 
     def predictors(self, target: str) -> Path:
         """What is learned for one target. Written by train_kernel_model (uncertainty.json too), fit_composition
-        (composition.json), fit_sharing (sharing.json), fit_energy (energy.json), check_estimator (estimators.json) and
-        predict_model_latency --measure-missing (measured times); read by the predictor."""
+        (composition.json), fit_sharing (sharing.json), fit_energy (energy.json), fit_generation (generation.json and
+        generation_energy.json), check_estimator (estimators.json) and predict_model_latency --measure-missing (measured times);
+        read by the predictor."""
         return self.root / "training" / "predictors" / target
 
     def kernel_errors(self, target: str) -> Path:

@@ -16,7 +16,7 @@ from inference.core.targets import predictor_folders
 from inference.core.uncertainty import hosts_between
 from inference.llm.dimensions import DecoderFile, Step
 from training.energy.learned import EnergyModel, energy_path, read_energy, work_of_run
-from training.llm.learned import Generation, read_generation, read_generation_energy
+from training.llm.learned import LearnedGeneration, read_generation, read_generation_energy
 
 if TYPE_CHECKING:
     from inference.core.model_run import PredictedRun
@@ -38,7 +38,7 @@ class Learned:
         composition: of a run of a language model; None: the target's own.
     """
 
-    generation: Generation | None
+    generation: LearnedGeneration | None
     energy: EnergyModel | None
     composition: Composition | None
 

@@ -5,6 +5,7 @@
 #   learn        the predictors of kernels, the host's side, the composition      half an hour on two cores
 #   sharing      what a co-runner does to a model                                 ten minutes
 #   energy       what a run takes of the GPU's energy, by these predictors        some seconds
+#   generation   what generation with language models takes besides, from recipes/llm    two minutes
 #   collections  figures: each collection of models held out in turn              20 minutes
 #   families     figures: families, operators, models that also use their host    90 minutes
 #   ship         into the repository: predictors to training/shipped/, which `--target nvidia-h200` predicts from, and the
@@ -13,13 +14,13 @@
 #                whose archive is small and written anew where it changed
 # Figures go to WORKSPACE/figures. TRAINING_CONFIG=FILE takes other settings than training/config.yaml.
 set -euo pipefail
-usage="usage: recipes/h200/learn.sh [workspace [unpack|learn|sharing|energy|collections|families|ship|pack ...]]"
+usage="usage: recipes/h200/learn.sh [workspace [unpack|learn|sharing|energy|generation|collections|families|ship|pack ...]]"
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-$here/../../out/h200}")
 config=$(realpath -m "${TRAINING_CONFIG:-$here/../../training/config.yaml}")
 cd "$here/../.."
 parts=("${@:2}")
-((${#parts[@]})) || parts=(unpack learn sharing energy collections families ship)
+((${#parts[@]})) || parts=(unpack learn sharing energy generation collections families ship)
 target=nvidia-h200-cuda-ort1.31-all
 failed=()
 
@@ -67,6 +68,18 @@ part_energy() {
   figure energy python training/fit_energy.py --workspace "$out/energy" --predictors "$out/training/predictors/$target" \
     --limit-w 700 --markdown "$out/figures/energy_measured.md"
 }
+part_generation() { # after energy, whose measurements it learns from, too
+  local name
+  for name in genai loop judged; do
+    mkdir -p "$out/$name"
+    tar xJf "$here/../llm/$name-nvidia-h200.tar.xz" -C "$out/$name"
+  done
+  for name in genai loop; do
+    python recipes/llm/record_steps.py --workspace "$out/$name"
+  done
+  figure generation hase training/fit_generation.py --target "$target" --generations "$out/genai" --loops "$out/loop" \
+    --energy "$out/energy"
+}
 part_collections() {
   figure collections hase training/held_out.py --by collection --target "$target" --config "$config"
 }
@@ -77,9 +90,9 @@ part_families() {
 }
 part_ship() {
   local learned=$out/training/predictors/$target shipped=training/shipped/$target file
-  for file in predictors.json host.json composition.json sharing.json energy.json; do
+  for file in predictors.json host.json composition.json sharing.json energy.json generation.json generation_energy.json; do
     [ -f "$learned/$file" ] || {
-      echo "$learned/$file is missing; run: recipes/h200/learn.sh $out learn sharing energy" >&2
+      echo "$learned/$file is missing; run: recipes/h200/learn.sh $out learn sharing energy generation" >&2
       exit 1
     }
   done
@@ -98,7 +111,7 @@ part_pack() {
 
 for part in "${parts[@]}"; do
   case $part in
-    unpack | learn | sharing | energy | collections | families | ship | pack) ;;
+    unpack | learn | sharing | energy | generation | collections | families | ship | pack) ;;
     *) echo "$part: no such part; $usage" >&2; exit 2 ;;
   esac
 done

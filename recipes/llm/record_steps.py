@@ -1,8 +1,7 @@
 """Writes the kernel records of steps of language models that were measured: of each point's prompt, and of its middle token.
 
-Reads `<workspace>/llm/models` and `<workspace>/llm/measured`. Weights are not read, and their files may be missing: --graphs
-first unpacks models without weights from an archive. Writes `<workspace>/llm/records`, from which training/fit_generation.py
-learns.
+Reads `<workspace>/llm/models` and `<workspace>/llm/measured`. Weights are not read, and their files may be missing. Writes
+`<workspace>/llm/records`, from which training/fit_generation.py learns. Records that are there are kept.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from records.generations import PHASES, REMEDY, Generation, measured_file, measu
 from runtimes import analysis, flavour_of
 from utils import cli, files
 from utils.errors import UserError
-from utils.files import unpack
 from utils.fingerprint import Flavour
 from utils.logger import get_logger
 from utils.paths import Workspace
 
 EXAMPLES = """
 python recipes/llm/record_steps.py --workspace out/llm
-python recipes/llm/record_steps.py --workspace out/genai --graphs recipes/llm/graphs.tar.xz
 """
 log = get_logger("llm")
 
@@ -65,12 +62,9 @@ def record_steps(workspace: Workspace, name: str, flavour: Flavour) -> int:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--graphs", type=Path, metavar="FILE", help="an archive with models without weights, to unpack first")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="that was measured (default: cuda)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    if args.graphs:
-        unpack(args.graphs, workspace.root)
     names = measured_models(workspace)
     if not names:
         raise UserError(f"{measured_file(workspace, '').parent}: nothing was measured; do: python recipes/llm/measure_genai.py")

@@ -29,7 +29,7 @@ from inference.llm.predicting import NO_LOOP, Analysed, as_sure, predict_languag
 from inference.llm.requests import Request, over_generation, request_for
 from runtimes.analysis import optimized_once
 from training.composition.fitted import read_composition
-from training.llm.learned import Generation, GenerationLoop, PowerLimit, generation_path
+from training.llm.learned import GenerationLoop, LearnedGeneration, PowerLimit, generation_path
 from utils import files
 from utils.errors import UserError
 from utils.paths import SHIPPED, Workspace
@@ -412,7 +412,7 @@ def test_what_genais_loop_takes_is_added_once_it_is_known(tmp_path: Path, folder
     assert before.genai_loop_ms is None
     loop = GenerationLoop(step_ms=0.5, sequence_ms=0.01, first_ms=0.3, first_layer_ms=0.05, first_sequence_ms=0.02,
                           million_logits_ms=2.0)
-    learned = Generation(target=copied.name, genai_version="0.18.0", predictors_created="", product_ms=costs.product_ms,
+    learned = LearnedGeneration(target=copied.name, genai_version="0.18.0", predictors_created="", product_ms=costs.product_ms,
                          attention_ms=0.0, loop=loop)
     files.write_json(generation_path(copied), learned)
     answer, slow = asked(1.0), asked(1.5)

@@ -48,6 +48,7 @@ def node(op_type: str, inputs: list[str], outputs: list[str], domain: str = "", 
     ("DynamicQuantizeLinear", "", 20, ["float32"], ["uint8", "float32", "uint8"], False),
     ("Relu", "", 12, ["bfloat16"], ["bfloat16"], False),
     ("Relu", "", 13, ["bfloat16"], ["bfloat16"], True),
+    ("SimplifiedLayerNormalization", "", 14, ["bfloat16", "bfloat16"], ["bfloat16"], True),
     ("TreeEnsembleClassifier", "ai.onnx.ml", 3, ["float32"], ["int64", "float32"], False),
     ("Sinh", "", 20, ["float32"], ["float32"], False),
 ])

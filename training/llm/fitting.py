@@ -17,7 +17,7 @@ from graph_model.simulation.pipeline import PipelineCosts, Runs
 from records.generations import PHASES, Phase
 from training.energy.fitting import MeasuredEnergy
 from training.energy.learned import EnergyModel, work_of_run
-from training.llm.learned import LARGEST_EXPONENT, FittedStep, Generation, GenerationLoop, PowerLimit
+from training.llm.learned import LARGEST_EXPONENT, FittedStep, GenerationLoop, LearnedGeneration, PowerLimit
 from training.llm.measured_steps import MeasuredStep, families, without
 from utils.lazy import scipy
 from utils.timing import error_statistics
@@ -59,7 +59,7 @@ class Fit(NamedTuple):
 
 
 def fit_generation(target: str, steps: Sequence[MeasuredStep], costs: PipelineCosts, energy: EnergyModel | None,
-                   predictors_created: str) -> Generation:
+                   predictors_created: str) -> LearnedGeneration:
     """What generation takes, with each family held out in turn for its errors.
 
     Args:
@@ -79,7 +79,7 @@ def fit_generation(target: str, steps: Sequence[MeasuredStep], costs: PipelineCo
     left_out = {phase: error_statistics(*(list(column) for column in zip(*(
         (predicted_ms[id(step)], step.measured_ms) for step in counted if step.phase == phase), strict=True)))
         for phase in PHASES}
-    return Generation(
+    return LearnedGeneration(
         target=target, genai_version=steps[0].point.machine.versions.get("onnxruntime-genai", ""),
         predictors_created=predictors_created, product_ms=fitted.host.product_ms, attention_ms=fitted.host.attention_ms,
         loop=fitted.host.loop, power_limit=fitted.limit, left_out=left_out, steps=tuple(

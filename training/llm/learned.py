@@ -89,7 +89,7 @@ class FittedStep(Frozen):
     predicted_ms: ModelMilliseconds
 
 
-class Generation(Frozen):
+class LearnedGeneration(Frozen):
     """`generation.json`.
 
     Attributes:
@@ -128,14 +128,14 @@ def generation_energy_path(folder: Path) -> Path:
     return folder / ENERGY_FILE
 
 
-def read_generation(folder: Path) -> Generation | None:
+def read_generation(folder: Path) -> LearnedGeneration | None:
     """What was learned for the target whose predictors lie in `folder`; None where nothing was.
 
     Raises:
         UserError: the file can't be read.
     """
     path = generation_path(folder)
-    return files.read_record(path, Generation, GENERATION_VERSION, FIT) if path.is_file() else None
+    return files.read_record(path, LearnedGeneration, GENERATION_VERSION, FIT) if path.is_file() else None
 
 
 def read_generation_energy(folder: Path) -> EnergyModel | None:

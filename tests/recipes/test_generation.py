@@ -1,0 +1,89 @@
+"""What is learned from onnxruntime-genai's measured steps, and how predictions are judged by them: on the archive of decoders
+of a few small layers, which an H200 ran."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from command import run_script
+from conftest import Once
+
+from records.generations import Generation, measured_models, step_record_file
+from records.kernel_record_files import read_model_record
+from training.llm.learned import read_generation
+from training.llm.measured_steps import step_time
+from utils import files
+from utils.fingerprint import machine
+from utils.paths import ROOT, SHIPPED, Workspace
+
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+
+
+@pytest.fixture(scope="module")
+def measured(once: Once) -> Workspace:
+    """A workspace with the measured decoders, and the records of their steps."""
+    def make(folder: Path) -> None:
+        files.unpack(ROOT / "recipes" / "llm" / "loop-nvidia-h200.tar.xz", folder)
+        done = run_script("recipes/llm/record_steps.py", "--workspace", folder, "--json")
+        assert sum(row["records"] for row in json.loads(done.stdout)) == 8 * 6 * 2, done.stderr
+
+    return Workspace(once("measured_loops", make))
+
+
+def point(**fields: object) -> Generation:
+    return Generation.model_validate({
+        "model": "m-fp16", "family": "m", "precision": "fp16", "batch": 1, "prompt": 8, "generated": 4, "cache": 13,
+        "machine": machine("cpu"), "taken": datetime.now(UTC), **fields})
+
+
+def test_a_token_counts_where_its_host_was_fastest() -> None:
+    noisy = point(token_ms=[[2.0, 2.2, 5.0, 5.2, 4.8]], token_probe_us=[[300.0, 300.0, 500.0, 520.0, 510.0]])
+    assert step_time(noisy, "token") == (2.1, 300.0)
+    before = point(token_ms=[[2.0, 3.0], [4.0]], probe_us=[300.0, 400.0])
+    assert step_time(before, "token") == (3.0, 350.0)
+
+
+def test_a_first_token_has_the_pace_of_its_own_request() -> None:
+    assert step_time(point(first_ms=[9.0, 7.0, 8.0], first_probe_us=[400.0, 300.0, 350.0]), "first") == (8.0, 350.0)
+
+
+@pytest.mark.slow
+def test_records_are_of_the_measured_steps(measured: Workspace) -> None:
+    assert measured_models(measured) == sorted(f"{name}-{precision}" for name in (
+        "layers12", "words128k", "words256k", "words32k") for precision in ("fp16", "int4"))
+    shapes = [read_model_record(step_record_file(measured, point(
+        model="words32k-fp16", batch=8, prompt=128), phase)).outputs["logits"].shape for phase in ("first", "token")]
+    assert shapes == [(8, 128, 32000), (8, 1, 32000)]
+
+
+@pytest.mark.slow
+def test_the_loop_is_learned_and_judged(measured: Workspace, tmp_path: Path) -> None:
+    """Each step of these decoders takes half a millisecond or less, so what genai's loop takes is seen clearly."""
+    copied = shutil.copytree(SHIPPED / TARGET, Workspace(tmp_path).predictors(TARGET))
+    (copied / "generation.json").unlink()
+    done = run_script("training/fit_generation.py", "--workspace", tmp_path, "--target", TARGET, "--generations", measured.root)
+    assert done.returncode == 0, done.stderr
+    learned = read_generation(copied)
+    assert learned
+    assert 0.03 < learned.loop.step_ms < 0.15
+    assert 0.1 < learned.loop.first_ms < 0.4
+    assert learned.power_limit is None  # no step is long enough to show it
+    assert {phase: errors.count for phase, errors in learned.left_out.items()} == {"first": 48, "token": 48}
+    assert all(errors.median < 0.25 for errors in learned.left_out.values())
+    done = run_script("recipes/llm/judge.py", "--workspace", measured.root, "--model", "words32k-fp16", "--json")
+    judged = {row["what"]: row for row in json.loads(done.stdout)["errors"]}
+    assert {what: row["count"] for what, row in judged.items()} == {"first token (ms)": 6, "further token (ms)": 6}
+    assert all(row["median_%"] < 20 for row in judged.values())
+
+
+def test_without_records_the_command_to_make_them_is_named(tmp_path: Path) -> None:
+    files.unpack(ROOT / "recipes" / "llm" / "loop-nvidia-h200.tar.xz", tmp_path)
+    done = run_script("training/fit_generation.py", "--workspace", tmp_path, "--target", TARGET, "--predictors",
+                      SHIPPED / TARGET, "--generations", tmp_path)
+    assert done.returncode == 1
+    assert "make it with: python recipes/llm/record_steps.py" in done.stderr
+    assert "Traceback" not in done.stderr
