@@ -22,7 +22,7 @@ from inference.llm.answers import LlmPrediction
 from inference.llm.language_model import LanguageModel, language_model
 from inference.llm.predicting import predict_requests
 from inference.llm.requests import Request
-from records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, measured_file, measured_models
+from records.generations import REMEDY, Generation, GenerationMemory, Phase, StepEnergy, measured_file, measured_models
 from training.llm.measured_steps import step_time
 from utils import cli, files
 from utils.paths import Workspace
@@ -33,7 +33,9 @@ python recipes/llm/judge.py --workspace out/judged
 python recipes/llm/judge.py --workspace out/genai --json
 """
 Row = dict[str, Any]
-WHAT = ("first token (ms)", "further token (ms)", "peak (MiB)", "first step (J)", "further step (J)")
+TIMES: dict[Phase, str] = {"first": "first token (ms)", "token": "further token (ms)"}
+PEAK, FIRST_J, FURTHER_J = "peak (MiB)", "first step (J)", "further step (J)"
+WHAT = (*TIMES.values(), PEAK, FIRST_J, FURTHER_J)
 
 
 def compared(what: str, point: Generation | GenerationMemory, measured: float, predicted: float,
@@ -53,8 +55,8 @@ def request_of(model: LanguageModel, point: Generation | GenerationMemory, gener
 
 def times_of(predictor: Predictor, model: LanguageModel, point: Generation) -> Iterator[Row]:
     """The rows of a point's times, each at the pace that its host had."""
-    for phase, what in (("first", WHAT[0]), ("token", WHAT[1])):
-        measured_ms, probe_us = step_time(point, "first" if phase == "first" else "token")
+    for phase, what in TIMES.items():
+        measured_ms, probe_us = step_time(point, phase)
         answer, = predict_requests(predictor, model, [request_of(model, point, point.generated)],
                                    given_pace(ratio_of(probe_us, predictor.fitted)))
         time = answer.ttft if phase == "first" else answer.tpot
@@ -73,8 +75,8 @@ def energies_of(predictor: Predictor, model: LanguageModel, point: Generation) -
     tokens = point.token_energy.steps
     answer, = predict_requests(predictor, model, [request_of(model, point, tokens + 1)], pace)
     if energy := answer.energy:
-        yield compared(WHAT[3], point, per_step(point.first_energy), energy.prompt_j)
-        yield compared(WHAT[4], point, per_step(point.token_energy), (energy.request_j - energy.prompt_j) / tokens)
+        yield compared(FIRST_J, point, per_step(point.first_energy), energy.prompt_j)
+        yield compared(FURTHER_J, point, per_step(point.token_energy), (energy.request_j - energy.prompt_j) / tokens)
 
 
 def memory_of(predictor: Predictor, model: LanguageModel, points: Sequence[GenerationMemory]) -> Iterator[Row]:
@@ -83,7 +85,7 @@ def memory_of(predictor: Predictor, model: LanguageModel, points: Sequence[Gener
     answers: list[LlmPrediction] = predict_requests(predictor, model, [
         request_of(model, point, point.generated) for point in good]) if good else []
     for point, answer in zip(good, answers, strict=True):
-        yield compared(WHAT[2], point, point.peak_mib, answer.memory.peak_mib)
+        yield compared(PEAK, point, point.peak_mib, answer.memory.peak_mib)
 
 
 def rows_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[Row]:

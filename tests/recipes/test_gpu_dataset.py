@@ -319,8 +319,8 @@ def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
                    f"{models['Model'].nunique():,} models and batch sizes ({files_of_models:,} model files) in "
                    f"{len(models):,} sessions"):
         assert stated in page
-    assert len(read_header(whole).machines) == 23
-    assert "twenty-three H200s" in page
+    assert len(read_header(whole).machines) == 24
+    assert "twenty-four H200s" in page
 
 
 @pytest.mark.parametrize("name", TORCH_MODELS)
@@ -342,7 +342,7 @@ def test_shipped_predictors_are_of_the_shipped_dataset() -> None:
     assert len(sidecar.machines) >= 2
     assert {machine.device_name for machine in sidecar.machines} == {"NVIDIA H200"}
     assert set(sidecar.labels) == {"gpu", "launches"}
-    assert set(sidecar.dtypes) == {"float16", "float32"} | {name for name in sidecar.dtypes if "int" in name or name == "bool"}
+    assert set(sidecar.dtypes) == {"bfloat16", "float16", "float32"} | {name for name in sidecar.dtypes if "int" in name or name == "bool"}
     shipped = [path for path in (SHIPPED / TARGET).rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in [*shipped, *(ROOT / "recipes" / "h200").glob("*.tar.xz")])
     assert size < 80e6

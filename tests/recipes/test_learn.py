@@ -81,13 +81,14 @@ def test_packing_and_unpacking(repository: Path, tmp_path: Path) -> None:
 def test_shipping_what_was_learned(repository: Path, tmp_path: Path) -> None:
     """It replaces what was shipped before, with the table of operators if there is one. A part alone is refused."""
     shipped, learned = (repository / "training" / "shipped" / TARGET, tmp_path / "training" / "predictors" / TARGET)
-    names = ["predictors.json", "host/predictors.json", "host.json", "composition.json", "energy.json", "sharing.json"]
+    names = ["predictors.json", "host/predictors.json", "host.json", "composition.json", "energy.json",
+             "generation.json", "generation_energy.json", "sharing.json"]
     written(shipped, ["old.pkl"])
     written(learned, names[:-1])
     done = learn(repository, tmp_path, "ship")
     assert done.returncode == 1
     assert "sharing.json is missing; run: recipes/h200/learn.sh" in done.stderr
-    assert done.stderr.endswith("learn sharing energy\n")
+    assert done.stderr.endswith("learn sharing energy generation\n")
     assert held(shipped) == {"old.pkl": "old.pkl"}
     written(learned, names[-1:])
     assert learn(repository, tmp_path, "ship").returncode == 0

@@ -124,7 +124,7 @@ def test_boosters_of_classes_are_saved_and_read(rows: TrainingSet, made: tuple[W
     new = unary("Abs", "float32", 2, np.random.default_rng(5))
     times = predictors.predict([new], {})
     assert times.provenance == ["estimated"]
-    assert times.latency_ms[0] == pytest.approx(float(estimated(model, [new], rows)[0]))
+    assert times.latency_ms[0] == pytest.approx(float(estimated(model, [new], rows)[0]), rel=1e-4)  # saved leaves are rounded
 
 
 def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:

@@ -101,7 +101,7 @@ def test_predictors_of_another_schema_are_refused(rows: TrainingSet, tmp_path: P
         "target": TARGET, "created": "", "dataset_sha256": "", "metrics": rows.metrics, "idle_load": rows.idle_load,
         "load_range": dict.fromkeys(rows.metrics, (0.0, 1.0)), "loaded_rows": 0, "dtypes": (), "held_out": (), "config": {},
         "machines": (), "feature_range": ()})
-    with pytest.raises(UserError, match=r"the predictors of label run read feature schema two 1, this one kernel 2 \(they "
+    with pytest.raises(UserError, match=r"the predictors of label run read feature schema two 1, this one kernel 3 \(they "
                                         r"differ in: activation, .*train again: python training/train_kernel_model\.py"):
         read_predictors(tmp_path)
 

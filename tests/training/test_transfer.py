@@ -114,7 +114,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """A dataset, and predictors of another target, trained by the command."""
     workspace = Workspace(tmp_path_factory.mktemp("transfer"))
     write_workspace(workspace)
-    settings = "folds: 2\nthreads: 1\nxgboost: {trees: 60}\nforest: {trees: 3}\n"
+    settings = "folds: 2\nthreads: 1\nxgboost: {trees: 60, column_share: 1.0}\nforest: {trees: 3}\n"
     (workspace.root / "training.yaml").write_text(settings, encoding="utf-8")
     printed("training/train_kernel_model.py", "--workspace", str(workspace.root), "--config",
             str(workspace.root / "training.yaml"))

@@ -102,12 +102,12 @@ def fit_steps(steps: Sequence[MeasuredStep], costs: PipelineCosts, energy: Energ
 
 
 def fit_limit(steps: Sequence[MeasuredStep], host: _Host, costs: PipelineCosts, energy: EnergyModel) -> PowerLimit | None:
-    """What the power limit does; None where too few steps are long enough to show it."""
+    """What the power limit does; None where it is not known, or too few steps are long enough to show it."""
     long = [step for step in steps if step.measured_ms >= SHORT_MS and step.phase == "first"]
-    if len(long) < LEAST_LONG:
+    if energy.limit_w is None or len(long) < LEAST_LONG:
         return None
     base_ms, measured_ms = _with_loop_ms(long, _runs(long), host, costs), np.array([step.measured_ms for step in long])
-    power_w, usual_w = np.array([unlimited_w(step, energy) for step in long]), energy.limit_w or float("inf")
+    power_w, usual_w = np.array([unlimited_w(step, energy) for step in long]), energy.limit_w
 
     def limit(hold_ms: float, values: Sequence[float]) -> PowerLimit:
         return PowerLimit(hold_ms=hold_ms, limit_w=float(max(values[0], 0.1)) * usual_w,
