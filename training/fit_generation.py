@@ -17,10 +17,11 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
+from records.generations import PHASES
 from training.composition.fitted import Composition, read_composition
 from training.energy.fitting import fit_energy
 from training.energy.fitting import measured_energies as energies_of_models
-from training.energy.learned import EnergyModel, error_rows, read_energy
+from training.energy.learned import EnergyModel, read_energy
 from training.kernels.predictors import Predictors, read_predictors
 from training.llm.fitting import fit_generation, measured_energies
 from training.llm.learned import LearnedGeneration, generation_energy_path, generation_path
@@ -29,6 +30,7 @@ from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger
 from utils.paths import Workspace
+from utils.timing import error_statistics
 
 EXAMPLES = """
 python training/fit_generation.py --target nvidia-h200-cuda-ort1.31-all --workspace out/h200 --generations out/genai
@@ -36,16 +38,17 @@ python training/fit_generation.py --target nvidia-h200-cuda-ort1.31-all --worksp
 log = get_logger("generation")
 
 
-def fit_energies(steps: list[MeasuredStep], predictors: Predictors, composition: Composition, folder: Path,
-                 models: Workspace) -> EnergyModel:
-    """The energy of language models, learned with that of other models, which `models` holds.
+def fit_energies(steps: list[MeasuredStep], predictors: Predictors, composition: Composition, folder: Path, models: Workspace,
+                 generation: LearnedGeneration | None = None) -> EnergyModel:
+    """The energy of language models, learned with that of other models, which `models` holds; with `generation`, also the
+    errors where latencies are predicted.
 
     Raises:
         UserError: nothing was learned of the energy of other models, or it was not measured.
     """
     name, learned = predictors.sidecar.target.name, read_energy(folder)
     others = energies_of_models(models, name, predictors, composition)
-    return fit_energy(name, [*others, *measured_energies(steps)], learned.models_sha256, learned.limit_w)
+    return fit_energy(name, [*others, *measured_energies(steps, generation)], learned.models_sha256, learned.limit_w)
 
 
 def shown(fitted: LearnedGeneration) -> list[dict[str, Any]]:
@@ -65,6 +68,20 @@ def errors(fitted: LearnedGeneration) -> list[dict[str, Any]]:
     return [{"step": phase, "count": of.count, "MAPE_%": 100 * of.mape, "median_%": 100 * of.median,
              "within_10_%": 100 * of.within_10, "worst_%": 100 * of.worst}
             for phase, of in fitted.left_out.items()]
+
+
+def errors_of_energy(energy: EnergyModel) -> list[dict[str, Any]]:
+    """The errors of the energy of steps whose family was held out, with the latency as measured and as predicted; per cent."""
+    rows = []
+    for phase in PHASES:
+        steps = [model for model in energy.models if model.model.endswith(f"-{phase}")]
+        for latency, name in (("as measured", "predicted_j"), ("predicted", "with_latency_j")):
+            pairs = [(predicted, model.measured_j) for model in steps if (predicted := getattr(model, name)) is not None]
+            if pairs:
+                of = error_statistics(*(list(column) for column in zip(*pairs, strict=True)))
+                rows.append({"step": phase, "latency": latency, "count": of.count, "MAPE_%": 100 * of.mape,
+                             "median_%": 100 * of.median, "within_10_%": 100 * of.within_10, "worst_%": 100 * of.worst})
+    return rows
 
 
 def main() -> int:
@@ -91,7 +108,8 @@ def main() -> int:
     energy = fit_energies(steps, predictors, composition, folder, Workspace(args.energy)) if args.energy else None
     fitted = fit_generation(args.target, steps, composition.costs, energy, predictors.sidecar.created)
     files.write_json(generation_path(folder), fitted)
-    if energy is not None:
+    if args.energy:
+        energy = fit_energies(steps, predictors, composition, folder, Workspace(args.energy), fitted)
         files.write_json(generation_energy_path(folder), energy)
     log.info("saved %s", generation_path(folder))
     if args.json:
@@ -100,7 +118,7 @@ def main() -> int:
     cli.print_table(shown(fitted), f"{args.target}: generation")
     cli.print_table(errors(fitted), "errors of steps, each family held out in turn")
     if energy is not None:
-        cli.print_table(error_rows(energy), "errors of energy, each family held out in turn")
+        cli.print_table(errors_of_energy(energy), "errors of energy, each family held out in turn")
     return 0
 
 

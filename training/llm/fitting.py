@@ -148,18 +148,22 @@ def _with_loop_ms(steps: Sequence[MeasuredStep], runs: Runs, host: _Host, costs:
     return np.asarray(runs.latencies_ms(host.costs(costs)) + loop)
 
 
-def measured_energies(steps: Sequence[MeasuredStep]) -> list[MeasuredEnergy]:
-    """The energies of the steps whose energy was measured, as a fit of energy takes them."""
+def measured_energies(steps: Sequence[MeasuredStep], generation: LearnedGeneration | None = None) -> list[MeasuredEnergy]:
+    """The energies of the steps whose energy was measured, as a fit of energy takes them; with the latencies of `generation`,
+    which were predicted with the family held out."""
+    predicted_ms = {step_name(step.model, step.batch, step.prompt, step.phase): step.predicted_ms
+                    for step in reversed(generation.steps if generation else ())}  # of steps measured twice, the first
     found = []
     for step in steps:
         if step.energy is not None:
+            name = step_name(step.point.model, step.point.batch, step.point.prompt, step.phase)
             run_ms, energy_j = 1e3 * step.energy.seconds / step.energy.steps, step.energy.joules / step.energy.steps
             found.append(MeasuredEnergy(
-                _name(step), step.point.family, energy_j, 1e3 * energy_j / run_ms, float("nan"), run_ms,
-                work_of_run(step.parts, run_ms)))
+                name, step.point.family, energy_j, 1e3 * energy_j / run_ms, float("nan"), run_ms,
+                work_of_run(step.parts, run_ms),
+                work_of_run(step.parts, predicted_ms[name]) if name in predicted_ms else None))
     return found
 
 
-def _name(step: MeasuredStep) -> str:
-    phase: Phase = step.phase
-    return f"{step.point.model}@{step.point.batch}x{step.point.prompt}-{phase}"
+def step_name(model: str, batch: int, prompt: int, phase: Phase) -> str:
+    return f"{model}@{batch}x{prompt}-{phase}"
