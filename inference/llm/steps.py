@@ -83,8 +83,9 @@ def as_step(run: PredictedRun, step: Step, file: DecoderFile, learned: Learned, 
     low_ms, whole_ms, high_ms = _sustained_ms(times_ms, run, learned)
     warnings = prediction.warnings
     if whole_ms > LIMITED * times_ms[1]:
-        warnings = (*warnings, f"the first step takes {whole_ms / times_ms[1] - 1:.0%} longer than at the device's highest "
-                    "clocks, since it reaches its power limit")
+        what = {"first": "the first token", "token": "a further token"}[_phase(step)]
+        warnings = (*warnings, f"{what} takes {whole_ms / times_ms[1] - 1:.0%} longer than at the device's highest clocks, "
+                    "since it reaches its power limit")
     return run._replace(prediction=prediction.model_copy(update={
         "latency_ms": whole_ms, "interval_ms": (low_ms, high_ms), "warnings": warnings}))
 
