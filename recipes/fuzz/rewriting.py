@@ -1,6 +1,6 @@
 """Campaign `rewriting`: processes that predict while predictors are trained anew, again and again, with two configs in turn.
 
-Every answer must be one that some training gave.
+Every latency must be one that some training gave.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[flo
     answers = [json.loads(line) for line in stdout.splitlines()]
     errors = [answer for answer in answers if isinstance(answer, str)]
     for answer in answers:
-        if isinstance(answer, list) and not any(all(map(math.isclose, answer, known)) for known in right):
+        if isinstance(answer, list) and not all(  # each by itself: a training may end between two of them
+                any(math.isclose(latency, known) for known in column)
+                for latency, column in zip(answer, zip(*right, strict=True), strict=True)):
             return Outcome("another answer", case, f"{answer} where {right} are right")
     return Outcome("error" if errors else "answer", case, "; ".join(sorted(set(errors))))
 

@@ -98,7 +98,8 @@ part_ship() {
   done
   mkdir -p "$shipped"
   rm -rf "${shipped:?}"/*
-  cp -r "$learned"/* "$shipped/"
+  python -c 'import sys; from pathlib import Path; from training.kernels.sidecar import copy_predictors
+copy_predictors(*map(Path, sys.argv[1:]))' "$learned" "$shipped"  # without what only an earlier training used
   for file in operators.md energy_measured.md; do
     if [ -f "$out/figures/$file" ]; then cp "$out/figures/$file" "docs/$file"; fi
   done

@@ -279,8 +279,25 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
     assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == before
     sidecar.save_predictors(folder, models, {"run": ()}, {}, about)
     assert sorted(path.name for path in folder.glob("*.json")) == [sidecar_path(folder).name, uncertainty_path(folder).name]
+    sidecar.write_sidecar(folder, read_predictors(folder).sidecar)  # which names the same files: those of the old one go
     assert sorted(path.suffix for path in folder.iterdir() if path.suffix != ".json") == [".gz", ".npz"]
     assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
+
+
+def test_predictors_that_were_read_predict_while_new_ones_are_saved(folder: Path, tmp_path: Path) -> None:
+    """Their boosters are read only at the first prediction, when the sidecar is already another one."""
+    known, reading = read_predictors(folder), read_predictors(folder)
+    before = known.predict(NEW, {}, "run").latency_ms
+    about = {name: getattr(known.sidecar, name) for name in sidecar.Sidecar.model_fields
+             if name not in ("version", "packages", "measured", "measured_sha256", "labels")}
+    sidecar.save_predictors(folder, {"kernel_time": known.kernel_model("kernel_time")}, {"kernel_time": ()}, {}, about)
+    assert reading.predict(NEW, {}, "run").latency_ms == before
+    new = read_predictors(folder).sidecar
+    sidecar.copy_predictors(folder, tmp_path / "another")
+    sidecar.write_sidecar(folder, new)
+    for kept in (tmp_path / "another", folder):
+        assert {path.name for path in (*kept.glob("*.npz"), *kept.glob("*.gz"))} == {
+            new.measured, new.labels["kernel_time"].file}
 
 
 def test_only_the_look_up_is_renewed(folder: Path) -> None:
@@ -292,7 +309,7 @@ def test_only_the_look_up_is_renewed(folder: Path) -> None:
         update={"measured": renewed.measured, "measured_sha256": renewed.measured_sha256})
     changed = {NEW[0].id: {"run": 7.0}, measured_id: before.measured[measured_id] | {"run": 8.0}}
     assert after.measured == dict(before.measured) | changed
-    assert [path.name for path in folder.glob("measured-*")] == [renewed.measured]
+    assert {path.name for path in folder.glob("measured-*")} == {before.sidecar.measured, renewed.measured}
     times = after.predict(NEW[:2], {}, "run")
     assert (times.latency_ms[0], times.provenance) == (7.0, ["measured", "predicted"])
 

@@ -300,18 +300,40 @@ def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
 
 
 def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
-    """Writes the sidecar, then removes the files that only the previous sidecar names."""
+    """Writes the sidecar, then removes the files that neither it nor the previous sidecar names. Those of the previous one stay
+    until the next writing, since a process may have read that sidecar and not yet its boosters."""
+    in_use = _files_named(folder) | _files_of(sidecar)
     files.write_json(sidecar_path(folder), sidecar)
-    kept = {sidecar.measured, *(about.file for about in sidecar.labels.values())}
-    for old in [*folder.glob("*-*.npz"), *folder.glob("measured-*.json.gz")]:
-        if old.name not in kept and not old.name.startswith(ESTIMATOR_PREFIX):
-            old.unlink()
+    for path in _written_files(folder):
+        if path.name not in in_use:
+            path.unlink()
+
+
+def _files_of(sidecar: Sidecar) -> set[str]:
+    """The names of the files that a sidecar names."""
+    return {sidecar.measured, *(about.file for about in sidecar.labels.values() if about.file)}
+
+
+def _files_named(folder: Path) -> set[str]:
+    """Those that the sidecar in `folder` names; none where it is missing, damaged or of another version."""
+    try:
+        return _files_of(read_sidecar(folder))
+    except UserError:
+        return set()
+
+
+def _written_files(folder: Path) -> list[Path]:
+    """The files in `folder` that a sidecar names or once named."""
+    return [path for path in (*folder.glob("*-*.npz"), *folder.glob("measured-*.json.gz"))
+            if not path.name.startswith(ESTIMATOR_PREFIX)]
 
 
 def copy_predictors(source: Path, folder: Path) -> None:
     """Copies all that was learned for a target, its composition and its host's kernels too. The sidecar is copied last, which
-    makes the copy valid."""
-    paths = [path for path in source.iterdir() if not path.name.startswith(".")]  # without locks and unfinished files
+    makes the copy valid. Files that only the previous sidecar names are left out."""
+    left_out = {path.name for path in _written_files(source)} - _files_named(source)
+    paths = [path for path in source.iterdir()
+             if not path.name.startswith(".") and path.name not in left_out]  # without locks and unfinished files
     for path in sorted(paths, key=lambda path: (path == sidecar_path(source), path)):
         if path.is_dir():
             copy_predictors(path, folder / path.name)
