@@ -65,9 +65,7 @@ def shown(fitted: LearnedGeneration) -> list[dict[str, Any]]:
 
 def errors(fitted: LearnedGeneration) -> list[dict[str, Any]]:
     """The errors of steps whose family was held out, in per cent."""
-    return [{"step": phase, "count": of.count, "MAPE_%": 100 * of.mape, "median_%": 100 * of.median,
-             "within_10_%": 100 * of.within_10, "worst_%": 100 * of.worst}
-            for phase, of in fitted.left_out.items()]
+    return [{"step": phase, **of.columns()} for phase, of in fitted.left_out.items()]
 
 
 def errors_of_energy(energy: EnergyModel) -> list[dict[str, Any]]:
@@ -79,8 +77,7 @@ def errors_of_energy(energy: EnergyModel) -> list[dict[str, Any]]:
             pairs = [(predicted, model.measured_j) for model in steps if (predicted := getattr(model, name)) is not None]
             if pairs:
                 of = error_statistics(*(list(column) for column in zip(*pairs, strict=True)))
-                rows.append({"step": phase, "latency": latency, "count": of.count, "MAPE_%": 100 * of.mape,
-                             "median_%": 100 * of.median, "within_10_%": 100 * of.within_10, "worst_%": 100 * of.worst})
+                rows.append({"step": phase, "latency": latency, **of.columns()})
     return rows
 
 

@@ -88,6 +88,11 @@ class ErrorStatistics(BaseModel):
     within_10: float
     worst: float
 
+    def columns(self) -> dict[str, float]:
+        """Columns of a printed table: the count, and errors in per cent."""
+        return {"count": self.count, "MAPE_%": 100 * self.mape, "median_%": 100 * self.median,
+                "within_10_%": 100 * self.within_10, "worst_%": 100 * self.worst}
+
 
 def time_weighted_error(predicted_ms: Floats, measured_ms: Floats) -> float:
     """The mean of |predicted − measured| / measured, each weighted by its measured time, which is above 0."""

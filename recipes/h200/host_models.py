@@ -157,9 +157,7 @@ def errors_of(judged: Sequence[Judged], what: str) -> list[dict[str, Any]]:
     rows = []
     for how, kernels in WAYS.items():
         errors = error_statistics([getattr(judgement, how) for judgement in judged], measured)
-        rows.append({"models": what, "kernels": kernels,
-                     "count": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
-                     "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst})
+        rows.append({"models": what, "kernels": kernels, **errors.columns()})
     return rows
 
 

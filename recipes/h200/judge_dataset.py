@@ -107,8 +107,7 @@ def errors_of(judged: Sequence[Judged]) -> list[dict[str, Any]]:
         errors = error_statistics([prediction.latency_ms for prediction in predictions], measured)
         held = [holds(latency_ms, prediction) for latency_ms, prediction in zip(measured, predictions, strict=True)]
         widths = sorted(high_ms / low_ms - 1 for low_ms, high_ms in (prediction.interval_ms for prediction in predictions))
-        rows.append({"kernels": kernels, "count": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
-                     "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst,
+        rows.append({"kernels": kernels, **errors.columns(),
                      "held_%": 100 * sum(held) / len(held), "width_%": 100 * widths[len(widths) // 2]})
     return rows
 

@@ -109,8 +109,7 @@ def errors_of(rows: Iterable[Row]) -> list[Row]:
         errors = error_statistics([row["predicted"] for row in chosen], [row["measured"] for row in chosen])
         held = [row["held"] == "yes" for row in chosen if row["held"]]
         widths = sorted(row["to"] / row["from"] - 1 for row in chosen if row["from"])
-        table.append({"what": what, "count": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
-                      "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst,
+        table.append({"what": what, **errors.columns(),
                       "held_%": 100 * sum(held) / len(held) if held else None,
                       "width_%": 100 * widths[len(widths) // 2] if widths else None,
                       "rough": sum(row["rough"] == "yes" for row in chosen)})

@@ -2,10 +2,9 @@
 
 For each model of `<workspace>/llm/models` and each point of networks.yaml (batch, length of the prompt) it runs some requests
 after a warm-up, with readings of the host's probe between, then single steps under the profiler, and two points long enough for
-the energy of a token. Writes a line for
-each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to `<model>.steps.jsonl`. With --memory it writes
-the memory of single requests to `<model>.memory.jsonl` instead, each in a new process, since ONNX Runtime gives no memory back.
-Points that are there are kept.
+the energy of a token. Writes a line for each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to
+`<model>.steps.jsonl`. With --memory it writes the memory of single requests to `<model>.memory.jsonl` instead, each in a new
+process, since ONNX Runtime gives no memory back. Points that are there are kept.
 """
 
 from __future__ import annotations

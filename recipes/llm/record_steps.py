@@ -52,10 +52,9 @@ def record_steps(workspace: Workspace, name: str, flavour: Flavour) -> int:
     with analysis.optimized_once():
         for point in wanted:
             for phase, step in zip(PHASES, steps_of(model, point), strict=True):
-                file = model.decode if step.before else model.prefill
+                file, out = model.decode if step.before else model.prefill, step_record_file(workspace, point, phase)
                 record = analysis.record_of(file.path, flavour, file.dims(step), False, no_weights=True)
-                files.write_json(step_record_file(workspace, point, phase), record.model_copy(
-                    update={"model": step_record_file(workspace, point, phase).stem, "group": point.family}))
+                files.write_json(out, record.model_copy(update={"model": out.stem, "group": point.family}))
                 written += 1
     return written
 

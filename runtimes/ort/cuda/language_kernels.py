@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from records.attention import Attended, attended_by
 from records.kernel_record import DTYPE_BYTES, Kernel
@@ -18,8 +18,7 @@ from records.kernel_record import DTYPE_BYTES, Kernel
 Algorithm = Literal[
     "", "xqa", "cudnn", "flash decoding", "flash", "memory efficient", "unfused",  # of attention
     "router", "vector", "rows", "dequantised", "dequantised in parts"]  # of products with quantised matrices
-ALGORITHMS: tuple[Algorithm, ...] = ("", "xqa", "cudnn", "flash decoding", "flash", "memory efficient", "unfused", "router",
-                                     "vector", "rows", "dequantised", "dequantised in parts")
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 XQA_GROUPS, XQA_HEAD_SIZES = (1, 2, 4, 5, 8, 16, 32), (64, 128, 256)
 MOST_HEAD_SIZE = 256  # of flash attention and of cuDNN's
 MOST_SPLITS = 128
