@@ -22,7 +22,7 @@ DATASET = f"benchmark/dataset/{TARGET}"
 
 
 def learn(repository: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     command = [repository / "recipes" / "h200" / "learn.sh", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -41,7 +41,7 @@ def held(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A folder with the recipe alone, and the script that it packs with."""
+    """A folder with the recipe alone, and the script that it packs with. What the recipe imports comes from here (`learn`)."""
     made = tmp_path / "repository"
     (made / "recipes" / "h200").mkdir(parents=True)
     (made / "docs").mkdir()
