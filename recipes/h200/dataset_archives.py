@@ -65,15 +65,17 @@ def archives_in(folder: Path, target: str) -> list[Path]:
 
 
 def unpack_all(archives: list[Path], workspace: Workspace, target: str) -> None:
-    """Writes the dataset that some archives hold together into a workspace.
+    """Writes the dataset that some archives hold together into a workspace. What the workspace's dataset holds beyond it stays.
 
     Raises:
         UserError: there is no archive, one is damaged, or two do not agree (see `merge_dataset`).
     """
     if not archives:
         raise UserError(f"no archive of target {target}; give their folder with --archives")
-    unpack(archives[0], workspace.root)
-    for archive in archives[1:]:
+    has_dataset = header_path(workspace.dataset(target)).exists()
+    if not has_dataset:
+        unpack(archives[0], workspace.root)
+    for archive in archives if has_dataset else archives[1:]:
         with temporary_folder() as folder:
             unpack(archive, folder)
             merged = merge_dataset(Workspace(folder), workspace, target, {}, "")

@@ -80,6 +80,16 @@ def test_archives_together_are_the_workspace(workspace: Workspace, tmp_path: Pat
     assert read_index(index_path(copy, FLAVOUR)).groups == {"resnet_a": "resnet", "vgg_c": "vgg", "vit_b": "vit"}
 
 
+def test_unpacking_into_a_dataset_keeps_what_it_holds(workspace: Workspace, tmp_path: Path) -> None:
+    """Unpacking again changes nothing, and a block that no archive holds stays."""
+    pack_more(workspace, tmp_path / "archives", NAME)
+    merge_dataset(collect(tmp_path / "third", chain("vgg_c", [relu(8)]), uuid="2"), workspace, NAME, {}, "")
+    folder = workspace.dataset(NAME)
+    before = read_journal(folder), read_kernels(folder)
+    unpack_all(archives_in(tmp_path / "archives", NAME), workspace, NAME)
+    assert (read_journal(folder), read_kernels(folder)) == before
+
+
 def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
     workspace = collect(tmp_path / "first", chain("resnet_a", [SHARED]))
     packed = []
