@@ -55,45 +55,36 @@ def idle(bench: Bench, best_canary_ms: float = 0.0) -> RunningLoad:
     return RunningLoad(Canary(bench.canary_ms, best_ms=best_canary_ms), Stress(0.0, None))
 
 
-def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: RunningLoad) -> Block:
-    """One block, measured until it is steady or the attempts are used up; the steadiest attempt is kept.
+def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: RunningLoad,
+                  attempt: int = 1) -> Block:
+    """One block, measured once: window, probe, canary, units with a second window around them, canary.
 
     Args:
         bench: what is measured with.
         key: the block's name.
         time_units: times all units of the block. One that fails is a measurement that says so, and no exception.
         under: what else runs on the device.
+        attempt: the number of this attempt at the block, counted from 1.
 
     Raises:
         UserError: metrics, probe or canary can't be read, or the stressor has ended.
     """
-    attempts = bench.steadiness.attempts_under_load if under.level else bench.steadiness.attempts
-    unsteady: list[Block] = []
-    while len(unsteady) < attempts:
-        block = _attempt(bench, key, time_units, under, len(unsteady) + 1)
-        if not block.unsteady:
-            return block
-        unsteady.append(block)
-        log.info("%s at %s: the machine was unsteady by %.0f %% (canary %.3f to %.3f ms%s)%s", key,
-                 describe_load(*block.load), 100 * block.drift, block.canary_before_ms, block.canary_after_ms,
-                 f"; {block.busy:.0%} busy with other work" if block.busy > BUSY_ADMITTED else "",
-                 "; measuring again" if len(unsteady) < attempts else "")
-    return min(unsteady, key=lambda block: block.drift).model_copy(update={"attempts": attempts})
-
-
-def _attempt(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: RunningLoad, number: int) -> Block:
-    """One attempt at a block: window, probe, canary, units with a second window around them, canary."""
     background = read_window(bench.source, bench.window_s)
     probe = bench.probe()
     before_ms = under.canary.steady_ms(bench.steadiness.drift + BELOW_BEST, bench.steadiness.patience_s)
     opened = open_window(bench.source)
     measurements = tuple(time_units())
     during = close_window(bench.source, opened)
-    return Block(level=under.level, background_name=under.background, key=key, background=background.means,
-                 background_s=round(background.seconds, 6), during=during.means, during_s=round(during.seconds, 6),
-                 canary_before_ms=before_ms, canary_after_ms=under.canary.now_ms(), canary_best_ms=under.canary.best_ms,
-                 drift_admitted=bench.steadiness.drift, attempts=number, stress=under.stress.reached(), probe=probe,
-                 machine=bench.machine_uuid, measurements=measurements)
+    block = Block(level=under.level, background_name=under.background, key=key, background=background.means,
+                  background_s=round(background.seconds, 6), during=during.means, during_s=round(during.seconds, 6),
+                  canary_before_ms=before_ms, canary_after_ms=under.canary.now_ms(), canary_best_ms=under.canary.best_ms,
+                  drift_admitted=bench.steadiness.drift, attempts=attempt, stress=under.stress.reached(), probe=probe,
+                  machine=bench.machine_uuid, measurements=measurements)
+    if block.unsteady:
+        log.debug("%s at %s: the machine was unsteady by %.0f %% (canary %.3f to %.3f ms%s)", key, describe_load(*block.load),
+                  100 * block.drift, block.canary_before_ms, block.canary_after_ms,
+                  f"; {block.busy:.0%} busy with other work" if block.busy > BUSY_ADMITTED else "")
+    return block
 
 
 def without_interrupted(block: Block) -> tuple[Block, dict[str, str]]:
@@ -162,7 +153,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
         UserError: metrics, probe or canary can't be read, a load can't be had, or block after block was interrupted.
     """
     start = start or partial(started, device=bench.device)
-    totals, fruitless = Totals[U](), 0
+    totals = Totals[U]()
     for level, background in loads:
         load = (level, background.name if background else "")
         measured = [block for block in journal.blocks if block.load == load]
@@ -172,35 +163,106 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
         best_ms = best_canary_ms(block for block in measured if block.machine == bench.machine_uuid)
         with start(level, background) as stressor:
             under = RunningLoad(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
-            for planned in cli.progress(_until(stop_at_s, todo, totals), _described(load, stop_at_s), len(todo)):
-                began_s = time.monotonic()
-                block = measure_block(bench, planned.key, partial(time_units, planned.units, level), under)
-                totals.measuring_s += time.monotonic() - began_s
-                block, interrupted = without_interrupted(block)
-                totals.interrupted |= interrupted
-                totals.units += [unit for unit in planned.units if unit.id not in interrupted]
-                fruitless = 0 if block.measurements or not interrupted else fruitless + 1
-                if fruitless == MOST_FRUITLESS:
-                    raise UserError(f"the last {fruitless} blocks were interrupted: {interrupted[next(iter(interrupted))]}; "
-                                    "free what is lacking and run the same command again: what was finished is kept")
-                if not fruitless:
-                    totals.unsteady_blocks += block.unsteady
-                    totals.blocks.append(block)
-                    journal.append(block)
+            _LoadMeasured(bench, partial(_timed, time_units, level), under, journal, totals, stop_at_s).measure(todo)
     if totals.interrupted:
         log.warning("%d units were interrupted, by a lack of disk space, memory or open files, or from outside; run again to "
                     "measure them: %s", len(totals.interrupted), cli.first_of(list(totals.interrupted)))
     if totals.unsteady_blocks:
-        log.warning("%d block%s kept, and marked, although the machine was unsteady by more than %.0f %%",
-                    totals.unsteady_blocks, "s" * (totals.unsteady_blocks != 1), 100 * bench.steadiness.drift)
+        count = len(totals.blocks)
+        log.warning("%d of %d block%s kept, and marked, although the machine was unsteady by more than %.0f %% (by up to "
+                    "%.0f %%)", totals.unsteady_blocks, count, "s" * (count != 1), 100 * bench.steadiness.drift,
+                    100 * max(block.drift for block in totals.blocks))
     return totals
 
 
-def _until(stop_at_s: float, todo: Sequence[Planned[U]], totals: Totals[U]) -> Iterator[Planned[U]]:
-    """The blocks to measure, one after another until the time is over; counts the units of those that are left."""
+def _timed(time_units: Callable[[Sequence[U], float], Iterable[Measurement]], level: float,
+           planned: Planned[U]) -> Iterable[Measurement]:
+    return time_units(planned.units, level)
+
+
+@dataclass
+class _LoadMeasured(Generic[U]):
+    """Measures the blocks of one load.
+
+    Attributes:
+        bench, journal, stop_at_s: as for `measure_loads`.
+        time_units: times the units of a block.
+        under: the load.
+        totals: to which is added what was measured.
+        fruitless: blocks in a row of which nothing was kept.
+        disturbed: blocks that are to be measured again, by key, each with its steadiest attempt.
+    """
+
+    bench: Bench
+    time_units: Callable[[Planned[U]], Iterable[Measurement]]
+    under: RunningLoad
+    journal: Journal
+    totals: Totals[U]
+    stop_at_s: float
+    fruitless: int = 0
+    disturbed: dict[str, tuple[Planned[U], Block]] = field(default_factory=dict)
+
+    def measure(self, todo: Sequence[Planned[U]]) -> None:
+        """Each block once; then those during which the machine was unsteady again, since a disturbance has often passed by
+        then. Of each block the steadiest attempt is kept, also where measuring ends early."""
+        steadiness = self.bench.steadiness
+        attempts = steadiness.attempts_under_load if self.under.level else steadiness.attempts
+        text = _described((self.under.level, self.under.background), self.stop_at_s)
+        try:
+            for planned in cli.progress(_until(self.stop_at_s, todo, self.totals), text, len(todo)):
+                self._attempt(planned, 1, attempts)
+            for attempt in range(2, attempts + 1):
+                again = [planned for planned, _ in self.disturbed.values()]
+                for planned in cli.progress(_until(self.stop_at_s, again), f"{text}, once more", len(again)) if again else ():
+                    self._attempt(planned, attempt, attempts)
+        finally:
+            for _, block in self.disturbed.values():
+                self._keep(block)
+
+    def _attempt(self, planned: Planned[U], attempt: int, attempts: int) -> None:
+        """One attempt at a block. It is kept if it is steady, or no further attempt follows."""
+        block = self._block(planned, attempt)
+        if block is None:
+            return
+        if (before := self.disturbed.pop(planned.key, None)) and (
+                before[1].drift <= block.drift or len(before[1].measurements) > len(block.measurements)):
+            block = before[1].model_copy(update={"attempts": attempt})
+        if block.unsteady and attempt < attempts:
+            self.disturbed[planned.key] = planned, block
+        else:
+            self._keep(block)
+
+    def _block(self, planned: Planned[U], attempt: int) -> Block | None:
+        """One attempt at a block, without the units that were interrupted; None where it would have none.
+
+        Raises:
+            UserError: block after block was interrupted.
+        """
+        began_s = time.monotonic()
+        block, interrupted = without_interrupted(measure_block(
+            self.bench, planned.key, partial(self.time_units, planned), self.under, attempt))
+        self.totals.measuring_s += time.monotonic() - began_s
+        if attempt == 1:
+            self.totals.interrupted |= interrupted
+            self.totals.units += [unit for unit in planned.units if unit.id not in interrupted]
+        self.fruitless = 0 if block.measurements or not interrupted else self.fruitless + 1
+        if self.fruitless == MOST_FRUITLESS:
+            raise UserError(f"the last {self.fruitless} blocks were interrupted: {interrupted[next(iter(interrupted))]}; "
+                            "free what is lacking and run the same command again: what was finished is kept")
+        return None if self.fruitless else block
+
+    def _keep(self, block: Block) -> None:
+        self.totals.unsteady_blocks += block.unsteady
+        self.totals.blocks.append(block)
+        self.journal.append(block)
+
+
+def _until(stop_at_s: float, todo: Sequence[Planned[U]], totals: Totals[U] | None = None) -> Iterator[Planned[U]]:
+    """The blocks to measure, one after another until the time is over; counts the units of those that are left in `totals`."""
     for place, planned in enumerate(todo):
         if time.monotonic() >= stop_at_s:
-            totals.left += sum(len(block.units) for block in todo[place:])
+            if totals is not None:
+                totals.left += sum(len(block.units) for block in todo[place:])
             return
         yield planned
 

@@ -43,7 +43,7 @@ class Block(Frozen):
         canary_before_ms, canary_after_ms: the canary's times around the block.
         canary_best_ms: its shortest time so far on this machine when idle; 0 under load, where it varies.
         drift_admitted: the largest drift of a steady block when it was measured.
-        attempts: how often the block was measured until it was steady, or attempts ran out.
+        attempts: how often the block was measured, until it was steady or attempts ran out. The steadiest one is kept.
         stress: what the stressor reports to have reached.
         probe: how long tiny work waited for other work just before the block's own runs; None if that was not read.
     """

@@ -15,7 +15,7 @@ import pytest
 from benchmark.collecting.units import ask as ask_worker
 from measuring import worker_process
 from measuring.bench import Bench, Canary, Steadiness
-from measuring.loads import RunningLoad, best_canary_ms, idle, measure_block, measure_loads
+from measuring.loads import RunningLoad, Totals, best_canary_ms, idle, measure_block, measure_loads
 from measuring.metrics.sources import open_source
 from measuring.pending import Planned, in_blocks, pending, plan_blocks
 from measuring.run_times import Effort
@@ -56,29 +56,11 @@ def test_a_steady_block_is_measured_once() -> None:
     assert (block.background, block.during, block.background_s, block.during_s) == ({}, {}, 0.0, 0.0)  # there is no source
 
 
-@pytest.fixture
-def bench() -> Bench:
-    return bench_with([1.0, 1.3, 1.0, 1.2, 1.0, 1.4], attempts=3)
-
-
-def test_the_steadiest_of_the_attempts_is_kept(bench: Bench) -> None:
-    runs: list[int] = []
-
-    def time_units() -> list[Measurement]:
-        runs.append(1)
-        return [timed(f"in attempt {len(runs)}")]
-
-    block = measure_block(bench, "k", time_units, idle(bench))
-    assert len(runs) == block.attempts == 3
-    assert block.measurements[0].id == "in attempt 2"
-    assert (block.canary_before_ms, block.canary_after_ms, block.canary_best_ms) == (1.0, 1.2, 1.0)
-
-
 def test_a_block_waits_until_the_machine_is_at_its_best_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("measuring.bench.PAUSE_S", 0.001)
     bench = bench_with([2.0, 1.5, 1.05, 1.05], patience_s=60.0)
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).canary_before_ms == 1.05
-    bench = bench_with([2.0, 2.0], attempts=1)  # no patience: the block is measured and reported as unsteady
+    bench = bench_with([2.0, 2.0])  # no patience: the block is measured and reported as unsteady
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).drift == pytest.approx(0.95)
 
 
@@ -89,7 +71,7 @@ def test_under_load_the_canary_is_a_mean_and_has_no_best() -> None:
         loads_asked.append(loaded)
         return [1.0, 1.0, 4.0]
 
-    bench = Bench("cpu", "here", canary_ms, steadiness=Steadiness(attempts_under_load=1))
+    bench = Bench("cpu", "here", canary_ms)
     load = RunningLoad(Canary(canary_ms, loaded=True), Stress(0.0, None), 0.5, "compute")
     block = measure_block(bench, "k", list, load)
     assert (block.canary_before_ms, block.canary_best_ms, block.load) == (2.0, 0.0, (0.5, "compute"))
@@ -177,6 +159,43 @@ def test_where_everything_is_interrupted_measuring_ends() -> None:
         measure_loads(bench, lambda load, blocks: in_blocks([Named(name) for name in "abcdefg"], 1), time_units, journal)
     assert len(begun) == 3
     assert not journal.blocks
+
+
+def measure_disturbed(bench: Bench, names: str, journal: Journal, ends_after: int = 99) -> Totals[Named]:
+    """Measures a block for each name, whose measurement says which run it was; interrupted from the keyboard after so many."""
+    runs: list[int] = []
+
+    def time_units(named: Sequence[Named], level: float) -> list[Measurement]:
+        if len(runs) == ends_after:
+            raise KeyboardInterrupt
+        runs.append(1)
+        return [timed(f"{unit.id} in run {len(runs)}") for unit in named]
+
+    return measure_loads(bench, lambda load, blocks: [Planned(name, [Named(name)]) for name in names], time_units, journal)
+
+
+def kept(journal: Journal) -> list[tuple[str, int]]:
+    return [(block.measurements[0].id, block.attempts) for block in journal.blocks]
+
+
+def test_disturbed_blocks_are_measured_again_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Of each the steadiest attempt is kept. How many stay disturbed is said once, not block by block."""
+    caplog.set_level("INFO")
+    journal = Journal()
+    #                   a             b         c             a again     c again       a again
+    bench = bench_with([1.0, 1.3,  1.0, 1.0,  1.0, 1.2,  1.0, 1.2,  1.0, 1.01,  1.0, 1.4], attempts=3)
+    totals = measure_disturbed(bench, "abc", journal)
+    assert kept(journal) == [("b in run 2", 1), ("c in run 5", 2), ("a in run 4", 3)]
+    assert (totals.unsteady_blocks, [unit.id for unit in totals.units]) == (1, ["a", "b", "c"])
+    assert caplog.text.count("unsteady") == 1
+    assert "1 of 3 blocks kept, and marked, although the machine was unsteady by more than 5 % (by up to 20 %)" in caplog.text
+
+
+def test_a_disturbed_block_is_kept_where_measuring_ends_before_another_attempt() -> None:
+    journal = Journal()
+    with pytest.raises(KeyboardInterrupt):
+        measure_disturbed(bench_with([1.0, 1.3, 1.0, 1.0, 1.0], attempts=2), "ab", journal, ends_after=2)
+    assert kept(journal) == [("b in run 2", 1), ("a in run 1", 1)]
 
 
 # the process that measures -----------------------------------------------------------------------------------------------
