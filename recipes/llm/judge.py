@@ -3,6 +3,9 @@
 Reads the models of `<workspace>/llm/models` (weights are not read), what was measured of them (`llm/measured`), and the
 predictors of --target. Every kernel is predicted. Times are predicted for the pace that the host had meanwhile. Prints a row
 for each point, and the errors.
+
+With --measure-missing, this machine is the target, and the kernels of all points are measured first, as predict_llm.py does.
+With --again, a second measurement of the same points stands beside, and how far it differs from the first one.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +24,7 @@ from inference.core.host_pace import given_pace, ratio_of
 from inference.core.predictor import Predictor
 from inference.llm.answers import LlmPrediction
 from inference.llm.language_model import LanguageModel, language_model
-from inference.llm.predicting import predict_requests
+from inference.llm.predicting import measure_missing, predict_requests
 from inference.llm.requests import Request
 from records.generations import REMEDY, Generation, GenerationMemory, Phase, StepEnergy, measured_file, measured_models
 from training.llm.measured_steps import step_time
@@ -31,8 +35,10 @@ from utils.timing import error_statistics
 EXAMPLES = """
 python recipes/llm/judge.py --workspace out/judged
 python recipes/llm/judge.py --workspace out/genai --json
+python recipes/llm/judge.py --workspace out/llm-cpu --measure-missing --again out/llm-cpu/again
 """
 Row = dict[str, Any]
+TARGET = "nvidia-h200"
 TIMES: dict[Phase, str] = {"first": "first token (ms)", "token": "further token (ms)"}
 PEAK, FIRST_J, FURTHER_J = "peak (MiB)", "first step (J)", "further step (J)"
 WHAT = (*TIMES.values(), PEAK, FIRST_J, FURTHER_J)
@@ -57,8 +63,8 @@ def times_of(predictor: Predictor, model: LanguageModel, point: Generation) -> I
     """The rows of a point's times, each at the pace that its host had."""
     for phase, what in TIMES.items():
         measured_ms, probe_us = step_time(point, phase)
-        answer, = predict_requests(predictor, model, [request_of(model, point, point.generated)],
-                                   given_pace(ratio_of(probe_us, predictor.fitted)))
+        pace = None if probe_us is None else given_pace(ratio_of(probe_us, predictor.fitted))
+        answer, = predict_requests(predictor, model, [request_of(model, point, point.generated)], pace)
         time = answer.ttft if phase == "first" else answer.tpot
         if time is not None:
             yield compared(what, point, measured_ms, time.ms, time.interval_ms, answer.rough_estimate)
@@ -99,6 +105,25 @@ def rows_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[R
     yield from memory_of(predictor, model, files.read_records(memory, GenerationMemory, REMEDY) if memory.is_file() else [])
 
 
+def measured_again(workspace: Workspace, rows: Iterable[Row]) -> list[Row]:
+    """Rows of times, with the same times of another measurement (NaN where a point is missing there)."""
+    points = {(point.model, point.batch, point.prompt): point for name in measured_models(workspace)
+              for point in files.read_records(measured_file(workspace, name), Generation, REMEDY) if not point.failed}
+    phases = {what: phase for phase, what in TIMES.items()}
+    found = []
+    for row in rows:
+        point, phase = points.get((row["model"], row["batch"], row["prompt"])), phases.get(row["what"])
+        found.append({**row, "again": step_time(point, phase)[0] if point and phase else math.nan})
+    return found
+
+
+def measure_kernels(predictor: Predictor, workspace: Workspace, name: str) -> None:
+    """Measures the kernels of a model's points on this machine."""
+    model = language_model(workspace.root / "llm" / "models" / name)
+    points = files.read_records(measured_file(workspace, name), Generation, REMEDY)
+    measure_missing(predictor, model, [request_of(model, point, point.generated) for point in points if not point.failed])
+
+
 def errors_of(rows: Iterable[Row]) -> list[Row]:
     """The errors of each kind of number, in per cent."""
     rows, table = list(rows), []
@@ -108,28 +133,40 @@ def errors_of(rows: Iterable[Row]) -> list[Row]:
             continue
         errors = error_statistics([row["predicted"] for row in chosen], [row["measured"] for row in chosen])
         held = [row["held"] == "yes" for row in chosen if row["held"]]
+        again = [abs(row["again"] / row["measured"] - 1) for row in chosen if "again" in row and not math.isnan(row["again"])]
         widths = sorted(row["to"] / row["from"] - 1 for row in chosen if row["from"])
         table.append({"what": what, **errors.columns(),
                       "held_%": 100 * sum(held) / len(held) if held else None,
                       "width_%": 100 * widths[len(widths) // 2] if widths else None,
-                      "rough": sum(row["rough"] == "yes" for row in chosen)})
+                      "rough": sum(row["rough"] == "yes" for row in chosen),
+                      **({"again_%": 100 * sum(again) / len(again)} if again else {})})
     return table
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--target", default="nvidia-h200", metavar="NAME", help="the target (default: nvidia-h200)")
+    parser.add_argument("--target", metavar="NAME",
+                        help=f"the target (default: {TARGET}, or this machine with --measure-missing)")
     parser.add_argument("--model", action="append", default=[], metavar="NAME", help="(repeatable; default: all)")
+    parser.add_argument("--measure-missing", action="store_true",
+                        help="measure the kernels of all points on this machine first")
+    parser.add_argument("--again", type=Path, metavar="DIR", help="a workspace where the same points were measured again")
     args = parser.parse_args()
-    workspace = cli.start(args)
-    predictor = Predictor(workspace, args.target, strict=True, no_weights=True)
+    workspace, here = cli.start(args), args.measure_missing
+    predictor = Predictor(workspace, args.target or (None if here else TARGET), strict=not here, any_device=here,
+                          no_weights=not here)
     names = [name for name in measured_models(workspace) if not args.model or name in args.model]
+    for name in names if here else ():
+        measure_kernels(predictor, workspace, name)
     rows = [row for name in cli.progress(names, "judging") for row in rows_of(predictor, workspace, name)]
+    if args.again:
+        rows = measured_again(Workspace(args.again), rows)
     if args.json:
         cli.print_json({"points": rows, "errors": errors_of(rows)})
     else:
         cli.print_table(rows, "predicted and measured")
-        cli.print_table(errors_of(rows), "errors, all kernels predicted, at the host's pace as measured")
+        cli.print_table(errors_of(rows), "errors, kernels measured here" if here else
+                        "errors, all kernels predicted, at the host's pace as measured")
     return 0
 
 

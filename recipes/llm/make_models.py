@@ -14,13 +14,15 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
+from inference.llm.genai_config import FILE as GENAI_CONFIG
 from recipes.llm.networks import NETWORKS_FILE, PRECISIONS, LanguageNetwork, model_folder, read_networks
-from utils import cli
+from utils import cli, files
 from utils.errors import UserError
 from utils.lazy import onnx_ir, torch, transformers
 from utils.logger import get_logger
@@ -59,8 +61,8 @@ def random_network(config: Any) -> Any:
     return network.eval()
 
 
-def build(network: LanguageNetwork, precision: str, device: str, folder: Path) -> None:
-    """Builds one model into a folder, which then exists.
+def build(network: LanguageNetwork, precision: str, device: str, folder: Path, threads: int | None = None) -> None:
+    """Builds one model into a folder, which then exists; with `threads` in its config.
 
     Raises:
         UserError: a package is missing, or the builder lacks this class or precision.
@@ -82,11 +84,16 @@ def build(network: LanguageNetwork, precision: str, device: str, folder: Path) -
     base = getattr(builders, network.builder)
     builder = type(base.__name__, (base,), {"load_weights": lambda self, path: random_network(config)})
     types = (CUDA if device == "cuda" else CPU)[precision]
+    logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)  # it has a line for each node
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         made = builder(config, *(onnx_ir.DataType[kind] for kind in types), device, str(unfinished / "cache"), {})
         made.make_model(described)
         made.save_model(str(unfinished))
         made.make_genai_config(config, {}, str(unfinished))
+    if threads:
+        settings = files.read_json(unfinished / GENAI_CONFIG)
+        settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
+        files.write_json(unfinished / GENAI_CONFIG, settings)
     for rest in ("transformers", "cache"):
         shutil.rmtree(unfinished / rest, ignore_errors=True)
     unfinished.rename(folder)
@@ -99,9 +106,13 @@ def main() -> int:
     parser.add_argument("--precision", action="append", choices=sorted(CUDA),
                         help=f"(repeatable; default: {', '.join(PRECISIONS)})")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="that the model is for (default: cuda)")
+    parser.add_argument("--threads", type=cli.count, metavar="N",
+                        help="of a model for a CPU (default: left to onnxruntime-genai, which takes half as many as there are)")
     parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="models at a time (default: 1)")
     args = parser.parse_args()
     workspace, networks = cli.start(args, begins=True), read_networks(args.networks).chosen(args.network)
+    if args.threads and args.device != "cpu":
+        parser.error("--threads: only of models for a CPU (--device cpu)")
     if wrong := [precision for precision in args.precision or [] if args.device == "cpu" and precision not in CPU]:
         raise UserError(f"--precision {wrong[0]}: the builder has only {' and '.join(CPU)} for a CPU")
     failed = 0
@@ -111,7 +122,7 @@ def main() -> int:
             for name, network in networks.items():
                 folder = model_folder(workspace, name, precision)
                 if not folder.exists():
-                    waiting[folder.name] = pool.submit(build, network, precision, args.device, folder)
+                    waiting[folder.name] = pool.submit(build, network, precision, args.device, folder, args.threads)
         for name, future in waiting.items():
             if error := future.exception():
                 failed += 1

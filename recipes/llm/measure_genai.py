@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from inference.llm.genai_config import FILE as GENAI_CONFIG
 from measuring.gpu_trace import GpuRun, in_range, read, record_ranges
 from measuring.metrics import nvml
 from measuring.quiet_host import SLOT_S, off_the_workers_cores
@@ -227,7 +228,7 @@ def loaded(path: Path, device: str) -> tuple[Any, dict[str, Any]]:
     """A model, and its settings in genai_config.json."""
     if device == "cuda":
         onnxruntime.preload_dlls()  # genai uses the libraries that this loads
-    return genai.Model(str(path)), files.read_json(path / "genai_config.json")["model"]
+    return genai.Model(str(path)), files.read_json(path / GENAI_CONFIG)["model"]
 
 
 def captured(settings: Mapping[str, Any]) -> bool:
@@ -312,7 +313,7 @@ def work_of(workspace: Workspace, names: Sequence[str], networks: LanguageNetwor
         UserError: there is no model.
     """
     folder = model_folder(workspace, "", "").parent
-    models = sorted(path for path in folder.glob("*-*") if (path / "genai_config.json").is_file()
+    models = sorted(path for path in folder.glob("*-*") if (path / GENAI_CONFIG).is_file()
                     and (not names or path.name in names))
     if not models:
         raise UserError(f"{folder}: no models; build some: python recipes/llm/make_models.py")

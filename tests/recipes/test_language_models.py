@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
@@ -12,7 +16,7 @@ from optional_packages import needs
 from recipes.llm.networks import NETWORKS_FILE, model_folder, read_networks
 from records.generations import REMEDY, Generation, GenerationMemory, measured_file
 from utils import files
-from utils.paths import Workspace
+from utils.paths import ROOT, Workspace
 
 JUDGED = ({"hidden_size": 2048, "intermediate_size": 8192}, {"hidden_size": 3072, "intermediate_size": 8192},
           {"hidden_size": 1024, "intermediate_size": 3072})
@@ -62,3 +66,21 @@ def test_a_model_is_built_and_its_requests_are_measured(tmp_path: Path) -> None:
         tokens, = point.token_ms  # of the last request
         assert len(tokens) == 3
         assert min(*tokens, *point.first_ms) > 0
+
+
+@pytest.mark.slow
+def test_models_on_a_cpu_are_judged_by_their_measured_kernels(tmp_path: Path) -> None:
+    needs("onnxruntime_genai", "requirements-llm.txt")
+    networks, out = tmp_path / "networks.yaml", tmp_path / "out"
+    networks.write_text(NETWORKS.replace(", [2, 4]", ""))
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / "recipes" / "llm" / "on_cpu.sh", out, networks, "--json"], env=environment,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    judged = json.loads(done.stdout)
+    points, errors = judged["points"], {row["what"]: row for row in judged["errors"]}
+    assert {what: row["count"] for what, row in errors.items()} == {"first token (ms)": 2, "further token (ms)": 2}
+    assert {point["model"] for point in points} == {"llama-fp32", "llama-int4"}
+    assert all(point["predicted"] > 0 for point in points)
+    differences = [abs(point["again"] / point["measured"] - 1) for point in points if point["what"] == "first token (ms)"]
+    assert errors["first token (ms)"]["again_%"] == pytest.approx(100 * sum(differences) / 2)
