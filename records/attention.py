@@ -1,15 +1,16 @@
-"""What a GroupQueryAttention attends to: its heads, its tokens, and its cache of keys and values.
+"""What attention attends to: its heads, its tokens, and its cache of keys and values; and the sizes and costs of a
+GroupQueryAttention. The sizes of other operators are read in plain_attention.py.
 
-The operator learns from the values of two inputs how many tokens there are: `seqlens_k` (for each row of the batch, the place
-of its last token) and `total_sequence_length`. A cache may be longer than that: who generates text makes one buffer for the
-longest text, gives it as the past, and takes it back as the present. Then the operator writes only the new tokens. Otherwise it
-writes the whole cache anew.
+A GroupQueryAttention learns from the values of two inputs how many tokens there are: `seqlens_k` (for each row of the batch,
+the place of its last token) and `total_sequence_length`. A cache may be longer than that: who generates text makes one buffer
+for the longest text, gives it as the past, and takes it back as the present. Then the operator writes only the new tokens.
+Otherwise it writes the whole cache anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from records.kernel_record import Kernel, KernelInput, Tensor
 
@@ -19,10 +20,13 @@ PAST = {3: 1, 4: 2}  # the caches of keys and of values, and the outputs that ho
 LAST_PLACES, TOTAL = 5, 6  # the place of the last token of each row; the number of tokens of the longest row
 COSINES = 7  # of the rotary embedding
 NORM = 14  # weights of a norm of each query's head; those of keys follow
+Mask = Literal["", "keys", "added"]  # none; of the keys that count; numbers that are added to the products
+MASKS: tuple[Mask, ...] = get_args(Mask)
+ADDED = 10  # input: numbers that are added to the products of queries and keys
 
 
 class Attended(NamedTuple):
-    """The sizes of a GroupQueryAttention.
+    """The sizes of attention.
 
     Attributes:
         batch, queries: rows, and new tokens of each.
@@ -33,6 +37,9 @@ class Attended(NamedTuple):
         rotary: numbers of a head that are rotated; 0: none.
         packed: whether keys and values lie beside the query in one tensor.
         normed: whether the heads of queries and keys get a norm first.
+        causal: whether a token attends only to itself and those before it.
+        mask: besides that.
+        unpadded: tokens of all rows where these lie one after another without padding; 0: `batch` × `queries`.
     """
 
     batch: int
@@ -46,6 +53,9 @@ class Attended(NamedTuple):
     rotary: int
     packed: bool
     normed: bool = False
+    causal: bool = True
+    mask: Mask = ""
+    unpadded: int = 0
 
     @property
     def past(self) -> int:
@@ -64,7 +74,9 @@ class Attended(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it attends to, in one head of one row: its own token, and those before it."""
+        """Pairs of a query and a key that it attends to, in one head of one row: all, or its own token and those before it."""
+        if not self.causal:
+            return self.queries * self.total
         window = self.window or self.total
         full = max(min(self.queries, self.total - max(window, self.past)), 0)  # queries that see a whole window
         first, last = self.past + 1, self.total - full  # keys that the first and the last of the others see
@@ -101,7 +113,7 @@ def attended(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> At
                     total=int(total[0]) if total else cache + queries, cache=cache,
                     window=max(int(attributes.get("local_window_size", -1)), 0),
                     rotary=2 * tensor(COSINES).shape[-1] if attributes.get("do_rotary") and tensor(COSINES).shape else 0,
-                    packed=packed, normed=tensor(NORM).present)
+                    packed=packed, normed=tensor(NORM).present, mask="added" if tensor(ADDED).present else "")
 
 
 def attended_by(kernel: Kernel) -> Attended | None:
@@ -125,8 +137,9 @@ def with_present(outputs: Sequence[Tensor], present: int) -> list[Tensor]:
 def flops(sizes: Attended) -> int:
     """Two products over the pairs of tokens that attend to each other, three operations for each number that is rotated, and
     four for each one that is normed."""
-    products = 4 * sizes.batch * sizes.heads * sizes.head_size * sizes.pairs
-    new_heads = sizes.batch * sizes.queries * (sizes.heads + sizes.kv_heads)
+    tokens = sizes.unpadded or sizes.batch * sizes.queries
+    products = 4 * tokens * sizes.heads * sizes.head_size * sizes.pairs // max(sizes.queries, 1)
+    new_heads = tokens * (sizes.heads + sizes.kv_heads)
     return products + new_heads * (3 * sizes.rotary + 4 * sizes.head_size * sizes.normed)
 
 

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from records import attention
-from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor
 from records.operators import operator_row
+from records.plain_attention import intermediate_bytes, plain_attended, projection_flops, projects
 
 # A step down a decision tree counts as this many operations, because it waits for memory. Measured on two cores of an AMD
 # EPYC: 2.8 ns per step (64 rows, 200 trees of a scikit-learn forest).
 STEP_FLOPS = 100
-TOKEN_OFFSETS = {"PackedAttention": 3, "PackedMultiHeadAttention": 4}  # inputs of shape (rows, tokens of the longest row)
-OLD_KEYS = {("MultiHeadAttention", False): 6, ("Attention", True): 4, ("Attention", False): 4}  # inputs: caches, by operator
 LAUNCHED_INPUTS = 32  # a Concat with more inputs copies tables from the host; up to here the launch carries them
 
 
@@ -86,6 +85,8 @@ def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ker
             used = -(-used * int(attributes.get("bits", 8)) // 8)
         if table.elements > used:
             total -= table.bytes - table.model_copy(update={"shape": (used,)}).bytes
+    if row.cost == "attention":
+        total += _intermediate_bytes(op_type, attributes, inputs)
     if row.cost == "recurrent" and len(inputs) > 2:
         total += (max(steps(op_type, attributes, inputs), 1) - 1) * inputs[2].bytes
     if row.cost == "experts" and len(inputs) > 1:
@@ -102,6 +103,8 @@ def bytes_written(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[
             return 0
         case "grouped attention":
             return attention.bytes_written(attention.attended(attributes, inputs), outputs)
+        case "attention":
+            return sum(tensor.bytes for tensor in outputs) + _intermediate_bytes(op_type, attributes, inputs)
     return sum(tensor.bytes for tensor in outputs)
 
 
@@ -193,25 +196,12 @@ def _size(tensor: Tensor, axis: int) -> int:
 
 
 def _attention_flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
-    """Two products over the sequence, and half of them where a token attends to those before it only. ORT's fused Attention,
-    whose second input is a matrix, also projects its input to query, key and value. ONNX's own Attention takes query and key as
-    inputs, and its heads may be a separate dimension. Packed rows, without padding, count as if all were of one length."""
-    query, second = (*inputs, Tensor(dtype=""), Tensor(dtype=""))[:2]
-    if not query.shape:
+    """Attention, and the projection of the fused one. Rows without padding count as if all were of one length."""
+    sizes = plain_attended(op_type, attributes, inputs)
+    if sizes is None:
         return 0
-    shape, elements = (query.shape, query.elements) if len(query.shape) < 5 else (  # queries, keys and values in one tensor
-        (*query.shape[:2], query.elements // (3 * math.prod(query.shape[:2]))), query.elements // 3)
-    *_, queries, hidden = (1, 1, *shape)
-    projects = op_type in ("Attention", "PackedAttention") and len(second.shape) == 2
-    if op_type in TOKEN_OFFSETS:
-        queries = keys = _size(inputs[TOKEN_OFFSETS[op_type]], -1) if len(inputs) > TOKEN_OFFSETS[op_type] else queries
-    elif projects or not second.present:
-        keys = queries
-    else:
-        keys = _size(second, -2 if op_type == "Attention" or len(second.shape) == 4 else 1)
-    place = OLD_KEYS.get((op_type, projects))
-    if place is not None and place < len(inputs) and inputs[place].present:
-        keys += _size(inputs[place], -2)
-    causal = attributes.get("unidirectional") or attributes.get("is_causal")
-    products = 2 * elements * (2 * keys - (min(queries, keys) - 1) if causal else 2 * keys)
-    return products + (2 * (elements // max(hidden, 1)) * second.elements if projects else 0)
+    return attention.flops(sizes) + (projection_flops(inputs) if projects(op_type, inputs) else 0)
+
+
+def _intermediate_bytes(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
+    return intermediate_bytes(op_type, attributes, inputs, int(DTYPE_BYTES.get(inputs[0].dtype, 4))) if inputs else 0

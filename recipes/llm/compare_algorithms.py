@@ -29,9 +29,9 @@ python recipes/llm/compare_algorithms.py --workspace out/llm
 """
 SEEN: tuple[tuple[str, str], ...] = (  # in the names of CUDA kernels: the first that fits says which algorithm ran
     ("xqa", r"kernel_mha"), ("cudnn", r"cudnn.*(sdpa|flash|mha|attention)|sdpa"), ("flash", r"flash_fwd"),
-    ("memory efficient", r"fmha|attention_kernel_batched"), ("unfused", r"[Uu]nfused"), ("router", r"RouterKernel"),
-    ("rows", r"BatchedKernel|KernelSmallM|KernelBatched"), ("vector", r"KernelM1|MatMulFloatInt4Kernel\b"),
-    ("dequantised", r"[Dd]equantize"))
+    ("memory efficient", r"fmha|attention_kernel_batched"), ("unfused", r"[Uu]nfused|SoftmaxWithRawMask"),
+    ("router", r"RouterKernel"), ("rows", r"BatchedKernel|KernelSmallM|KernelBatched"),
+    ("vector", r"KernelM1|MatMulFloatInt4Kernel\b"), ("dequantised", r"[Dd]equantize"))
 SAME = {"flash decoding": "flash", "dequantised in parts": "dequantised"}  # not told apart by name
 
 
@@ -67,7 +67,7 @@ def main() -> int:
                 if m.label == GPU_LABEL and m.subject == "kernel" and m.status == "ok" and m.id in kernels}
     rows = compare((kernels[name], names) for name, names in measured.items())
     if not rows:
-        raise UserError(f"{folder}: no GroupQueryAttention and no MatMulNBits with label gpu; measure with: "
+        raise UserError(f"{folder}: no attention and no MatMulNBits with label gpu; measure with: "
                         "recipes/llm/collect_kernels.sh")
     cli.print_rows(rows, args.json, "algorithms")
     return 0

@@ -16,6 +16,7 @@ from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, Generator, 
 from kernel_model.sampling.free_shapes.table import LANGUAGE, Draw, draw_free_kernel, on_cpu
 from records.attention import attended_by, with_lengths
 from records.kernel_record import Kernel
+from runtimes.ort.building.dummy_data import dummy_tensor
 from runtimes.ort.building.kernel_models import (
     build_carrier,
     build_model,
@@ -164,3 +165,12 @@ def test_the_command_draws_them_without_an_index(tmp_path: Path) -> None:
                       "language", "--dtypes", "float32", "--most-gflop", "0.5", "--most-mib", "40", "--json")
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("kernel_model/kernel_onnx/*/*.onnx"))) == 3
+
+
+@pytest.mark.parametrize(("shape", "wanted"), [((2,), [9, 9]), ((4,), [9, 9, 0, 0]), ((8,), [9, 9, 0, 6, 12, 0, 9, 18]),
+                                               ((2, 9), [1] * 18)])
+def test_all_keys_of_made_up_attention_count(shape: tuple[int, ...], wanted: list[int]) -> None:
+    """With ones alone, ends of keys would leave one key of each text."""
+    texts = [tensor("float32", 2, count, 32) for count in (6, 9, 9)]
+    described = kernel("MultiHeadAttention", [*texts, ABSENT, tensor("int32", *shape)], [(2, 6, 32)], CONTRIB, num_heads=4)
+    assert dummy_tensor(described, 4).reshape(-1).tolist() == wanted

@@ -15,6 +15,7 @@ NAMES = {  # as in onnxruntime-gpu 1.31.1, shortened
     "vector": ["void onnxruntime::contrib::cuda::MatMulFloat4BitsKernelM1<__half, 32, false>(…)"],
     "rows": ["void onnxruntime::contrib::cuda::(anonymous namespace)::MatMulFloat4BatchedKernel<__half, 32, false, 8, 2>(…)"],
     "dequantised": ["void onnxruntime::contrib::cuda::Dequantize4BitsKernel<__half, unsigned char>(…)", "nvjet_hsh_128x128(…)"],
+    "unfused": ["nvjet_hsh_128x128(…)", "void onnxruntime::…::SoftmaxWithRawMaskSmallKernel<__half>(…)"],
     "other": ["nvjet_hsh_128x128(…)"]}
 
 

@@ -23,7 +23,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
 )
 from records.attention import NORM, with_lengths
-from records.kernel_record import Kernel, Tensor
+from records.kernel_record import Kernel, KernelInput, Tensor
 
 
 class Family(NamedTuple):
@@ -253,6 +253,11 @@ def encoder(batch: int, generator: Generator) -> Encoder:
                    pick([32, 64, 64, 64, 80, 128], generator))
 
 
+def mask_of_keys(texts: int, keys: int, generator: Generator) -> KernelInput:
+    """Which keys count: a number for each of them, or for each text where they end."""
+    return tensor("int32", texts, *([keys] if generator.random() < 0.7 else []))
+
+
 def attention(dtype: str, batch: int, generator: Generator) -> Kernel:
     """MultiHeadAttention: of an encoder, from one text to another, or of one token after a cache."""
     of, kind = encoder(batch, generator), generator.choice(["self", "cross", "decoding"], p=[0.6, 0.15, 0.25])
@@ -266,10 +271,14 @@ def attention(dtype: str, batch: int, generator: Generator) -> Kernel:
         past, present = ((of.texts, of.heads, tokens, of.head_size) for tokens in (cache, cache + 1))
         inputs += [ABSENT, ABSENT, ABSENT, *[tensor(dtype, *past)] * 2]
         outputs += [present, present]
-    elif generator.random() < 0.4:
-        inputs.append(tensor(dtype, 3 * of.width, constant=True))
-        if generator.random() < 0.4:
-            inputs += [ABSENT, tensor(dtype, pick([1, of.texts], generator), pick([1, of.heads], generator), queries, keys)]
+    else:
+        biased, masked, added = (generator.random() < share for share in (0.4, 0.2, 0.25))
+        inputs += [tensor(dtype, 3 * of.width, constant=True) if biased else ABSENT,
+                   mask_of_keys(of.texts, keys, generator) if masked else ABSENT]
+        if added:
+            inputs.append(tensor(dtype, pick([1, of.texts], generator), pick([1, of.heads], generator), queries, keys))
+        while not inputs[-1].present:
+            inputs.pop()
     return kernel("MultiHeadAttention", inputs, outputs, CONTRIB, num_heads=of.heads, mask_filter_value=-10000.0,
                   scale=as_float32(of.head_size ** -0.5), unidirectional=int(causal))
 
@@ -279,8 +288,8 @@ def fused_attention(dtype: str, batch: int, generator: Generator) -> Kernel:
     of = encoder(batch, generator)
     inputs = [tensor(dtype, of.texts, of.tokens, of.width), tensor(dtype, of.width, 3 * of.width, constant=True),
               tensor(dtype, 3 * of.width, constant=True)]
-    if generator.random() < 0.5:
-        inputs.append(tensor("int32", of.texts, of.tokens))
+    if generator.random() < 0.6:
+        inputs.append(mask_of_keys(of.texts, of.tokens, generator))
     return kernel("Attention", inputs, [(of.texts, of.tokens, of.width)], CONTRIB, num_heads=of.heads, do_rotary=0,
                   mask_filter_value=-10000.0, past_present_share_buffer=0, rotary_embedding_dim=0, scale=0.0,
                   unidirectional=int(generator.random() < 0.3))

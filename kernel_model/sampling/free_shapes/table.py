@@ -43,9 +43,9 @@ DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
 LANGUAGE: tuple[tuple[Draw, float], ...] = (  # as often as these operators take time, and attention is hard to predict
     (language.grouped_attention, 300), (language.quantised_product, 240), (language.matrix_product, 200),
     (language.sum_and_norm, 40), (language.norm, 30), (language.apart, 12), (language.activation, 30),
-    (language.elementwise, 25), (language.attention, 80), (language.fused_attention, 50), (language.packed_attention, 15),
+    (language.elementwise, 25), (language.attention, 240), (language.fused_attention, 150), (language.packed_attention, 60),
     (language.rotary, 15), (language.embedding, 10), (language.quantised_embedding, 10), (language.first_layer, 8),
-    (language.sum_and_layer_norm, 8), (language.mixture, 10), (language.quantised_mixture, 20), (language.quantise, 12))
+    (language.sum_and_layer_norm, 8), (language.mixture, 50), (language.quantised_mixture, 100), (language.quantise, 12))
 Kind = Literal["networks", "language"]
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from records.attention import LAST_PLACES, OPERATOR, TOTAL, attended_by
-from records.kernel_costs import TOKEN_OFFSETS
+from records.attention import LAST_PLACES, OPERATOR, TOTAL, Attended, attended_by
 from records.kernel_record import Kernel, KernelInput, numpy_dtype
 from records.operators import operator_row
+from records.plain_attention import KEY_MASKS, TOKEN_OFFSETS, plain_attended_by
 from runtimes.ort.graph.bodies import PASSED_ON, captured
 from runtimes.ort.graph.nodes import attribute_value, bodies_of, first_taught
 
@@ -43,6 +43,8 @@ def chosen(kernel: Kernel, position: int) -> np.ndarray | None:
         return np.arange(kernel.inputs[position].elements).reshape(kernel.inputs[position].shape)
     if position - 1 == TOKEN_OFFSETS.get(kernel.op_type):  # the first token of each row, and how many there are
         return np.arange(kernel.inputs[position].elements) * kernel.inputs[position - 1].shape[-1]
+    if position == KEY_MASKS.get(kernel.op_type) and (sizes := plain_attended_by(kernel)):
+        return _all_keys(sizes, kernel.inputs[position].shape)
     if kernel.domain == ML and kernel.op_type in TREES and not position:
         rows = random_floats(kernel.inputs[0].shape, "float32")
         return thresholds_of(kernel.attributes).around(rows)
@@ -52,6 +54,19 @@ def chosen(kernel: Kernel, position: int) -> np.ndarray | None:
             ("Unique", 0): _repeated, ("GridSample", 1): _within_one, ("Atanh", 0): _within_one,
             ("Acosh", 0): _above_one}.get((kernel.op_type, position))
     return make(kernel) if make else None
+
+
+def _all_keys(sizes: Attended, shape: tuple[int, ...]) -> np.ndarray | None:
+    """What says for each row of a batch that all its keys count; None where truth values do.
+
+    With one number for each row, that is where its keys end; then where they start may follow. Or lengths come first, and then
+    where the queries and the keys of each row start if all rows lie one after another.
+    """
+    ends, starts = np.full(sizes.batch, sizes.total), np.arange(sizes.batch + 1)
+    known: dict[tuple[int, ...], np.ndarray] = {
+        (sizes.batch,): ends, (2 * sizes.batch,): np.concatenate([ends, np.zeros(sizes.batch)]),
+        (3 * sizes.batch + 2,): np.concatenate([ends, starts * sizes.queries, starts * sizes.total])}
+    return known.get(shape)
 
 
 def chosen_places(count: int, places: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Which CUDA kernels ONNX Runtime picks for the operators of language models.
 
 The rules are those of ONNX Runtime 1.31, read in contrib_ops/cuda: bert/group_query_attention.cc (ComputeInternal),
+bert/attention.cc, bert/multihead_attention.cc and bert/packed_multihead_attention.cc (ComputeInternal),
 bert/cudnn_fmha/cudnn_flash_attention.cu (is_supported), bert/flash_attention/flash_api.cc (is_supported, num_splits_heuristic),
 quantization/matmul_nbits.cc (ComputeInternal), matmul_4bits.cu and matmul_8bits.cu (TryMatMul4Bits, TryMatMul8Bits). Without
 options and environment variables, as people run it: XQA is on, cuDNN's attention from compute capability 9 on, fpA_intB off.
@@ -14,6 +15,7 @@ from typing import Literal, get_args
 
 from records.attention import Attended, attended_by
 from records.kernel_record import DTYPE_BYTES, Kernel
+from records.plain_attention import KEY_MASKS, OLD_KEYS, plain_attended_by, projects
 
 Algorithm = Literal[
     "", "xqa", "cudnn", "flash decoding", "flash", "memory efficient", "unfused",  # of attention
@@ -21,6 +23,10 @@ Algorithm = Literal[
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 XQA_GROUPS, XQA_HEAD_SIZES = (1, 2, 4, 5, 8, 16, 32), (64, 128, 256)
 MOST_HEAD_SIZE = 256  # of flash attention and of cuDNN's
+MOST_EFFICIENT_HEAD_SIZE = 1024  # of memory-efficient attention
+FLASH_FROM = 513  # tokens, where queries, keys and values lie in one tensor
+EFFICIENT_FROM = 256  # queries or keys, in single precision
+HALF = ("float16", "bfloat16")
 MOST_SPLITS = 128
 TILE, DECODING_TILE = 128, 64  # queries that a block of threads computes
 COLUMNS = 8  # that a block of threads computes, and numbers that a thread reads at a time
@@ -49,10 +55,10 @@ def attention_algorithm(kernel: Kernel, sizes: Attended, gpu: Gpu = H200) -> Alg
         sizes: its sizes.
         gpu: that runs it.
     """
-    if kernel.dtype not in ("float16", "bfloat16"):
+    if kernel.dtype not in HALF:
         return ""
     softcap, sink = float(kernel.attributes.get("softcap", 0.0)), len(kernel.inputs) > 11 and kernel.inputs[11].present
-    biased = len(kernel.inputs) > 10 and kernel.inputs[10].present
+    biased = sizes.mask == "added"
     smooth = kernel.attributes.get("smooth_softmax", 0) == 1
     first = sizes.queries == sizes.total
     if (gpu.capability >= 8 and not biased and not first and sizes.queries == 1 and sizes.shares_buffer and not softcap
@@ -64,6 +70,40 @@ def attention_algorithm(kernel: Kernel, sizes: Attended, gpu: Gpu = H200) -> Alg
     if gpu.capability >= 8 and fits and not biased:
         return "flash decoding" if not first and sizes.shares_buffer and not sizes.normed else "flash"
     return "unfused" if biased or sizes.head_size % 8 else "memory efficient"
+
+
+def plain_algorithm(kernel: Kernel, sizes: Attended, gpu: Gpu = H200) -> Algorithm:
+    """How attention of another operator is computed from compute capability 9 on; "" for ONNX's own, which no rule is known of.
+
+    Args:
+        kernel: the attention.
+        sizes: its sizes.
+        gpu: that runs it.
+    """
+    half, fits = kernel.dtype in HALF, sizes.head_size % 8 == 0
+    small = half and fits and sizes.head_size <= MOST_HEAD_SIZE and gpu.capability >= 8
+    added = sizes.mask == "added"
+    packed = kernel.op_type.startswith("Packed")
+    if packed:
+        flash = small and not added and not (sizes.packed and sizes.queries < FLASH_FROM)
+        return "flash" if flash else "memory efficient" if fits and not added else "unfused"
+    projected = projects(kernel.op_type, kernel.inputs)
+    if not kernel.domain:
+        return ""
+    mask = _input_shape(kernel, KEY_MASKS[kernel.op_type])
+    copies = projected and (_input_shape(kernel, OLD_KEYS[kernel.op_type]) is not None or len(kernel.outputs) > 1)
+    if small and gpu.capability >= 9 and (mask is None or mask == (sizes.batch,)) and not copies:
+        return "cudnn"
+    efficient = (fits and sizes.head_size <= MOST_EFFICIENT_HEAD_SIZE and not copies
+                 and (mask is None or mask == (3 * sizes.batch + 2,)) and not (projected and kernel.dtype == "bfloat16")
+                 and (half or max(sizes.queries, 0 if projected else sizes.total) >= EFFICIENT_FROM)
+                 and not (added and sizes.queries % (4 * int(DTYPE_BYTES.get(kernel.dtype, 4)))))
+    return "memory efficient" if efficient else "unfused"
+
+
+def _input_shape(kernel: Kernel, place: int) -> tuple[int, ...] | None:
+    """The shape of an input; None where there is none."""
+    return kernel.inputs[place].shape if place < len(kernel.inputs) and kernel.inputs[place].present else None
 
 
 def group_size(sizes: Attended) -> int:
@@ -135,4 +175,6 @@ def language_algorithm(kernel: Kernel, gpu: Gpu = H200) -> Algorithm:
     """How a kernel is computed; "" for operators with one way alone."""
     if sizes := attended_by(kernel):
         return attention_algorithm(kernel, sizes, gpu)
+    if sizes := plain_attended_by(kernel):
+        return plain_algorithm(kernel, sizes, gpu)
     return product_algorithm(kernel, gpu) if kernel.op_type == "MatMulNBits" else ""
