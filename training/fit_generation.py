@@ -64,8 +64,11 @@ def shown(fitted: LearnedGeneration) -> list[dict[str, Any]]:
 
 
 def errors(fitted: LearnedGeneration) -> list[dict[str, Any]]:
-    """The errors of steps whose family was held out, in per cent."""
-    return [{"step": phase, **of.columns()} for phase, of in fitted.left_out.items()]
+    """The errors of steps whose family was held out, in per cent; and the share of those with a known pace that lie in their
+    interval, fitted without their family."""
+    return [{"step": phase, **of.columns(),
+             "held_%": 100 * fitted.intervals[phase].coverage if phase in fitted.intervals else None}
+            for phase, of in fitted.left_out.items()]
 
 
 def errors_of_energy(energy: EnergyModel) -> list[dict[str, Any]]:
@@ -103,7 +106,8 @@ def main() -> int:
     steps = [step for paths, counted in ((args.generations, True), (args.loops, False)) for path in paths
              for step in measured_steps(Workspace(path), predictors, composition.probe_us, counted)]
     energy = fit_energies(steps, predictors, composition, folder, Workspace(args.energy)) if args.energy else None
-    fitted = fit_generation(args.target, steps, composition.costs, energy, predictors.sidecar.created)
+    fitted = fit_generation(args.target, steps, composition.costs, energy, predictors.sidecar.created,
+                            composition.calibrated)
     files.write_json(generation_path(folder), fitted)
     if args.energy:
         energy = fit_energies(steps, predictors, composition, folder, Workspace(args.energy), fitted)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from inference.core.answers import Prediction
     from inference.core.host_pace import HostPace
     from inference.core.model_run import PredictedRun
+    from records.generations import Phase
     from records.kernel_record import ModelRecord
     from utils.fingerprint import Target
     from utils.paths import Workspace
@@ -204,14 +205,16 @@ def predicted_runs(analysed: Analysed, requests: Sequence[Request],
     token_mode, notices = _token_mode(analysed, records[further[0]]) if further else (AS_USUAL, ())
     known: dict[Step, PredictedRun] = {}
     loop_pace: float | None = None  # of the prompts' host; a captured graph does not wait for it, and genai's loop does
-    for of_mode, run_mode in (([step for step in steps if not step.before], AS_USUAL), (further, token_mode)):
+    phases: dict[Phase, tuple[list[Step], RunMode]] = {
+        "first": ([step for step in steps if not step.before], AS_USUAL), "token": (further, token_mode)}
+    for phase, (of_phase, run_mode) in phases.items():
         pace = None if run_mode.cuda_graph else host_pace  # a captured graph does not wait for its host
-        runs = analysed.predictor.runs([records[step] for step in of_mode], run_mode=run_mode, host_pace=pace,
-                                       composition=analysed.learned.composition)
+        runs = analysed.predictor.runs([records[step] for step in of_phase], run_mode=run_mode, host_pace=pace,
+                                       composition=analysed.learned.compositions.get(phase))
         in_order = make_monotonic([run.prediction for run in runs])
         loop_pace = next((run.prediction.host_pace for run in runs if run.prediction.host_pace), loop_pace)
         known |= {step: as_step(run._replace(prediction=prediction), step, analysed.file(step), analysed.learned, loop_pace)
-                  for step, run, prediction in zip(of_mode, runs, in_order, strict=True)}
+                  for step, run, prediction in zip(of_phase, runs, in_order, strict=True)}
     return [(Runs(known[prompt], as_sure({cached: known[step] for cached, step in of_request.items()}, request)), notices)
             for request, prompt, of_request in zip(requests, prompts, tokens, strict=True)]
 

@@ -7,7 +7,7 @@ with the same added to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,13 @@ from inference.core.energy import parts_of_run
 from inference.core.targets import predictor_folders
 from inference.core.uncertainty import hosts_between
 from inference.llm.dimensions import DecoderFile, Step
-from training.energy.learned import EnergyModel, energy_path, read_energy, work_of_run
+from records.generations import PHASES, Phase
+from training.energy.learned import EnergyModel, energy_path, read_energy
 from training.llm.learned import LearnedGeneration, read_generation, read_generation_energy
 
 if TYPE_CHECKING:
     from inference.core.model_run import PredictedRun
     from inference.core.predictor import Predictor
-    from records.generations import Phase
     from training.composition.fitted import Composition
 
 
@@ -35,12 +35,12 @@ class Learned:
     Attributes:
         generation: None where nothing was.
         energy: of language models, else that of other models; None where neither was learned.
-        composition: of a run of a language model; None: the target's own.
+        compositions: of runs of a language model, by phase; where one is missing, the target's own holds.
     """
 
     generation: LearnedGeneration | None
     energy: EnergyModel | None
-    composition: Composition | None
+    compositions: Mapping[Phase, Composition]
 
     def loop_ms(self, step: Step, file: DecoderFile, pace: float = 1.0) -> float | None:
         """What genai's loop takes of a step at a pace; None where that is not known."""
@@ -60,10 +60,8 @@ def learned_of(predictor: Predictor) -> Learned:
     generation, energy = read_generation(folder), read_generation_energy(folder)
     if energy is None and energy_path(folder).is_file():
         energy = read_energy(folder)
-    composition = None
-    if generation is not None and fitted.composition.costs is not None:
-        composition = fitted.composition.model_copy(update={"costs": generation.costs(fitted.composition.costs)})
-    return Learned(generation, energy, composition)
+    return Learned(generation, energy, {} if generation is None else {
+        phase: generation.composition(fitted.composition, phase) for phase in PHASES})
 
 
 def _phase(step: Step) -> Phase:
@@ -94,7 +92,5 @@ def _sustained_ms(times_ms: Sequence[float], run: PredictedRun, learned: Learned
     """Times of a step as the device's power limit has them."""
     if learned.generation is None or learned.generation.power_limit is None or learned.energy is None:
         return list(times_ms)
-    parts = parts_of_run(run)
-    busy_ms = sum(part.runs * part.time_ms for part in parts)
-    power_w = learned.energy.unlimited_w(work_of_run(parts, busy_ms)) if busy_ms else 0.0
+    power_w = learned.energy.unlimited_w(parts_of_run(run))
     return [learned.generation.power_limit.sustained_ms(time_ms, power_w) for time_ms in times_ms]

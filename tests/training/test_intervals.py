@@ -26,6 +26,7 @@ from training.composition.intervals import (
     Novelty,
     Sources,
     calibrate,
+    fitted_to,
     for_any_host,
     intervals_held_out,
     sources,
@@ -76,6 +77,28 @@ def test_one_collection_leaves_families_out_and_few_families_give_none() -> None
     assert (interval.left_out, interval.families) == ("family", 30)
     assert interval.coverage > 0.8
     assert calibrate(made_up_cases(1, LEAST_FAMILIES - 1, 10)) is None
+
+
+def laplace_cases(families: int, models: int, spread: float) -> list[Case]:
+    """Predictions of which nothing but their errors is made up."""
+    generator = np.random.default_rng(0)
+    return [Case("", f"f{family}", Sources(predicted=1.0), float(generator.laplace(0.0, spread)))
+            for family in range(families) for _ in range(models)]
+
+
+def test_an_interval_is_fitted_to_models_of_another_sort() -> None:
+    """It holds nine of ten of their errors, however large these are, and keeps the skew that it was calibrated with."""
+    interval = calibrate(laplace_cases(40, 25, 0.1))
+    assert interval is not None
+    fitted = [fitted_to(interval, laplace_cases(200, 10, spread)) for spread in (0.05, 0.2)]
+    for narrow_or_wide in fitted:
+        assert narrow_or_wide is not None
+        assert 0.86 < narrow_or_wide.coverage < 0.94
+        assert narrow_or_wide.high / narrow_or_wide.low == pytest.approx(interval.high / interval.low)
+        assert (narrow_or_wide.families, narrow_or_wide.left_out, narrow_or_wide.reach) == (200, "family", interval.reach)
+    narrow, wide = (math.log(one.ends(Sources(predicted=1.0))[1]) for one in fitted if one)
+    assert wide == pytest.approx(4 * narrow)  # the same errors, four times as large
+    assert fitted_to(interval, laplace_cases(1, 50, 0.1)) is None
 
 
 def test_a_large_family_counts_as_much_as_a_small_one() -> None:

@@ -12,8 +12,15 @@ from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Runs, Track
 from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
 from kernel_model.sampling.free_shapes.table import draw_free_kernel
 from records.attention import attended_by, with_lengths
-from records.kernel_record import Kernel
-from runtimes.ort.cuda.language_kernels import ALGORITHMS, Gpu, attention_algorithm, product_algorithm, splits
+from records.kernel_record import Kernel, KernelInput
+from runtimes.ort.cuda.language_kernels import (
+    ALGORITHMS,
+    Gpu,
+    attention_algorithm,
+    language_algorithm,
+    product_algorithm,
+    splits,
+)
 from training.kernels.language_features import LANGUAGE_GROUPS, language_features
 
 
@@ -61,6 +68,56 @@ def test_cudnn_is_chosen_from_hopper_on_alone() -> None:
     attended = attended_by(described)
     assert attended is not None
     assert attention_algorithm(described, attended, Gpu(capability=8.0)) == "flash"
+
+
+def plain(*inputs: KernelInput, name: str = "MultiHeadAttention", domain: str = CONTRIB) -> Kernel:
+    """Attention with four heads by another operator."""
+    return kernel(name, list(inputs), [inputs[0].shape], domain, num_heads=4)
+
+
+def text(queries: int = 512, dtype: str = "float16", width: int = 256, batch: int = 2) -> KernelInput:
+    return tensor(dtype, batch, queries, width)
+
+
+def projected(dtype: str, *more: KernelInput, width: int = 256) -> Kernel:
+    weights = (tensor(dtype, width, 3 * width, constant=True), tensor(dtype, 3 * width, constant=True))
+    return plain(text(dtype=dtype, width=width), *weights, *more, name="Attention")
+
+
+def packed(queries: int, in_one: bool, *more: KernelInput) -> Kernel:
+    rows = [tensor("float16", 2 * queries, 4, 3, 64), ABSENT, ABSENT] if in_one else [tensor("float16", 2 * queries, 256)] * 3
+    return plain(*rows, ABSENT, tensor("int32", 2, queries), tensor("int32", 3), *more, name="PackedMultiHeadAttention")
+
+
+MASK, ENDS, STARTS = tensor("int32", 2, 512), tensor("int32", 2), tensor("int32", 3 * 2 + 2)
+PAST = [tensor("float16", 2, 4, 100, 64)] * 2
+ADDED = tensor("float16", 1, 4, 512, 512)
+
+
+@pytest.mark.parametrize(("described", "algorithm"), [
+    (plain(*[text()] * 3), "cudnn"), (plain(*[text(dtype="bfloat16")] * 3), "cudnn"),
+    (plain(*[text(1)] * 3, *[ABSENT] * 3, *PAST), "cudnn"), (plain(*[text()] * 3, ABSENT, ENDS), "cudnn"),
+    (plain(*[text()] * 3, ABSENT, MASK), "unfused"), (plain(*[text()] * 3, ABSENT, STARTS), "memory efficient"),
+    (plain(*[text()] * 3, ABSENT, ABSENT, ADDED), "cudnn"), (plain(*[text(width=4 * 264)] * 3), "memory efficient"),
+    (plain(*[text(width=4 * 60)] * 3), "unfused"),
+    (plain(*[text(dtype="float32")] * 3), "memory efficient"), (plain(*[text(255, "float32")] * 3), "unfused"),
+    (plain(text(4, "float32"), *[text(256, "float32")] * 2), "memory efficient"),
+    (projected("float16"), "cudnn"), (projected("float16", MASK), "unfused"), (projected("float16", ENDS), "cudnn"),
+    (projected("float16", STARTS), "memory efficient"), (projected("bfloat16", STARTS), "unfused"),
+    (projected("float16", ABSENT, tensor("float16", 2, 2, 4, 8, 64)), "unfused"), (projected("float32"), "memory efficient"),
+    (packed(512, True), "memory efficient"), (packed(513, True), "flash"), (packed(64, False), "flash"),
+    (packed(64, False, ADDED), "unfused"),
+    (plain(*[tensor("float16", 2, 4, 512, 64)] * 3, name="Attention", domain=""), "")])
+def test_attention_of_other_operators_on_hopper(described: Kernel, algorithm: str) -> None:
+    assert language_algorithm(described) == algorithm
+
+
+def test_numbers_are_added_in_place_only_where_they_are_aligned() -> None:
+    def chosen(queries: int) -> str:
+        wide = [text(queries, width=4 * 264)] * 3  # heads too large for cuDNN
+        return language_algorithm(plain(*wide, ABSENT, ABSENT, tensor("float16", 1, 4, queries, queries)))
+
+    assert (chosen(64), chosen(65)) == ("memory efficient", "unfused")
 
 
 def test_long_texts_are_split_where_they_would_not_fill_the_gpu() -> None:
@@ -114,4 +171,22 @@ def test_features_tell_lengths_apart() -> None:
     names = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))
     values = dict(zip(names, language_features(attention(total=1023, cache=2047)), strict=True))
     expected = {"log_attended": 10, "log_cache": 11, "heads_per_key_head": 4, "shares_buffer": 1}
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_features_of_other_attention() -> None:
+    names = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))
+    values = dict(zip(names, language_features(plain(text(1), *[text(511)] * 2, ABSENT, tensor("int32", 2, 511))), strict=True))
+    expected = {"log_queries": 1, "log_attended": 9, "causal": 0, "mask": 1, "head_size": 64, "heads_per_key_head": 1}
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_features_of_experts_are_of_one_of_them() -> None:
+    inputs = [tensor("float16", 28, 64), tensor("float16", 28, 8), tensor("uint8", 8, 256, 32, constant=True),
+              tensor("float16", 8, 256, constant=True), ABSENT, tensor("uint8", 8, 64, 64, constant=True),
+              tensor("float16", 8, 64, constant=True)]
+    described = kernel("QMoE", inputs, [(28, 64)], CONTRIB, k=2, expert_weight_bits=4, activation_type="swiglu")
+    names = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))
+    values = dict(zip(names, language_features(described), strict=True))
+    expected = {"weight_bits": 4, "log_rows": 3, "log_experts": np.log2(9), "experts_per_token": 2, "gated": 1}
     assert {name: values[name] for name in expected} == expected

@@ -185,6 +185,35 @@ def calibrate(cases: Sequence[Case]) -> CalibratedInterval | None:
     return calibrated.model_copy(update={"coverage": float(np.average(inside, weights=_weights(cases)))})
 
 
+def fitted_to(interval: CalibratedInterval, cases: Sequence[Case]) -> CalibratedInterval | None:
+    """An interval for models of another sort, which may be of few families: as much wider or narrower than the given one as its
+    own errors need. Both ends change by one factor, the conformal quantile of how far errors reach towards them. Families count
+    equally.
+
+    Args:
+        interval: calibrated on other models.
+        cases: the errors of models of that sort, each predicted without its family.
+
+    Returns:
+        The interval, whose `coverage` is that of families whose errors are not among its own; None for fewer than two families.
+    """
+    families = np.array([case.family for case in cases])
+    names = sorted(set(families.tolist()))
+    if len(names) < 2:
+        return None
+    ends = [interval.high if case.error > 0 else interval.low for case in cases]
+    reached = np.array([case.error / (end * interval.scale(case.sources)) if end else math.inf
+                        for case, end in zip(cases, ends, strict=True)])
+    weights, inside = _weights(cases), np.empty(len(cases))
+    for name in names:
+        kept = families != name
+        inside[~kept] = reached[~kept] <= _quantile(reached[kept], weights[kept], COVERAGE, len(names) - 1)
+    times = _quantile(reached, weights, COVERAGE, len(names))
+    return interval.model_copy(update={
+        "low": times * interval.low, "high": times * interval.high, "left_out": "family", "families": len(names),
+        "coverage": float(np.average(inside, weights=weights))})
+
+
 def intervals_held_out(cases: Sequence[Case]) -> list[tuple[float, float]]:
     """The interval of each prediction as multiples of it, calibrated on the other collections (or families) alone; empty where
     too few families are left for that."""

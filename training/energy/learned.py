@@ -66,6 +66,11 @@ def energy_class(kernel: Kernel) -> EnergyClass:
     return operator_class if operator_class in ("convolution", "product") else "other"
 
 
+def busy_time_ms(parts: Iterable[Part]) -> float:
+    """The time of kernels that run one after another, over all their runs."""
+    return sum(part.runs * part.time_ms for part in parts)
+
+
 def work_of_run(parts: Iterable[Part], latency_ms: float) -> dict[str, float]:
     """The work of one run by name: `run_s`, `busy_s:<class>`, `full_<half>m_s`, `tflop:<class>:<element type>`, `gb` and
     `launches`.
@@ -76,7 +81,7 @@ def work_of_run(parts: Iterable[Part], latency_ms: float) -> dict[str, float]:
     """
     parts = list(parts)
     work: dict[str, float] = {RUN: latency_ms / 1e3, BYTES: 0.0, LAUNCHES: 0.0}
-    busy_ms = sum(part.runs * part.time_ms for part in parts)
+    busy_ms = busy_time_ms(parts)
     fit = min(1.0, latency_ms / busy_ms) if busy_ms else 1.0
     for kernel, runs, time_ms, launches in parts:
         kind, time_s, words = energy_class(kernel), fit * time_ms / 1e3, _words(kernel.dtype)
@@ -183,9 +188,11 @@ class EnergyModel(Frozen):
         limit_j = math.inf if self.limit_w is None else self.limit_w * work[RUN]
         return RunEnergy(min(total_j, limit_j), guessed, max(1.0, total_j / limit_j))
 
-    def unlimited_w(self, work: Mapping[str, float]) -> float:
-        """The mean power of a run that does this work, on a device that has no power limit."""
-        return self._total_j(work)[0] / work[RUN]
+    def unlimited_w(self, parts: Iterable[Part]) -> float:
+        """The mean power of a device without a power limit while it does nothing but these kernels; 0 without any."""
+        parts = list(parts)
+        busy_ms = busy_time_ms(parts)
+        return self._total_j(work_of_run(parts, busy_ms))[0] / (busy_ms / 1e3) if busy_ms else 0.0
 
     def _total_j(self, work: Mapping[str, float]) -> tuple[float, tuple[str, ...]]:
         """The energy of a run without a power limit, and the kinds of its work that no measured model had."""

@@ -80,7 +80,7 @@ def kernel_features(kernel: Kernel) -> list[float]:
     ]
 
 
-KERNEL_FEATURES = FeatureSchema("kernel", 3, {
+KERNEL_FEATURES = FeatureSchema("kernel", 4, {
     "sizes": Sizes._fields,
     "window": KernelWindow._fields,
     "product": Product._fields,

@@ -7,7 +7,8 @@ outliers: the host of a virtual machine changes its pace even within a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from graph_model.simulation.pipeline import PipelineCosts, Runs
 from records.generations import PHASES, Phase
+from training.composition.intervals import KNOWN, CalibratedInterval, Case, fitted_to, sources
 from training.energy.fitting import MeasuredEnergy
 from training.energy.learned import EnergyModel, work_of_run
 from training.llm.learned import LARGEST_EXPONENT, FittedStep, GenerationLoop, LearnedGeneration, PowerLimit
@@ -59,7 +61,7 @@ class Fit(NamedTuple):
 
 
 def fit_generation(target: str, steps: Sequence[MeasuredStep], costs: PipelineCosts, energy: EnergyModel | None,
-                   predictors_created: str) -> LearnedGeneration:
+                   predictors_created: str, calibrated: CalibratedInterval | None = None) -> LearnedGeneration:
     """What generation takes, with each family held out in turn for its errors.
 
     Args:
@@ -68,6 +70,7 @@ def fit_generation(target: str, steps: Sequence[MeasuredStep], costs: PipelineCo
         costs: of a run of other models.
         energy: of language models; None: nothing is learned of the power limit.
         predictors_created: when the predictors of the steps' kernels were trained.
+        calibrated: the interval of other models; None: no intervals are learned.
     """
     counted = [step for step in steps if step.counted]
     predicted_ms = dict[int, float]()
@@ -82,10 +85,30 @@ def fit_generation(target: str, steps: Sequence[MeasuredStep], costs: PipelineCo
     return LearnedGeneration(
         target=target, genai_version=steps[0].point.machine.versions.get("onnxruntime-genai", ""),
         predictors_created=predictors_created, product_ms=fitted.host.product_ms, attention_ms=fitted.host.attention_ms,
-        loop=fitted.host.loop, power_limit=fitted.limit, left_out=left_out, steps=tuple(
+        loop=fitted.host.loop, power_limit=fitted.limit, left_out=left_out,
+        intervals=intervals_of(counted, predicted_ms, calibrated) if calibrated else {}, steps=tuple(
             FittedStep(model=step.point.model, family=step.point.family, phase=step.phase, batch=step.point.batch,
                        prompt=step.point.prompt, pace=round(step.pace, 4), measured_ms=step.measured_ms,
                        predicted_ms=predicted_ms[id(step)]) for step in counted))
+
+
+def intervals_of(steps: Iterable[MeasuredStep], predicted_ms: Mapping[int, float],
+                 calibrated: CalibratedInterval) -> dict[Phase, CalibratedInterval]:
+    """The interval of each phase, from the errors of steps whose host's pace was read meanwhile.
+
+    Args:
+        steps: that count.
+        predicted_ms: of each step by its `id`, its family held out.
+        calibrated: the interval of other models.
+    """
+    cases: dict[Phase, list[Case]] = {phase: [] for phase in PHASES}
+    for step in steps:
+        if step.paced:
+            time_ms = predicted_ms[id(step)]
+            of_step = sources(((part.runs * part.time_ms, KNOWN) for part in step.parts), time_ms)
+            cases[step.phase].append(Case("", step.point.family, of_step, math.log(step.measured_ms / time_ms)))
+    found = {phase: fitted_to(calibrated, of_phase) for phase, of_phase in cases.items()}
+    return {phase: interval for phase, interval in found.items() if interval}
 
 
 def fit_steps(steps: Sequence[MeasuredStep], costs: PipelineCosts, energy: EnergyModel | None) -> Fit:
@@ -107,7 +130,7 @@ def fit_limit(steps: Sequence[MeasuredStep], host: _Host, costs: PipelineCosts, 
     if energy.limit_w is None or len(long) < LEAST_LONG:
         return None
     base_ms, measured_ms = _with_loop_ms(long, _runs(long), host, costs), np.array([step.measured_ms for step in long])
-    power_w, usual_w = np.array([unlimited_w(step, energy) for step in long]), energy.limit_w
+    power_w, usual_w = np.array([energy.unlimited_w(step.parts) for step in long]), energy.limit_w
 
     def limit(hold_ms: float, values: Sequence[float]) -> PowerLimit:
         return PowerLimit(hold_ms=hold_ms, limit_w=float(max(values[0], 0.1)) * usual_w,
@@ -129,13 +152,8 @@ def predict_ms(steps: Sequence[MeasuredStep], fitted: Fit, costs: PipelineCosts,
     times_ms = _with_loop_ms(steps, _runs(steps), fitted.host, costs)
     if fitted.limit is None or energy is None:
         return times_ms
-    return np.array([fitted.limit.sustained_ms(time_ms, unlimited_w(step, energy))
+    return np.array([fitted.limit.sustained_ms(time_ms, energy.unlimited_w(step.parts))
                      for step, time_ms in zip(steps, times_ms.tolist(), strict=True)])
-
-
-def unlimited_w(step: MeasuredStep, energy: EnergyModel) -> float:
-    """The mean power of the device in a step, if it kept its clocks and did nothing but the step's kernels."""
-    return energy.unlimited_w(work_of_run(step.parts, float(step.tracks.gpu_ms.sum())))
 
 
 def _runs(steps: Sequence[MeasuredStep]) -> Runs:

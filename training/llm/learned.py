@@ -7,9 +7,10 @@ from pathlib import Path
 
 from pydantic import Field
 
-from graph_model.simulation.pipeline import PipelineCosts
 from records.generations import Phase
 from records.measurement import ModelMilliseconds
+from training.composition.fitted import Composition
+from training.composition.intervals import CalibratedInterval
 from training.energy.learned import ENERGY_VERSION, EnergyModel
 from utils import files
 from utils.frozen import Frozen
@@ -100,6 +101,7 @@ class LearnedGeneration(Frozen):
             composition has.
         loop: the time of onnxruntime-genai's loop.
         power_limit: None where no run was long enough to show it.
+        intervals: of runs whose host's pace is known, by phase; a phase is missing where too few families were measured.
         left_out: errors of steps whose family was held out, by phase.
         steps: all that was fitted to.
     """
@@ -112,12 +114,15 @@ class LearnedGeneration(Frozen):
     attention_ms: float
     loop: GenerationLoop
     power_limit: PowerLimit | None = None
+    intervals: dict[Phase, CalibratedInterval] = {}
     left_out: dict[Phase, ErrorStatistics] = {}
     steps: tuple[FittedStep, ...] = ()
 
-    def costs(self, costs: PipelineCosts) -> PipelineCosts:
-        """The costs of a run of a language model; `costs` are those of other models."""
-        return costs.model_copy(update={"product_ms": self.product_ms, "attention_ms": self.attention_ms})
+    def composition(self, composition: Composition, phase: Phase) -> Composition:
+        """How the kernels of a run of a language model are put together; `composition` is that of other models."""
+        costs, interval = composition.costs, self.intervals.get(phase, composition.calibrated)
+        return composition.model_copy(update={"calibrated": interval, "costs": costs and costs.model_copy(
+            update={"product_ms": self.product_ms, "attention_ms": self.attention_ms})})
 
 
 def generation_path(folder: Path) -> Path:

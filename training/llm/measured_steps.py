@@ -60,19 +60,25 @@ class MeasuredStep:
     counted: bool = True
 
     @property
+    def paced(self) -> bool:
+        """Whether the host's pace was read during the step, and not only before and after all of its point."""
+        return bool(self.point.first_probe_us if self.phase == "first" else self.point.token_probe_us)
+
+    @property
     def energy(self) -> StepEnergy | None:
         return self.point.first_energy if self.phase == "first" else self.point.token_energy
 
 
-def step_time(point: Generation, phase: Phase) -> tuple[float, float]:
+def step_time(point: Generation, phase: Phase) -> tuple[float, float | None]:
     """The median time of a step in ms, and what the host's probe took meanwhile, in µs; of tokens, those count during which the
-    host was fastest, where that is known."""
+    host was fastest, where that is known. A CPU has no such probe (None)."""
+    before_and_after_us = median(point.probe_us) if point.probe_us else None
     if phase == "first":
         middle = sorted(range(len(point.first_ms)), key=point.first_ms.__getitem__)[len(point.first_ms) // 2]
-        return point.first_ms[middle], point.first_probe_us[middle] if point.first_probe_us else median(point.probe_us)
+        return point.first_ms[middle], point.first_probe_us[middle] if point.first_probe_us else before_and_after_us
     times = np.concatenate([np.array(tokens) for tokens in point.token_ms])
     if not point.token_probe_us:
-        return float(np.median(times)), median(point.probe_us)
+        return float(np.median(times)), before_and_after_us
     probes = np.concatenate([np.array(readings) for readings in point.token_probe_us])
     quiet = probes <= np.quantile(probes, QUIET_SHARE)
     return float(np.median(times[quiet])), float(np.median(probes[quiet]))
@@ -104,7 +110,7 @@ def measured_steps(workspace: Workspace, predictors: Predictors, usual_us: float
         steps.append(MeasuredStep(
             point, phase, tracks, parts, words=words,
             layers=sum(record.kernel_of(node).op_type == OPERATOR for node in record.nodes), measured_ms=measured_ms,
-            pace=probe_us / usual_us, counted=counted))
+            pace=1.0 if probe_us is None else probe_us / usual_us, counted=counted))
     return steps
 
 
