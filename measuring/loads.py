@@ -163,7 +163,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
         best_ms = best_canary_ms(block for block in measured if block.machine == bench.machine_uuid)
         with start(level, background) as stressor:
             under = RunningLoad(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
-            _LoadMeasured(bench, partial(_timed, time_units, level), under, journal, totals, stop_at_s).measure(todo)
+            _LoadMeasured(bench, time_units, under, journal, totals, stop_at_s).measure(todo)
     if totals.interrupted:
         log.warning("%d units were interrupted, by a lack of disk space, memory or open files, or from outside; run again to "
                     "measure them: %s", len(totals.interrupted), cli.first_of(list(totals.interrupted)))
@@ -175,18 +175,12 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
     return totals
 
 
-def _timed(time_units: Callable[[Sequence[U], float], Iterable[Measurement]], level: float,
-           planned: Planned[U]) -> Iterable[Measurement]:
-    return time_units(planned.units, level)
-
-
 @dataclass
 class _LoadMeasured(Generic[U]):
     """Measures the blocks of one load.
 
     Attributes:
-        bench, journal, stop_at_s: as for `measure_loads`.
-        time_units: times the units of a block.
+        bench, time_units, journal, stop_at_s: as for `measure_loads`.
         under: the load.
         totals: to which is added what was measured.
         fruitless: blocks in a row of which nothing was kept.
@@ -194,7 +188,7 @@ class _LoadMeasured(Generic[U]):
     """
 
     bench: Bench
-    time_units: Callable[[Planned[U]], Iterable[Measurement]]
+    time_units: Callable[[Sequence[U], float], Iterable[Measurement]]
     under: RunningLoad
     journal: Journal
     totals: Totals[U]
@@ -240,7 +234,7 @@ class _LoadMeasured(Generic[U]):
         """
         began_s = time.monotonic()
         block, interrupted = without_interrupted(measure_block(
-            self.bench, planned.key, partial(self.time_units, planned), self.under, attempt))
+            self.bench, planned.key, partial(self.time_units, planned.units, self.under.level), self.under, attempt))
         self.totals.measuring_s += time.monotonic() - began_s
         if attempt == 1:
             self.totals.interrupted |= interrupted
