@@ -13,7 +13,7 @@ import numpy as np
 
 from convolutions.algorithms import counted, unexpected
 from convolutions.measure import CONVOLUTION, PROFILE, REMAKE, VERSION, ProfileSettings
-from records.blocks import Block, JournalFile, read_blocks
+from records.blocks import Block, JournalFile, counting, read_blocks
 from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
@@ -84,7 +84,7 @@ class ResultsJournal(JournalFile):
 
 def write_tables(folder: Path, name: str, blocks: Iterable[Block]) -> tuple[Path, Path]:
     """Writes both tables and returns their paths."""
-    measurements = list({m.id: m for block in blocks for m in block.measurements}.values())  # of two attempts the later
+    measurements = list(counting(blocks).values())
     overall, layers = folder / f"{name}_overall.csv", folder / f"{name}_layers.csv"
     files.write_csv(overall, (*OVERALL, *OVERALL_MORE), overall_rows(measurements))
     files.write_csv(layers, (*LAYERS, *LAYERS_MORE), layer_rows(measurements))
@@ -98,8 +98,7 @@ SHOWN = ("model", "algorithm", "input_size", "batch", "mean", "std", "min", "max
 def finished_rows(folder: Path, settings: ProfileSettings) -> list[dict[str, Any]]:
     """The rows of the sizes that `settings` asks for, with the columns of SHOWN."""
     asked = {unit.id for unit in settings.units}
-    latest = {m.id: m for block in read_blocks(folder / JOURNAL) for m in block.measurements}
-    kept = [m for m in latest.values() if m.id in asked or m.context in asked]
+    kept = [m for m in counting(read_blocks(folder / JOURNAL)).values() if m.id in asked or m.context in asked]
     return [{name: row.get(name) for name in SHOWN} for row in overall_rows(kept)]
 
 

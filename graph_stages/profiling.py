@@ -16,7 +16,7 @@ from measuring.bench import Bench, Steadiness
 from measuring.loads import measure_loads
 from measuring.pending import Planned, pending
 from measuring.worker_process import WorkerFailed, WorkerProcess
-from records.blocks import Block, Journal, JournalFile
+from records.blocks import Block, Journal, JournalFile, counting
 from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
@@ -70,7 +70,7 @@ class StageJournal(JournalFile):
 
     def write_raw(self) -> RawMeasurements:
         """Writes what is measured so far of the profile, and returns it."""
-        measured = {m.id: m for block in self.blocks if block.machine == self._here.uuid for m in block.measurements}
+        measured = counting(block for block in self.blocks if block.machine == self._here.uuid)
         raw = RawMeasurements(
             machine=self._here.model_dump(), versions=installed(), warmup=self._profile.warmup, runs=self._profile.runs,
             seed=self._profile.seed, units=tuple(self._profile.reports),

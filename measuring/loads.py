@@ -108,8 +108,9 @@ def best_canary_ms(blocks: Iterable[Block]) -> float:
 
 @dataclass
 class Totals(Generic[U]):
-    """What was measured: the units, the blocks, how many of these were unsteady, the seconds that measuring took, and how many
-    units were left because the time was over. `interrupted`: the ids of units that are to be measured again, and why."""
+    """What was measured: the units, the blocks (of each its steadiest attempt), how many of these were unsteady, the seconds
+    that measuring took, and how many units were left because the time was over. `interrupted`: the ids of units that are to be
+    measured again, and why."""
 
     units: list[U] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
@@ -184,7 +185,7 @@ class _LoadMeasured(Generic[U]):
         under: the load.
         totals: to which is added what was measured.
         fruitless: blocks in a row of which nothing was kept.
-        disturbed: blocks that are to be measured again, by key, each with its steadiest attempt.
+        steadiest: of each block, by key, the steadiest attempt so far.
     """
 
     bench: Bench
@@ -194,37 +195,29 @@ class _LoadMeasured(Generic[U]):
     totals: Totals[U]
     stop_at_s: float
     fruitless: int = 0
-    disturbed: dict[str, tuple[Planned[U], Block]] = field(default_factory=dict)
+    steadiest: dict[str, Block] = field(default_factory=dict)
 
     def measure(self, todo: Sequence[Planned[U]]) -> None:
         """Each block once; then those during which the machine was unsteady again, since a disturbance has often passed by
-        then. Of each block the steadiest attempt is kept, also where measuring ends early."""
+        then. Every attempt is kept at once; of several, the steadiest counts."""
         steadiness = self.bench.steadiness
         attempts = steadiness.attempts_under_load if self.under.level else steadiness.attempts
         text = _described((self.under.level, self.under.background), self.stop_at_s)
-        try:
-            for planned in cli.progress(_until(self.stop_at_s, todo, self.totals), text, len(todo)):
-                self._attempt(planned, 1, attempts)
-            for attempt in range(2, attempts + 1):
-                again = [planned for planned, _ in self.disturbed.values()]
-                for planned in cli.progress(_until(self.stop_at_s, again), f"{text}, once more", len(again)) if again else ():
-                    self._attempt(planned, attempt, attempts)
-        finally:
-            for _, block in self.disturbed.values():
-                self._keep(block)
+        for planned in cli.progress(_until(self.stop_at_s, todo, self.totals), text, len(todo)):
+            self._attempt(planned, 1)
+        for attempt in range(2, attempts + 1):
+            again = [planned for planned in todo if planned.key in self.steadiest and self.steadiest[planned.key].unsteady]
+            for planned in cli.progress(_until(self.stop_at_s, again), f"{text}, once more", len(again)) if again else ():
+                self._attempt(planned, attempt)
+        self.totals.blocks += self.steadiest.values()
+        self.totals.unsteady_blocks += sum(block.unsteady for block in self.steadiest.values())
 
-    def _attempt(self, planned: Planned[U], attempt: int, attempts: int) -> None:
-        """One attempt at a block. It is kept if it is steady, or no further attempt follows."""
-        block = self._block(planned, attempt)
-        if block is None:
-            return
-        if (before := self.disturbed.pop(planned.key, None)) and (
-                before[1].drift <= block.drift or len(before[1].measurements) > len(block.measurements)):
-            block = before[1].model_copy(update={"attempts": attempt})
-        if block.unsteady and attempt < attempts:
-            self.disturbed[planned.key] = planned, block
-        else:
-            self._keep(block)
+    def _attempt(self, planned: Planned[U], attempt: int) -> None:
+        if block := self._block(planned, attempt):
+            self.journal.append(block)
+            before = self.steadiest.get(planned.key)
+            if before is None or block.drift < before.drift:
+                self.steadiest[planned.key] = block
 
     def _block(self, planned: Planned[U], attempt: int) -> Block | None:
         """One attempt at a block, without the units that were interrupted; None where it would have none.
@@ -244,11 +237,6 @@ class _LoadMeasured(Generic[U]):
             raise UserError(f"the last {self.fruitless} blocks were interrupted: {interrupted[next(iter(interrupted))]}; "
                             "free what is lacking and run the same command again: what was finished is kept")
         return None if self.fruitless else block
-
-    def _keep(self, block: Block) -> None:
-        self.totals.unsteady_blocks += block.unsteady
-        self.totals.blocks.append(block)
-        self.journal.append(block)
 
 
 def _until(stop_at_s: float, todo: Sequence[Planned[U]], totals: Totals[U] | None = None) -> Iterator[Planned[U]]:

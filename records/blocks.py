@@ -43,7 +43,7 @@ class Block(Frozen):
         canary_before_ms, canary_after_ms: the canary's times around the block.
         canary_best_ms: its shortest time so far on this machine when idle; 0 under load, where it varies.
         drift_admitted: the largest drift of a steady block when it was measured.
-        attempts: how often the block was measured, until it was steady or attempts ran out. The steadiest one is kept.
+        attempts: how often the block has been measured, with this time. All attempts are kept, and the `steadiest` counts.
         stress: what the stressor reports to have reached.
         probe: how long tiny work waited for other work just before the block's own runs; None if that was not read.
     """
@@ -114,6 +114,15 @@ def steadiest(measured: Sequence[Measured]) -> list[Measured]:
     steady = [(block, m) for block, m in measured if not block.unsteady]
     least = min((block.drift for block, _ in measured), default=0.0)
     return steady or [(block, m) for block, m in measured if block.drift == least]
+
+
+def counting(blocks: Iterable[Block]) -> dict[str, Measurement]:
+    """Of each thing that was measured, by id, the measurement that counts: one that went well, from the steadiest block."""
+    measured: dict[str, list[Measured]] = defaultdict(list)
+    for block in blocks:
+        for m in block.measurements:
+            measured[m.id].append((block, m))
+    return {name: max(parts, key=lambda part: (part[1].status == "ok", -part[0].drift))[1] for name, parts in measured.items()}
 
 
 def unsteady_labels(drifts: Mapping[str, float]) -> str:

@@ -130,9 +130,9 @@ def make_workspace(root: Path) -> Workspace:
 
 
 def learning(root: Path) -> list[list[str | Path]]:
-    """The commands that learn from the dataset: each script, and its options."""
+    """The commands that learn from the dataset: each script, and its options. A model's made-up latency is α·Σ+β."""
     return [["training/train_kernel_model.py", "--workspace", root, "--quiet", "--config", root / "training.yaml"],
-            ["training/fit_composition.py", "--workspace", root, "--quiet"]]
+            ["training/fit_composition.py", "--workspace", root, "--quiet", "--composition", "sum"]]
 
 
 def trained_workspace(root: Path) -> Workspace:

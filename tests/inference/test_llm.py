@@ -6,6 +6,7 @@ import csv
 import functools
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -253,9 +254,9 @@ def test_runs_are_those_of_the_plain_predictor(folders: Path, predictor: Predict
     analysed, request = Analysed(predictor, language_model(folders / "int4")), Request(1, 100, 60, 2048)
     learned, file = analysed.learned, analysed.model.decode
     prompt = predictor.run(path, dims={**dims, "sequence_length": 100, "total_sequence_length": 100},
-                           composition=learned.composition)
+                           composition=learned.compositions["first"])
     token = predictor.predict(path, dims={**dims, "sequence_length": 1, "total_sequence_length": 101},
-                              composition=learned.composition)
+                              composition=learned.compositions["token"])
     steps = analysed.prompt_step(request), analysed.token_step(request, 100)
     first_ms, loop_ms = (learned.loop_ms(step, file) for step in steps)
     assert first_ms
@@ -266,6 +267,9 @@ def test_runs_are_those_of_the_plain_predictor(folders: Path, predictor: Predict
     assert answer.tokens[0].ms == pytest.approx(token.latency_ms + loop_ms)
     assert answer.energy
     assert answer.energy.prompt_j > predictor.energy(prompt).idle_j
+    usual = predictor.run(path, dims={**dims, "sequence_length": 100, "total_sequence_length": 100}).prediction
+    widths = [math.log(run.interval_ms[1] / run.interval_ms[0]) for run in (prompt.prediction, usual)]
+    assert widths[0] < widths[1]  # fitted to language models
 
 
 def test_one_token_is_the_prompts_run_alone(folders: Path) -> None:

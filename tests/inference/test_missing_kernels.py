@@ -118,7 +118,7 @@ def test_the_composition_stays_and_the_training_is_out_of_date(workspace: Worksp
     assert kept_sidecar(workspace, read_training_set(workspace, TARGET), settings) is not None
     conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
     assert measure_missing("newnet.onnx", target=TARGET, workspace=workspace, config=CONFIG).measured > 0
-    assert kept_composition(workspace, TARGET) is not None
+    assert kept_composition(workspace, TARGET, "sum") is not None
     rows = read_training_set(workspace, TARGET)
     assert kept_sidecar(workspace, rows, settings) is None
     assert set(run_ms(workspace)) <= set(rows.ids)  # the next training learns from them
