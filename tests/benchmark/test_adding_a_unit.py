@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from measuring.metrics.source import MetricSource, Window
-from records.blocks import read_blocks
+from records.blocks import counting, read_blocks
 from records.measurement import Measurement
 from utils.paths import ROOT
 
@@ -52,9 +52,11 @@ def module(script: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def measured(folder: Path) -> dict[str, Measurement]:
-    measurements = [m for block in read_blocks(folder / "measurements.jsonl") for m in block.measurements]
-    assert len({m.id for m in measurements}) == len(measurements)  # none twice
-    return {m.id: m for m in measurements}
+    """What counts of each unit. None is begun twice, and a disturbed one measured once more."""
+    blocks = read_blocks(folder / "measurements.jsonl")
+    begun = [m.id for block in blocks if block.attempts == 1 for m in block.measurements]
+    assert len(set(begun)) == len(begun)
+    return counting(blocks)
 
 
 class PretendedPower(MetricSource):
