@@ -6,9 +6,9 @@ measurements.jsonl while it runs, and from it kernel_latency.csv and model_laten
 
 The outer loop goes over levels, the next one over backgrounds (what the stressor does). Kernels and models are measured in
 blocks: first a window of metrics with the stressor alone, then a canary, then the block's runs with a second window around
-them, then the canary again. If the two canaries differ, the block is measured again after all others, and its steadiest attempt
-counts. Where none was steady, it is marked in both tables; --remeasure measures it once more. Each block is written as one line,
-so a run that is killed loses no row and doubles none: start the same command again, and it resumes.
+them, then the canary again. If the two canaries differ, the block is measured again after all others, and the steadiest
+attempt counts. Where none was steady, it is marked in both tables; --remeasure measures it once more. Each block is written as
+one line, so a run that is killed loses no row and doubles none: start the same command again, and it resumes.
 
 Several machines of one target may share the work (`each_machine: false`). Then a machine omits what others measured, except
 for a few kernels, the `ties`, which it measures too. benchmark/machine_ties.py compares them.
