@@ -10,9 +10,10 @@ Otherwise it writes the whole cache anew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_record import Kernel, KernelInput, Tensor, input_at
 
 OPERATOR = "GroupQueryAttention"
 KEY = 1  # inputs: the key; "" where the query holds keys and values, too
@@ -58,6 +59,11 @@ class Attended(NamedTuple):
     unpadded: int = 0
 
     @property
+    def tokens(self) -> int:
+        """New tokens of all rows."""
+        return self.unpadded or self.batch * self.queries
+
+    @property
     def past(self) -> int:
         """Tokens before the new ones."""
         return max(self.total - self.queries, 0)
@@ -99,9 +105,7 @@ def attended(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> At
     Args:
         attributes, inputs: of the kernel.
     """
-    def tensor(place: int) -> KernelInput:
-        return inputs[place] if place < len(inputs) else KernelInput(dtype="")
-
+    tensor = partial(input_at, inputs)
     batch, queries, width = (1, 1, 1, *tensor(0).shape)[-3:]
     heads, kv_heads = int(attributes.get("num_heads", 1)), int(attributes.get("kv_num_heads", 1))
     packed = not tensor(KEY).present
@@ -137,9 +141,8 @@ def with_present(outputs: Sequence[Tensor], present: int) -> list[Tensor]:
 def flops(sizes: Attended) -> int:
     """Two products over the pairs of tokens that attend to each other, three operations for each number that is rotated, and
     four for each one that is normed."""
-    tokens = sizes.unpadded or sizes.batch * sizes.queries
-    products = 4 * tokens * sizes.heads * sizes.head_size * sizes.pairs // max(sizes.queries, 1)
-    new_heads = tokens * (sizes.heads + sizes.kv_heads)
+    products = 4 * sizes.tokens * sizes.heads * sizes.head_size * sizes.pairs // max(sizes.queries, 1)
+    new_heads = sizes.tokens * (sizes.heads + sizes.kv_heads)
     return products + new_heads * (3 * sizes.rotary + 4 * sizes.head_size * sizes.normed)
 
 

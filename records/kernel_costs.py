@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from records import attention
-from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor
+from records.kernel_record import Kernel, KernelInput, Tensor
 from records.operators import operator_row
 from records.plain_attention import intermediate_bytes, plain_attended, projection_flops, projects
 
@@ -50,7 +50,7 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
         case "grouped attention":
             return attention.flops(attention.attended(attributes, inputs))
         case "experts":
-            return 2 * math.prod(first.shape[:-1]) * _experts_used(attributes) * _expert_elements(attributes, inputs)
+            return 2 * math.prod(first.shape[:-1]) * experts_used(attributes) * _expert_elements(attributes, inputs)
         case "recurrent":  # without the activations of the cells, about 1 % of the products
             return 2 * math.prod(first.shape[:2]) * sum(tensor.elements for tensor in inputs[1:3])
         case "window":
@@ -86,12 +86,12 @@ def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ker
         if table.elements > used:
             total -= table.bytes - table.model_copy(update={"shape": (used,)}).bytes
     if row.cost == "attention":
-        total += _intermediate_bytes(op_type, attributes, inputs)
+        total += intermediate_bytes(op_type, attributes, inputs)
     if row.cost == "recurrent" and len(inputs) > 2:
         total += (max(steps(op_type, attributes, inputs), 1) - 1) * inputs[2].bytes
     if row.cost == "experts" and len(inputs) > 1:
         experts = max(_size(inputs[1], -1), 1)
-        idle = max(experts - math.prod(inputs[0].shape[:-1]) * _experts_used(attributes), 0)
+        idle = max(experts - math.prod(inputs[0].shape[:-1]) * experts_used(attributes), 0)
         total -= sum(tensor.bytes for tensor in inputs[2:]) * idle // experts
     return total
 
@@ -104,7 +104,7 @@ def bytes_written(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[
         case "grouped attention":
             return attention.bytes_written(attention.attended(attributes, inputs), outputs)
         case "attention":
-            return sum(tensor.bytes for tensor in outputs) + _intermediate_bytes(op_type, attributes, inputs)
+            return sum(tensor.bytes for tensor in outputs) + intermediate_bytes(op_type, attributes, inputs)
     return sum(tensor.bytes for tensor in outputs)
 
 
@@ -176,7 +176,7 @@ def einsum_product(attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> t
             elements(i for i in size if i in first and i in second and i not in result))
 
 
-def _experts_used(attributes: Mapping[str, Any]) -> int:
+def experts_used(attributes: Mapping[str, Any]) -> int:
     """How many experts compute each token."""
     return int(attributes.get("k", 1))
 
@@ -201,7 +201,3 @@ def _attention_flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequen
     if sizes is None:
         return 0
     return attention.flops(sizes) + (projection_flops(inputs) if projects(op_type, inputs) else 0)
-
-
-def _intermediate_bytes(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
-    return intermediate_bytes(op_type, attributes, inputs, int(DTYPE_BYTES.get(inputs[0].dtype, 4))) if inputs else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -110,6 +111,11 @@ class KernelInput(Tensor, allow_inf_nan=True):  # a Pad may pad with -Infinity
     constant: bool = False
     values: tuple[int | float | bool, ...] | None = None
     value_range: tuple[int, int] | None = None
+
+
+def input_at(inputs: Sequence[KernelInput], place: int | None) -> KernelInput:
+    """An input of a kernel by its position; one that is not present where there is none, or no position."""
+    return inputs[place] if place is not None and place < len(inputs) else KernelInput(dtype="")
 
 
 class Kernel(Frozen):

@@ -4,10 +4,11 @@ its projection, both without padding (PackedAttention, PackedMultiHeadAttention)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from records.attention import Attended, Mask
-from records.kernel_record import Kernel, KernelInput
+from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, input_at
 from records.operators import operator_row
 
 PROJECTING = ("Attention", "PackedAttention")  # with a matrix as their second input, they project the first one
@@ -20,7 +21,7 @@ ONNX_MASK = 3  # input of ONNX's own Attention: numbers that are added to the pr
 
 def projects(op_type: str, inputs: Sequence[KernelInput]) -> bool:
     """Whether the operator makes queries, keys and values itself, by a matrix."""
-    return op_type in PROJECTING and len(inputs) > 1 and len(inputs[1].shape) == 2
+    return op_type in PROJECTING and len(input_at(inputs, 1).shape) == 2
 
 
 def plain_attended(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> Attended | None:
@@ -30,9 +31,7 @@ def plain_attended(op_type: str, attributes: Mapping[str, Any], inputs: Sequence
         op_type: one with the cost rule "attention".
         attributes, inputs: of the kernel.
     """
-    def tensor(place: int | None) -> KernelInput:
-        return inputs[place] if place is not None and place < len(inputs) else KernelInput(dtype="")
-
+    tensor = partial(input_at, inputs)
     query, second, packed_rows = tensor(0), tensor(1), tensor(TOKEN_OFFSETS.get(op_type))
     if not query.shape:
         return None
@@ -70,24 +69,19 @@ def plain_attended_by(kernel: Kernel) -> Attended | None:
     return plain_attended(kernel.op_type, kernel.attributes, kernel.inputs) if is_attention else None
 
 
-def intermediate_bytes(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], element_bytes: int) -> int:
+def intermediate_bytes(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
     """Bytes that attention stores between its steps and reads again: queries, keys and values of its own projection; the same
     with a bias; and, with a mask of keys, the products of queries and keys before and after the softmax.
-    ONNX Runtime's providers compute it so; without such a mask, CUDA's keeps the products on the chip.
-
-    Args:
-        op_type, attributes, inputs: of the kernel.
-        element_bytes: of a number of its type.
-    """
+    ONNX Runtime's providers compute it so; without such a mask, CUDA's keeps the products on the chip."""
     sizes = plain_attended(op_type, attributes, inputs)
     if sizes is None:
         return 0
     elements = sizes.batch * sizes.heads * sizes.queries * sizes.total * 2 * (sizes.mask == "keys")
     if projects(op_type, inputs):
-        elements += 2 * 3 * (sizes.unpadded or sizes.batch * sizes.queries) * sizes.heads * sizes.head_size
-    elif len(inputs) > BIAS and inputs[BIAS].present and op_type == "MultiHeadAttention":
+        elements += 2 * 3 * sizes.tokens * sizes.heads * sizes.head_size
+    elif op_type == "MultiHeadAttention" and input_at(inputs, BIAS).present:
         elements += sum(tensor.elements for tensor in inputs[:3])
-    return element_bytes * elements
+    return elements * int(DTYPE_BYTES.get(inputs[0].dtype, 4))
 
 
 def projection_flops(inputs: Sequence[KernelInput]) -> int:

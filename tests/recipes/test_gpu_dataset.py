@@ -188,7 +188,7 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     assert errors["a probe"]["mean_%"] < errors["the background's busy share"]["mean_%"] < errors["idle latency"]["mean_%"]
     looped = errors["the looped model's prediction"]
     assert 20 < looped["cases"] < errors["a probe"]["cases"] / 4
-    assert looped["mean_%"] < 7
+    assert looped["mean_%"] < 6.5
     assert errors["measured on another machine"]["mean_%"] < errors["a probe"]["mean_%"]
     assert {row["background"] for row in fitted["backgrounds"]} == {
         name for workspace in (beside, beside_more) for name in read_header(workspace.dataset(TARGET)).backgrounds}

@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping
 
 from records.attention import MASKS, attended_by
-from records.kernel_record import Kernel
+from records.kernel_costs import experts_used
+from records.kernel_record import Kernel, input_at
 from records.operators import operator_row
 from records.plain_attention import plain_attended_by
 from runtimes.ort.cuda.language_kernels import (
@@ -56,7 +57,7 @@ def language_features(kernel: Kernel, gpu: Gpu = H200) -> list[float]:
                         float(MASKS.index(sizes.mask)), math.log2(1 + blocks), math.log2(1 + waves),
                         blocks / (gpu.multiprocessors * max(waves, 1))]
     elif kernel.op_type == "MatMulNBits":
-        zeros = len(kernel.inputs) > 3 and kernel.inputs[3].present
+        zeros = input_at(kernel.inputs, 3).present
         of_product = [float(kernel.attributes.get("bits", 4)), float(kernel.attributes.get("block_size", 32)), float(zeros),
                       math.log2(1 + product_rows(kernel))]
     elif operator_row(kernel.op_type).cost == "experts":
@@ -67,8 +68,8 @@ def language_features(kernel: Kernel, gpu: Gpu = H200) -> list[float]:
 def _experts(kernel: Kernel) -> tuple[list[float], list[float]]:
     """The groups `quantised` and `experts` of a mixture of experts: its rows are those that an expert computes in the mean."""
     attributes, available = kernel.attributes, kernel.inputs[1].shape[-1] if kernel.inputs[1].shape else 1
-    chosen, quantised = int(attributes.get("k", 1)), kernel.op_type == "QMoE"
-    rows = math.prod(kernel.inputs[0].shape[:-1]) * chosen / max(available, 1)
+    chosen, quantised = experts_used(attributes), kernel.op_type == "QMoE"
+    rows = product_rows(kernel) * chosen / max(available, 1)
     return ([float(attributes.get("expert_weight_bits", 4)) if quantised else 0.0, float(attributes.get("block_size", 0)), 0.0,
              math.log2(1 + rows)],
             [math.log2(1 + available), float(chosen), float(attributes.get("activation_type") == "swiglu")])

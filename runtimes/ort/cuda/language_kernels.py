@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from records.attention import Attended, attended_by
-from records.kernel_record import DTYPE_BYTES, Kernel
+from records.kernel_record import DTYPE_BYTES, Kernel, input_at
 from records.plain_attention import KEY_MASKS, OLD_KEYS, plain_attended_by, projects
 
 Algorithm = Literal[
@@ -57,7 +57,7 @@ def attention_algorithm(kernel: Kernel, sizes: Attended, gpu: Gpu = H200) -> Alg
     """
     if kernel.dtype not in HALF:
         return ""
-    softcap, sink = float(kernel.attributes.get("softcap", 0.0)), len(kernel.inputs) > 11 and kernel.inputs[11].present
+    softcap, sink = float(kernel.attributes.get("softcap", 0.0)), input_at(kernel.inputs, 11).present
     biased = sizes.mask == "added"
     smooth = kernel.attributes.get("smooth_softmax", 0) == 1
     first = sizes.queries == sizes.total
@@ -83,27 +83,22 @@ def plain_algorithm(kernel: Kernel, sizes: Attended, gpu: Gpu = H200) -> Algorit
     half, fits = kernel.dtype in HALF, sizes.head_size % 8 == 0
     small = half and fits and sizes.head_size <= MOST_HEAD_SIZE and gpu.capability >= 8
     added = sizes.mask == "added"
-    packed = kernel.op_type.startswith("Packed")
-    if packed:
+    if kernel.op_type.startswith("Packed"):
         flash = small and not added and not (sizes.packed and sizes.queries < FLASH_FROM)
         return "flash" if flash else "memory efficient" if fits and not added else "unfused"
-    projected = projects(kernel.op_type, kernel.inputs)
     if not kernel.domain:
         return ""
-    mask = _input_shape(kernel, KEY_MASKS[kernel.op_type])
-    copies = projected and (_input_shape(kernel, OLD_KEYS[kernel.op_type]) is not None or len(kernel.outputs) > 1)
-    if small and gpu.capability >= 9 and (mask is None or mask == (sizes.batch,)) and not copies:
+    projected = projects(kernel.op_type, kernel.inputs)
+    mask = input_at(kernel.inputs, KEY_MASKS[kernel.op_type])
+    copies = projected and (input_at(kernel.inputs, OLD_KEYS[kernel.op_type]).present or len(kernel.outputs) > 1)
+    if small and gpu.capability >= 9 and (not mask.present or mask.shape == (sizes.batch,)) and not copies:
         return "cudnn"
     efficient = (fits and sizes.head_size <= MOST_EFFICIENT_HEAD_SIZE and not copies
-                 and (mask is None or mask == (3 * sizes.batch + 2,)) and not (projected and kernel.dtype == "bfloat16")
+                 and (not mask.present or mask.shape == (3 * sizes.batch + 2,))
+                 and not (projected and kernel.dtype == "bfloat16")
                  and (half or max(sizes.queries, 0 if projected else sizes.total) >= EFFICIENT_FROM)
                  and not (added and sizes.queries % (4 * int(DTYPE_BYTES.get(kernel.dtype, 4)))))
     return "memory efficient" if efficient else "unfused"
-
-
-def _input_shape(kernel: Kernel, place: int) -> tuple[int, ...] | None:
-    """The shape of an input; None where there is none."""
-    return kernel.inputs[place].shape if place < len(kernel.inputs) and kernel.inputs[place].present else None
 
 
 def group_size(sizes: Attended) -> int:
@@ -146,12 +141,11 @@ def product_algorithm(kernel: Kernel, gpu: Gpu = H200) -> Algorithm:
     depth, columns, block, bits = (int(attributes.get(name, default)) for name, default in (
         ("K", 0), ("N", 0), ("block_size", 32), ("bits", 4)))
     rows = product_rows(kernel)
-    zeros = kernel.inputs[3] if len(kernel.inputs) > 3 else None
-    has_zeros = zeros is not None and zeros.present
-    reordered = len(kernel.inputs) > 4 and kernel.inputs[4].present
+    zeros, reordered = input_at(kernel.inputs, 3), input_at(kernel.inputs, 4).present
+    has_zeros = zeros.present
     element = int(DTYPE_BYTES.get(kernel.dtype, 4))
     fits = (rows <= MOST_ROWS.get(bits, 0) and columns % COLUMNS == 0 and depth % COLUMNS == 0 and not reordered
-            and not (has_zeros and zeros is not None and zeros.dtype != "uint8"))
+            and not (has_zeros and zeros.dtype != "uint8"))
     if bits == 8:
         fits = fits and 256 % max(block, 1) == 0 and depth % max(block, 1) == 0
     blocks = math.ceil(depth / max(block, 1))
