@@ -1,8 +1,8 @@
 """Measures language models with onnxruntime-genai: time to first token, time per token, memory, energy, and what the GPU does.
 
 For each model of `<workspace>/llm/models` and each point of networks.yaml (batch, length of the prompt) it runs some requests
-after a warm-up, with readings of the host's probe between, then single steps under the profiler, and two points long enough for
-the energy of a token. Writes a line for each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to
+after a warm-up, with readings of the host's probe between, then single steps under the profiler, and some points long enough
+for the energy of a token. Writes a line for each point to `<workspace>/llm/measured/<model>.jsonl`, and its traced steps to
 `<model>.steps.jsonl`. With --memory it writes the memory of single requests to `<model>.memory.jsonl` instead, each in a new
 process, since ONNX Runtime gives no memory back. Points that are there are kept.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import argparse
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from inference.llm.genai_config import FILE as GENAI_CONFIG
 from measuring.gpu_trace import GpuRun, in_range, read, record_ranges
 from measuring.metrics import nvml
 from measuring.quiet_host import SLOT_S, off_the_workers_cores
-from recipes.llm.networks import NETWORKS_FILE, LanguageNetworks, Point, model_folder, read_networks
+from recipes.llm.networks import NETWORKS_FILE, Point, model_folder, read_networks
 from records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep, measured_file
 from runtimes.ort.probes import host_probe, measure_pace
 from utils import cli, files
@@ -45,13 +46,13 @@ EXAMPLES = """
 python recipes/llm/measure_genai.py --workspace out/llm
 python recipes/llm/measure_genai.py --workspace out/llm --model llama-int4 --at-most-s 120
 python recipes/llm/measure_genai.py --workspace out/llm --memory
+python recipes/llm/measure_genai.py --workspace out/judged --networks recipes/llm/judged.yaml --point 1x2048 --point 8x512
 """
 REQUESTS = 3
 WARM_TOKENS = 4
 TRACED_STEPS = 3  # the prompt, and two tokens
 ENERGY_S = 1.5
 ENERGY_TOKENS = 3000  # more than there is time for
-ENERGY_POINTS = ((1, 1024), (8, 1024))
 POLL_S = 0.005
 PACE_S = 0.5
 log = get_logger("llm")
@@ -273,8 +274,9 @@ def failure_text(error: BaseException) -> str:
     return str(error)[:500] or type(error).__name__
 
 
-def measure_times(path: Path, points: Iterable[Point], generate: int, device: str, out: Path, energy: bool = True) -> None:
-    """Measures points of one model, one after another in this process; `energy`: of ENERGY_POINTS, too."""
+def measure_times(path: Path, points: Iterable[Point], generate: int, device: str, out: Path,
+                  energy_points: Sequence[Point] = ()) -> None:
+    """Measures points of one model, one after another in this process, of some also the energy."""
     family, _, precision = path.name.rpartition("-")
     pace = [measure_pace(device, PACE_S).probe_us] if device == "cuda" else []
     idle_mib = used_mib()
@@ -285,7 +287,7 @@ def measure_times(path: Path, points: Iterable[Point], generate: int, device: st
         requests, steps = Requests(model, settings, batch, prompt, generate), list[TracedStep]()
         try:
             measured = measure(requests, generate, idle_mib, device)
-            if device == "cuda" and energy and (batch, prompt) in ENERGY_POINTS:
+            if device == "cuda" and (batch, prompt) in energy_points:
                 measured |= energies(Requests(model, settings, batch, prompt, ENERGY_TOKENS))
             if device == "cuda":
                 steps = [step_record(run, number, path.name, batch, prompt) for number, run in enumerate(traced(requests))]
@@ -306,8 +308,8 @@ def measure_times(path: Path, points: Iterable[Point], generate: int, device: st
                   f"token {np.median(measured['token_ms']):.3f} ms\tpeak {measured['peak_mib']:.0f} MiB", flush=True)
 
 
-def work_of(workspace: Workspace, names: Sequence[str], networks: LanguageNetworks, memory: bool) -> dict[Path, list[Point]]:
-    """The points of each model that are not measured yet, by its folder.
+def work_of(workspace: Workspace, names: Sequence[str], wanted: Sequence[Point], memory: bool) -> dict[Path, list[Point]]:
+    """The wanted points of each model that are not measured yet, by its folder.
 
     Raises:
         UserError: there is no model.
@@ -317,13 +319,21 @@ def work_of(workspace: Workspace, names: Sequence[str], networks: LanguageNetwor
                     and (not names or path.name in names))
     if not models:
         raise UserError(f"{folder}: no models; build some: python recipes/llm/make_models.py")
-    schema, points = (GenerationMemory, networks.memory_points) if memory else (Generation, networks.points)
+    schema = GenerationMemory if memory else Generation
     work = {}
     for path in models:
         records: list[Any] = files.read_records(measured_file(workspace, path.name, memory), schema, REMEDY)
         done = {(point.batch, point.prompt) for point in records}
-        work[path] = [point for point in points if point not in done]
+        work[path] = [point for point in wanted if point not in done]
     return work
+
+
+def point(text: str) -> Point:
+    """The point that a text such as `8x512` names; `ArgumentTypeError` for another text."""
+    batch, by, prompt = text.partition("x")
+    if not by:
+        raise argparse.ArgumentTypeError(f"'{text}': give a batch and the length of the prompt, such as 8x512")
+    return cli.count(batch), cli.count(prompt)
 
 
 def main() -> int:
@@ -332,14 +342,17 @@ def main() -> int:
     parser.add_argument("--model", action="append", default=[], metavar="NAME",
                         help="the name of one folder (repeatable; default: all)")
     parser.add_argument("--memory", action="store_true", help="measure memory, not times")
+    parser.add_argument("--point", type=point, action="append", metavar="BATCHxPROMPT",
+                        help="measure this point (repeatable; default: all of the networks' file)")
     parser.add_argument("--no-energy", dest="energy", action="store_false",
-                        help="measure no energy, which takes six seconds at each of two points")
+                        help="measure no energy, which takes six seconds at each point")
     parser.add_argument("--at-most-s", type=cli.positive, default=float("inf"), metavar="S",
                         help="begin no point later than this (default: measure all)")
     args = parser.parse_args()
     workspace, networks = cli.start(args), read_networks(args.networks)
     device, ends_s, begun = "cuda" if has_cuda() else "cpu", time.monotonic() + args.at_most_s, 0
-    work = work_of(workspace, args.model, networks, args.memory)
+    wanted = args.point or (networks.memory_points if args.memory else networks.points)
+    work = work_of(workspace, args.model, wanted, args.memory)
 
     def in_time(points: Iterable[Point]) -> Iterator[Point]:
         nonlocal begun
@@ -353,7 +366,8 @@ def main() -> int:
         if points and time.monotonic() < ends_s:
             out = measured_file(workspace, path.name, args.memory)
             out.parent.mkdir(parents=True, exist_ok=True)
-            run = measure_memory if args.memory else partial(measure_times, energy=args.energy)
+            run = measure_memory if args.memory else partial(
+                measure_times, energy_points=networks.energy_points if args.energy else ())
             run(path, in_time(points), networks.generate, device, out)
     if missed := sum(map(len, work.values())) - begun:
         log.warning("%d points are left for another run", missed)

@@ -37,12 +37,14 @@ class LanguageNetworks(Frozen):
     Attributes:
         networks: by name, which is also their family.
         points: batch and length of the prompt, in tokens.
+        energy_points: of `points`, those of which energy is measured, too.
         memory_points: those of which memory is measured, in a process of its own each.
         generate: tokens after the prompt.
     """
 
     networks: dict[str, LanguageNetwork]
     points: tuple[Point, ...]
+    energy_points: tuple[Point, ...] = ()
     memory_points: tuple[Point, ...]
     generate: PositiveInt
 
