@@ -88,7 +88,7 @@ def fit_generation(target: str, steps: Sequence[MeasuredStep], costs: PipelineCo
         loop=fitted.host.loop, power_limit=fitted.limit, left_out=left_out,
         intervals=intervals_of(counted, predicted_ms, calibrated) if calibrated else {}, steps=tuple(
             FittedStep(model=step.point.model, family=step.point.family, phase=step.phase, batch=step.point.batch,
-                       prompt=step.point.prompt, pace=round(step.pace, 4), measured_ms=step.measured_ms,
+                       prompt=step.point.prompt, pace=round(step.pace, 4), paced=step.paced, measured_ms=step.measured_ms,
                        predicted_ms=predicted_ms[id(step)]) for step in counted))
 
 

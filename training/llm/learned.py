@@ -78,7 +78,8 @@ class PowerLimit(Frozen):
 
 
 class FittedStep(Frozen):
-    """A point of the fit: its times as measured, and as predicted with its family held out, at the pace that its host had."""
+    """A point of the fit: its times as measured, and as predicted with its family held out, at the pace that its host had;
+    `paced`: whether that was read during the step, and not only before and after all of its point."""
 
     model: str
     family: str
@@ -86,6 +87,7 @@ class FittedStep(Frozen):
     batch: int
     prompt: int
     pace: float
+    paced: bool = False
     measured_ms: ModelMilliseconds
     predicted_ms: ModelMilliseconds
 
