@@ -64,8 +64,8 @@ def shown(fitted: LearnedGeneration) -> list[dict[str, Any]]:
 
 
 def errors(fitted: LearnedGeneration) -> list[dict[str, Any]]:
-    """The errors of steps whose family was held out, in per cent, of all and of those whose host's pace was read meanwhile; with
-    the share of the latter that lies in its interval, fitted without that family."""
+    """The errors of steps whose family was held out, in per cent, of all and of those whose host's pace was read meanwhile;
+    with the share of the latter that lies in its interval, fitted without that family."""
     rows = []
     for phase, of in fitted.left_out.items():
         rows.append({"step": phase, "pace": "all", **of.columns(), "held_%": None})
