@@ -14,6 +14,7 @@ from conftest import Once
 
 from records.generations import Generation, measured_models, step_record_file
 from records.kernel_record_files import read_model_record
+from training.fit_generation import errors
 from training.llm.learned import read_generation
 from training.llm.measured_steps import step_time
 from utils import files
@@ -78,6 +79,18 @@ def test_the_loop_is_learned_and_judged(measured: Workspace, tmp_path: Path) -> 
     judged = {row["what"]: row for row in json.loads(done.stdout)["errors"]}
     assert {what: row["count"] for what, row in judged.items()} == {"first token (ms)": 6, "further token (ms)": 6}
     assert all(row["median_%"] < 20 for row in judged.values())
+
+
+def test_errors_with_the_pace_read_meanwhile_stand_apart() -> None:
+    fitted = read_generation(SHIPPED / TARGET)
+    assert fitted is not None
+    rows = {(row["step"], row["pace"]): row for row in errors(fitted)}
+    assert rows["token", "all"]["count"] == sum(step.phase == "token" for step in fitted.steps)
+    paced = [abs(step.predicted_ms / step.measured_ms - 1) for step in fitted.steps if step.phase == "token" and step.paced]
+    row = rows["token", "read meanwhile"]
+    assert row["count"] == len(paced) == 180
+    assert row["MAPE_%"] == pytest.approx(100 * sum(paced) / len(paced))
+    assert row["held_%"] == pytest.approx(100 * fitted.intervals["token"].coverage)
 
 
 def test_without_records_the_command_to_make_them_is_named(tmp_path: Path) -> None:

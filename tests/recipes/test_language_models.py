@@ -53,6 +53,9 @@ def test_a_model_is_built_and_its_requests_are_measured(tmp_path: Path) -> None:
     operators = [node.op_type for node in graph.node]
     assert operators.count("GroupQueryAttention") == 2
     assert operators.count("MatMulNBits") == 2 * 5 + 1  # of a layer: queries with keys and values, out, gate, up and down
+    run_script("recipes/llm/measure_genai.py", "--workspace", workspace.root, "--networks", networks, "--point", "1x8")
+    chosen, = files.read_records(measured_file(workspace, "llama-int4"), Generation, REMEDY)
+    assert (chosen.batch, chosen.prompt) == (1, 8)
     for _ in range(2):  # the second time nothing is left to do
         run_script("recipes/llm/measure_genai.py", "--workspace", workspace.root, "--networks", networks)
     run_script("recipes/llm/measure_genai.py", "--workspace", workspace.root, "--networks", networks, "--memory")
