@@ -166,8 +166,9 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
             under = RunningLoad(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
             _LoadMeasured(bench, time_units, under, journal, totals, stop_at_s).measure(todo)
     if totals.interrupted:
-        log.warning("%d units were interrupted, by a lack of disk space, memory or open files, or from outside; run again to "
-                    "measure them: %s", len(totals.interrupted), cli.first_of(list(totals.interrupted)))
+        log.warning("%d units were interrupted: the machine lacked disk space, memory or open files, or a process could not "
+                    "use its device, or was ended from outside; run again to measure them: %s", len(totals.interrupted),
+                    cli.first_of(list(totals.interrupted)))
     if totals.unsteady_blocks:
         count = len(totals.blocks)
         log.warning("%d of %d block%s kept, and marked, although the machine was unsteady by more than %.0f %% (by up to "

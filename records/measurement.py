@@ -45,8 +45,9 @@ class Measurement(Frozen):
         inputs: of a kernel whose time depends on values (`time_by_values`): whether the inputs of its model, or its own, were
             standardised random numbers or `given` by the user; "" before this was recorded, and of other kernels.
         status: `ok`, `failed`, `crashed` or `timeout`; `error` says why; of label `energy`, what is wrong with the reading.
-            `interrupted` where the machine lacked something (disk space, memory, open files), or the process was ended from
-            outside: that says nothing of the unit, so no journal keeps it, and the unit is measured again.
+            `interrupted` where the machine lacked something (disk space, memory, open files), or the process could not use its
+            device or was ended from outside: that says nothing of the unit, so no journal keeps it, and the unit is measured
+            again.
         started, ended: UTC, ISO 8601.
     """
 

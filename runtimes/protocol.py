@@ -19,7 +19,7 @@ from records.kernel_record import record_name
 from records.measurement import Measurement, now
 from records.probe_reading import ProbeReading
 from runtimes import runtime_named
-from utils.errors import UserError, machine_lacks
+from utils.errors import DeviceUnavailable, UserError, machine_lacks
 from utils.fingerprint import DEFAULT_RUNTIME, Target
 from utils.frozen import Frozen
 from utils.processes import serve_lines
@@ -112,7 +112,8 @@ class Request(Frozen):
 
 class Reply(Frozen):
     """The result of a request: measurements, traced runs, a probe's reading, the memory (MiB) that a session took, or an error
-    of the unit itself (the worker goes on). `interrupted`: the error is that the machine lacked something, not the unit's."""
+    of the unit itself (the worker goes on). `interrupted`: the error is that the machine or the process lacked something, not
+    the unit's. `unusable`: the process can't use its device any more, and is to be replaced."""
 
     measurements: tuple[Measurement, ...] = ()
     runs: tuple[GpuRun, ...] = ()
@@ -120,6 +121,7 @@ class Reply(Frozen):
     memory_mib: float | None = None
     error: str = ""
     interrupted: bool = False
+    unusable: bool = False
     started: str = ""
     ended: str = ""
 
@@ -134,6 +136,8 @@ def answer(work: Work, request: Request) -> Reply:
         if request.do not in work:
             raise UserError(f"this runtime has no {request.do}; it has {', '.join(work)}")
         reply = work[request.do](request)
+    except DeviceUnavailable as error:
+        reply = Reply(error=str(error), interrupted=True, unusable=True)
     except UserError as error:
         full = no_room()  # a library that can't write a file whole may not say so
         why = f" (the disk of temporary files is full: {tempfile.gettempdir()})" if full else ""
@@ -166,6 +170,17 @@ class Worker(WorkerProcess[Request, Reply]):
 
     def _send(self, request: Request) -> None:
         super()._send(request if self._setting is None else request.model_copy(update={"setting": self._setting}))
+
+    def ask(self, request: Request) -> Reply:
+        """The worker's reply; a process that can't use its device is ended, so that the next request starts another.
+
+        Raises:
+            WorkerFailed: see `WorkerProcess.ask`.
+        """
+        reply = super().ask(request)
+        if reply.unusable:
+            self.stop()
+        return reply
 
     def canary_ms(self, device: str, loaded: bool = False) -> tuple[float, ...]:
         """Times of the canary on `cpu` or `cuda` in ms; see `measuring.bench.Canary.run_ms`.

@@ -15,6 +15,10 @@ class UserError(Exception):
     """Something the user can mend: the message says what is wrong, where, and what to do."""
 
 
+class DeviceUnavailable(UserError):
+    """This process can't use a device that the machine has; another process may be able to."""
+
+
 def machine_lacks(error: BaseException | None) -> bool:
     """Whether an error, or one that led to it, says that the machine lacked disk space, memory or open files.
 

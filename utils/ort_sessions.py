@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from utils.errors import UserError
+from utils.errors import DeviceUnavailable, UserError
 from utils.lazy import onnx, onnxruntime
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
 CUDA_GRAPH = {"enable_cuda_graph": "1"}  # options of the CUDA provider: capture a model once, then replay it
+NO_CUDA = ("the CUDA provider of ONNX Runtime did not come up, only the CPU's; "
+           "it needs the CUDA 13 libraries that torch's wheels bring and a driver that knows CUDA 13")
 FATAL = 4  # ORT's number for the log level above errors
 PROVIDER_NAMES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
@@ -54,7 +56,8 @@ def open_session(
         plan_memory: whether ORT takes memory for all constants at once, which fails where they are larger than the memory.
 
     Raises:
-        UserError: the model can't be loaded, or the CUDA provider does not start.
+        UserError: the model can't be loaded.
+        DeviceUnavailable: the CUDA provider does not come up.
     """
     runtime = _load_runtime(device)
     options = runtime.SessionOptions()
@@ -80,12 +83,26 @@ def open_session(
     if provider_options and device == "cuda":
         providers[0] = (providers[0], dict(provider_options))
     source = model if isinstance(model, bytes) else str(model)
-    with model_errors(name or (str(model) if isinstance(model, Path) else "the model")):
-        session = runtime.InferenceSession(source, options, providers=providers, disabled_optimizers=list(disabled))
+    try:
+        with model_errors(name or (str(model) if isinstance(model, Path) else "the model")):
+            session = runtime.InferenceSession(source, options, providers=providers, disabled_optimizers=list(disabled))
+    except UserError as error:
+        if device == "cuda" and not _cuda_comes_up():  # the CPU's provider alone refuses what only the GPU's has kernels for
+            raise DeviceUnavailable(NO_CUDA) from error
+        raise
     if device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
-        raise UserError("the CUDA provider of ONNX Runtime did not come up, only the CPU's; "
-                        "it needs the CUDA 13 libraries that torch's wheels bring and a driver that knows CUDA 13")
+        raise DeviceUnavailable(NO_CUDA)
     return session
+
+
+def _cuda_comes_up() -> bool:
+    """Whether the CUDA provider comes up in this process, for a model that every provider can run."""
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "probe",
+                                   [value("x", onnx.TensorProto.FLOAT, [1])], [value("y", onnx.TensorProto.FLOAT, [1])])
+    model = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    session = _load_runtime("cuda").InferenceSession(model.SerializeToString(), providers=PROVIDERS["cuda"])
+    return "CUDAExecutionProvider" in session.get_providers()
 
 
 def outputs_by_schema(model: bytes) -> list[onnxruntime.NodeArg]:

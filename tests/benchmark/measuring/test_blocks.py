@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,8 +27,11 @@ from records.blocks import Block, Journal
 from records.measurement import Measurement, Status
 from runtimes import protocol
 from runtimes.protocol import Reply, Request
+from tests.conftest import small_model
 from utils.errors import UserError
+from utils.fingerprint import has_cuda
 from utils.frozen import Frozen
+from utils.ort_sessions import open_session
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,41 @@ def test_what_the_machine_lacks_is_not_the_units_fault(error: Exception, interru
     assert ask_worker(FakeWorker(reply), request)[1] == ("interrupted" if interrupted else "failed")
     monkeypatch.setattr(protocol, "no_room", lambda: True)
     assert protocol.answer({"alone": fail}, request).interrupted  # a file that was cut short may look damaged
+
+
+@pytest.mark.skipif(has_cuda(), reason="this machine has a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # the CPU's provider opens the one, and refuses the other
+def test_a_cuda_provider_that_does_not_come_up_is_not_the_units_fault(dtype: str) -> None:
+    """As in one of eight processes on an H200, where kernels counted as failed."""
+    model = small_model(dtype=dtype)
+
+    def open_it(request: Request) -> Reply:
+        open_session(model.SerializeToString(), "cuda")
+        return Reply()
+
+    reply = protocol.answer({"alone": open_it}, Request(do="alone", device="cuda", effort=Effort()))
+    assert reply.error.startswith("the CUDA provider of ONNX Runtime did not come up")
+    assert (reply.interrupted, reply.unusable) == (True, True)
+
+
+UNUSABLE_WORKER = """
+import json, os, sys
+for line in sys.stdin:
+    unusable = json.loads(line)["device"] == "cuda"
+    print(json.dumps({"error": str(os.getpid()), "interrupted": unusable, "unusable": unusable}), flush=True)
+"""
+
+
+def test_a_process_that_can_not_use_its_device_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process stands in for one whose device was lost."""
+    (tmp_path / "unusable_worker.py").write_text(UNUSABLE_WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(protocol, "runtime_named", lambda name: SimpleNamespace(worker="unusable_worker"))
+    with protocol.Worker(timeout_s=60) as worker:
+        first, second, third, fourth = (ask_worker(worker, Request(do="alone", device=device, effort=Effort()))
+                                        for device in ("cuda", "cuda", "cpu", "cpu"))
+    assert [status for _, status in (first, second, third, fourth)] == ["interrupted", "interrupted", "failed", "failed"]
+    assert first[0].error != second[0].error != third[0].error == fourth[0].error  # their processes
 
 
 def test_an_error_of_the_system_that_is_none_of_these_stays_a_bug() -> None:
