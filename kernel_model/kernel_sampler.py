@@ -4,8 +4,10 @@ Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernel
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
 says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides; where
 there is no index, for this machine. With --errors, reads what training wrote instead of the index, and draws near those
-kernels that it predicted worst when it left them out. Writes them to kernel_model/kernel_onnx/<flavour>/, next to the kernels
-of models, and to sampled.json there which families hold the kernel that each was drawn from.
+kernels that it predicted worst when it left them out. With --cliffs, reads a dataset, and draws between neighbours of which
+one takes many times as long as its work explains, so that it becomes known where a library changes its algorithm. Writes the
+kernels to kernel_model/kernel_onnx/<flavour>/, next to those of models, and to sampled.json there which families hold the
+kernel that each was drawn from.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, on_cuda
-from kernel_model.sampling.free_shapes.table import TABLES, Kind, draw_free_kernel, on_cpu
-from kernel_model.sampling.kernel_errors import KernelErrors, draw_weights, read_errors
+from kernel_model.sampling.cliffs import Cliff, between, draw_weights, find_cliffs, timed_kernels
+from kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, on_cpu, on_cuda
+from kernel_model.sampling.free_shapes.table import TABLES, Kind, draw_free_kernel
+from kernel_model.sampling.kernel_errors import KernelErrors, error_weights, read_errors
 from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
+from records.dataset_files import read_header
 from records.kernel_record import Kernel, KernelInput
 from records.kernel_record_files import index_paths, read_index
 from records.operators import operator_row
@@ -38,6 +42,7 @@ from utils.errors import UserError
 from utils.fingerprint import Flavour, resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
+from utils.paths import Workspace
 from utils.processes import process_pool
 
 log = get_logger("sampler")
@@ -52,7 +57,9 @@ python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vg
 python kernel_model/kernel_sampler.py --count 40000 --dtypes float32,float16
 python kernel_model/kernel_sampler.py --count 0 --free 20000 --most-gflop 300 --jobs 8
 python kernel_model/kernel_sampler.py --count 0 --free 5000 --free-kind language --most-gflop 4000 --most-mib 2048 --jobs 8
+python kernel_model/kernel_sampler.py --count 0 --free 20000 --free-kind forms --most-gflop 100 --most-mib 1024 --jobs 8
 python kernel_model/kernel_sampler.py --errors training/kernel_errors/*.json --count 3000
+python kernel_model/kernel_sampler.py --cliffs nvidia-h200-cuda-ort1.31-all --count 2000 --most-gflop 100 --most-mib 512
 """
 
 
@@ -111,12 +118,12 @@ def sample_again(errors: KernelErrors, count: int, generator: np.random.Generato
                  existing: Collection[str] = ()) -> Sampled:
     """Up to `count` new kernels by id, near those that are predicted worst, sampled ones among them; else as `sample`.
 
-    A kernel is drawn from as often as its `draw_weights` says. Its families go with what it seeds: FREE where it is of no
+    A kernel is drawn from as often as its `error_weights` says. Its families go with what it seeds: FREE where it is of no
     model; families held out of the training, or in `without`, seed nothing.
     """
     held_out = {*errors.held_out, *without}
     seeds = [error for error in errors.kernels if not error.families or set(error.families) - held_out]
-    weights = draw_weights(seeds)
+    weights = error_weights(seeds)
 
     def draw() -> Drawn:
         seed = seeds[int(generator.choice(len(seeds), p=weights))]
@@ -133,11 +140,11 @@ def sample_free(count: int, generator: np.random.Generator, batches: Sequence[in
     """Up to `count` new kernels of no model by id, each with FREE, and how many draws were refused and why.
 
     They are of the operators of `kind`. Those of language models are drawn in one of the floating types `dtypes` (where there
-    are none, in those that GPUs run them in), and only if the provider of `device` has them.
+    are none, in those that GPUs run them in). They, and rare forms, are drawn only if the provider of `device` has them.
     """
     def draw() -> Drawn:
         kernel = draw_free_kernel(int(generator.choice(batches)), generator, kind, dtypes if kind == "language" else ())
-        if kind == "language" and not (on_cuda(kernel) if device == "cuda" else on_cpu(kernel)):
+        if kind != "networks" and not (on_cuda(kernel) if device == "cuda" else on_cpu(kernel)):
             raise UserError(f"{kernel.id}: the provider of {device} lacks it")
         return kernel, FREE
 
@@ -164,6 +171,19 @@ def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most
         else:
             kept[drawn.id] = (drawn, families)
     return kept, refused
+
+
+def sample_between(cliffs: Sequence[Cliff], count: int, generator: np.random.Generator, most_gflop: float,
+                   most_mib: float = MOST_MIB, without: Sequence[str] = (), existing: Collection[str] = ()) -> Sampled:
+    """Up to `count` new kernels by id, between the neighbours of cliffs; else as `sample`."""
+    weights = draw_weights(cliffs) if cliffs else np.zeros(0)
+
+    def draw() -> Drawn:
+        slower, faster, _ = cliffs[int(generator.choice(len(cliffs), p=weights))]
+        drawn = between(slower.kernel, faster.kernel, float(generator.uniform(0.15, 0.85)))
+        return drawn, _families({*slower.families, *faster.families}, without)
+
+    return collect_draws(draw, count if cliffs else 0, most_gflop, most_mib, existing)
 
 
 Sampler = Callable[[int, np.random.Generator], Sampled]
@@ -215,22 +235,25 @@ class Step(NamedTuple):
     wanted: int
 
 
-def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Sequence[Drawn], folder: Path,
+def steps_of(args: argparse.Namespace, source: KernelErrors | Sequence[Cliff] | None, entries: Sequence[Drawn], folder: Path,
              seeds: Seeds, device: str) -> list[Step]:
     """What to draw for one flavour.
 
     Args:
         args: of the command.
-        errors: of the training; None where kernels of the index are drawn from.
+        source: errors of the training, or cliffs, to draw near; None where kernels of the index are drawn from.
         entries: the kernels of the index.
         folder: of the built kernels.
         seeds: of the kernels that were sampled before.
         device: of the flavour.
     """
-    limits: dict[str, Any] = {"batches": args.batch_sizes, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
-    if errors:
-        built = frozenset(path.stem for path in folder.glob("*.onnx"))  # held-out families' kernels too
-        return [Step("sampled", partial(sample_again, errors, without=args.without, existing=built, **limits), args.count)]
+    limits: dict[str, Any] = {"most_gflop": args.most_gflop, "most_mib": args.most_mib}
+    if source is not None:
+        limits |= {"existing": frozenset(path.stem for path in folder.glob("*.onnx")),  # held-out families' kernels too
+                   "without": args.without}
+        return [Step("sampled", partial(sample_again, source, batches=args.batch_sizes, **limits) if isinstance(
+            source, KernelErrors) else partial(sample_between, source, **limits), args.count)]
+    limits["batches"] = args.batch_sizes
     limits["existing"] = frozenset(seeds)
     free = sum(seeded_by == FREE for seeded_by in seeds.values())
     near = partial(sample, entries, without=args.without, dtypes=args.dtypes, **limits)
@@ -264,6 +287,20 @@ def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int,
     return row | {f"refused: {why}": number for why, number in sorted(refusals.items())}
 
 
+def found_cliffs(workspace: Workspace, target: str) -> list[Cliff]:
+    """The cliffs in a target's dataset.
+
+    Raises:
+        UserError: there is no such dataset, it is not of a GPU, or it has no cliffs.
+    """
+    cliffs = find_cliffs(timed_kernels(workspace, target))
+    if not cliffs:
+        raise UserError(f"{target}: none of its kernels takes much longer than its work and its neighbours explain")
+    log.info("%s: %d cliffs, up to %.0f times as long as their neighbours and their work explain", target, len(cliffs),
+             cliffs[0].height)
+    return cliffs
+
+
 def float_type_names(text: str) -> tuple[str, ...]:
     """The types of a list like `float32,float16`; `ArgumentTypeError` for another type."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
@@ -279,11 +316,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--free", type=cli.whole, default=0, metavar="N",
                         help="kernels of no model, sizes drawn from the usual ranges, those of earlier calls too (default: 0)")
     parser.add_argument("--free-kind", choices=list(TABLES), default="networks",
-                        help="what they are the operators of: networks of all kinds, or language models as ONNX Runtime runs "
-                             "them, with sizes around those of families of 0.5 to 14 billion parameters (default: networks)")
+                        help="what they are the operators of: networks of all kinds; language models as ONNX Runtime runs "
+                             "them, with sizes around those of families of 0.5 to 14 billion parameters; or any operator in "
+                             "forms that are rare: of any rank, along any axes, with any groups and wide windows, of odd and "
+                             "huge sizes (default: networks)")
     parser.add_argument("--errors", type=Path, metavar="FILE",
                         help="what training wrote to training/kernel_errors: --count further kernels, those of earlier calls "
                              "not counted, around those that are predicted worst")
+    parser.add_argument("--cliffs", metavar="TARGET",
+                        help="a GPU target whose dataset is in the workspace: --count further kernels, those of earlier calls "
+                             "not counted, between neighbours of which one takes three times as long as its work explains, or "
+                             "longer")
     parser.add_argument("--batch-sizes", type=cli.counts, default="1,2,4,8,16", metavar="N,…",
                         help="batch sizes to draw from")
     parser.add_argument("--most-gflop", type=cli.positive, default=2.0, help="largest kernel, in 10^9 operations (default: 2)")
@@ -307,23 +350,27 @@ def main() -> int:
         parser.error("--count and --free can't both be 0")
     if args.errors and args.dtypes:
         parser.error("--errors and --dtypes don't go together: a kernel that is predicted badly is drawn in its own type")
-    if args.errors and args.free:
-        parser.error("--errors and --free don't go together: call the sampler once for each")
+    if args.cliffs and args.dtypes:
+        parser.error("--cliffs and --dtypes don't go together: a kernel between two others is drawn in their type")
+    if (args.errors and args.cliffs) or ((args.errors or args.cliffs) and args.free):
+        parser.error("--errors, --cliffs and --free don't go together: call the sampler once for each")
     if args.count and set(args.dtypes) - set(FLOAT_TYPES):
         parser.error("--dtypes bfloat16 is for kernels of language models: give --count 0 and --free-kind language")
     workspace = cli.start(args)
-    errors = read_errors(args.errors) if args.errors else None
-    if errors or (not args.count and not any(workspace.kernel_records.glob("*/index.json"))):  # kernels of no model alone
-        sources: Iterable[tuple[Flavour, Sequence[Drawn]]] = [
-            (errors.target.flavour if errors else flavour_of(resolve_device("auto")), ())]
+    source = read_errors(args.errors) if args.errors else found_cliffs(workspace, args.cliffs) if args.cliffs else None
+    if source is not None or (not args.count and not any(workspace.kernel_records.glob("*/index.json"))):  # of no index
+        named = (args.cliffs and read_header(workspace.dataset(args.cliffs)).target) or (
+            source.target if isinstance(source, KernelErrors) else None)
+        flavours: Iterable[tuple[Flavour, Sequence[Drawn]]] = [
+            (named.flavour if named else flavour_of(resolve_device("auto")), ())]
     else:
-        sources = map(indexed, index_paths(workspace))
+        flavours = map(indexed, index_paths(workspace))
     rows = []
     with sole_writer(workspace.kernel_onnx):
-        for flavour, entries in sources:
+        for flavour, entries in flavours:
             folder = workspace.kernel_onnx / flavour.name
             seeds = read_seeds(folder)
-            steps = steps_of(args, errors, entries, folder, seeds, flavour.device)
+            steps = steps_of(args, source, entries, folder, seeds, flavour.device)
             rows.append(sample_flavour(folder, seeds, steps, args.seed, args.jobs))
     cli.print_rows(rows, args.json, "sampled kernels")
     return 0

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from records.attention import NORM, OPERATOR
 from records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, type_code
 from records.kernel_types import describe_kernel
 from records.operators import operator_row
@@ -14,6 +15,7 @@ from runtimes.ort.building.dummy_data import index_limit
 from runtimes.ort.building.kernel_models import build_model, is_large_weight
 from runtimes.ort.cuda.placement import cuda_kernel
 from utils.errors import UserError
+from utils.lazy import onnx
 from utils.ort_sessions import open_session
 
 FLOAT_TYPES = ("float32", "float16")  # that a kernel may be drawn in
@@ -70,6 +72,27 @@ def on_cuda(kernel: Kernel) -> bool:
     """Whether the CUDA provider has a kernel for it; else the CPU provider runs it."""
     return cuda_kernel(kernel.op_type, kernel.domain, kernel.opset, [t.dtype for t in kernel.inputs],
                        [t.dtype for t in kernel.outputs]) is not None
+
+
+def on_cpu(kernel: Kernel) -> bool:
+    """Whether the CPU provider runs it."""
+    if kernel.op_type == OPERATOR and len(kernel.inputs) > NORM:
+        return False  # it opens such a model, and then refuses to run it
+    try:
+        open_session(without_large_weights(kernel).SerializeToString(), "cpu", optimize="none", name=kernel.id)
+    except UserError:
+        return False
+    return True
+
+
+def without_large_weights(kernel: Kernel) -> onnx.ModelProto:
+    """The model of a kernel alone, whose large weights are inputs, so that none is made, and whose outputs are open."""
+    free = tuple(tensor.model_copy(update={"constant": False}) if is_large_weight(tensor) else tensor
+                 for tensor in kernel.inputs)
+    model = build_model(kernel.model_copy(update={"inputs": free}))
+    for output in model.graph.output:
+        output.ClearField("type")
+    return model
 
 
 Draw = tuple[list[KernelInput], dict[str, Any]]
@@ -348,10 +371,7 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
     """
     if operator_row(kernel.op_type).keeps_shape:  # nor could the CPU provider open a session for all of these
         return (Tensor(dtype=kernel.outputs[0].dtype, shape=inputs[0].shape),)
-    free = tuple(tensor.model_copy(update={"constant": False}) if is_large_weight(tensor) else tensor for tensor in inputs)
-    model = build_model(kernel.model_copy(update={"inputs": free, "attributes": attributes}))  # no large weight is made
-    for output in model.graph.output:
-        output.ClearField("type")
+    model = without_large_weights(kernel.model_copy(update={"inputs": tuple(inputs), "attributes": attributes}))
     session = open_session(model.SerializeToString(), "cpu", optimize="none", name=kernel.id)
     tensors = {}
     for output in session.get_outputs():

@@ -21,7 +21,7 @@ from utils.fingerprint import Target
 from utils.frozen import Frozen
 
 ERRORS_VERSION = 2
-MOST_LOG_ERROR = 0.5  # that counts in draw_weights: 65 % too long, or 39 % too short
+MOST_LOG_ERROR = 0.5  # that counts in error_weights: 65 % too long, or 39 % too short
 LONG = 0.95  # quantile of the times beyond which a longer one counts no more: on an H200 0.3 ms
 REMAKE = "python training/train_kernel_model.py --force"
 
@@ -79,7 +79,7 @@ def read_errors(path: Path) -> KernelErrors:
     return files.read_record(path, KernelErrors, ERRORS_VERSION, REMAKE)
 
 
-def draw_weights(errors: Sequence[KernelError]) -> npt.NDArray[np.float64]:
+def error_weights(errors: Sequence[KernelError]) -> npt.NDArray[np.float64]:
     """How often each kernel is to seed another, as shares of 1; all zero where nothing errs.
 
     The squared log error times the measured time, each up to a limit: so that no outlier takes all, nor the few giants that

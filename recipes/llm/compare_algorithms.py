@@ -60,7 +60,7 @@ def main() -> int:
     targets = [args.target] if args.target else collected_targets(workspace)
     if len(targets) != 1:
         raise UserError(f"{workspace.root}: {len(targets)} datasets; name one with --target" if targets else
-                        f"{workspace.root}: no dataset; measure with: recipes/llm/collect_kernels.sh")
+                        f"{workspace.root}: no dataset; measure with: recipes/h200/collect_kernels.sh language")
     folder = workspace.dataset(targets[0])
     kernels = {described.kernel.id: described.kernel for described in read_kernels(folder)}
     measured = {m.id: m.cuda_kernels for block in read_journal(folder) for m in block.measurements
@@ -68,7 +68,7 @@ def main() -> int:
     rows = compare((kernels[name], names) for name, names in measured.items())
     if not rows:
         raise UserError(f"{folder}: no attention and no MatMulNBits with label gpu; measure with: "
-                        "recipes/llm/collect_kernels.sh")
+                        "recipes/h200/collect_kernels.sh language")
     cli.print_rows(rows, args.json, "algorithms")
     return 0
 

@@ -17,7 +17,7 @@ from kernel_model.sampling.kernel_errors import (
     MOST_LOG_ERROR,
     KernelError,
     KernelErrors,
-    draw_weights,
+    error_weights,
     read_errors,
     write_errors,
 )
@@ -61,13 +61,13 @@ def sampled_near(errors: KernelErrors, count: int, without: tuple[str, ...] = ()
 
 def test_weights_follow_the_error_and_the_time() -> None:
     usual = [erring(relu(), 0.1)] * 96
-    weights = draw_weights([*usual, erring(gemm(), -0.2), erring(conv(), 0.1, measured_ms=0.5),
+    weights = error_weights([*usual, erring(gemm(), -0.2), erring(conv(), 0.1, measured_ms=0.5),
                             erring(conv(), 0.1, measured_ms=80.0), erring(conv(), 0.0)])
     assert weights * 101.5 == pytest.approx(np.array([1.0] * 96 + [4.0, 0.5, 1.0, 0.0]))  # the longest counts once
-    capped = draw_weights([erring(relu(), MOST_LOG_ERROR), erring(gemm(), -3.0)])
+    capped = error_weights([erring(relu(), MOST_LOG_ERROR), erring(gemm(), -3.0)])
     assert capped == pytest.approx([0.5, 0.5])
-    assert draw_weights([erring(relu(), 0.0)]).tolist() == [0.0]
-    assert not draw_weights([]).size
+    assert error_weights([erring(relu(), 0.0)]).tolist() == [0.0]
+    assert not error_weights([]).size
 
 
 def test_kernels_seed_in_proportion_to_their_errors() -> None:

@@ -10,10 +10,10 @@ import pytest
 from command import run_script
 
 from kernel_model.kernel_sampler import footprint_mib, sample_free
-from kernel_model.sampling.draws import on_cuda
+from kernel_model.sampling.draws import on_cpu, on_cuda
 from kernel_model.sampling.free_shapes import language
 from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, Generator, indices, kernel, tensor
-from kernel_model.sampling.free_shapes.table import LANGUAGE, Draw, draw_free_kernel, on_cpu
+from kernel_model.sampling.free_shapes.table import LANGUAGE, Draw, draw_free_kernel
 from records.attention import attended_by, with_lengths
 from records.kernel_record import Kernel
 from runtimes.ort.building.dummy_data import dummy_tensor

@@ -12,9 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from kernel_model.sampling.free_shapes import elementwise, language, movement, products, reductions
+from kernel_model.sampling.free_shapes import elementwise, forms, language, movement, products, reductions
 from kernel_model.sampling.free_shapes.sizes import Generator
-from records.attention import NORM
 from records.kernel_record import Kernel
 
 SEEDED = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "Clip"}  # well known from image models
@@ -46,7 +45,13 @@ LANGUAGE: tuple[tuple[Draw, float], ...] = (  # as often as these operators take
     (language.elementwise, 25), (language.attention, 240), (language.fused_attention, 150), (language.packed_attention, 60),
     (language.rotary, 15), (language.embedding, 10), (language.quantised_embedding, 10), (language.first_layer, 8),
     (language.sum_and_layer_norm, 8), (language.mixture, 50), (language.quantised_mixture, 100), (language.quantise, 12))
-Kind = Literal["networks", "language"]
+FORMS: tuple[tuple[Draw, float], ...] = (  # as often as libraries have algorithms to choose from
+    (forms.convolution, 340), (forms.transposed_convolution, 60), (forms.pool, 80), (forms.channel_norm, 60),
+    (forms.layer_norm, 45), (forms.other_norm, 15), (forms.softmax, 50), (forms.reduction, 110), (forms.along_an_axis, 50),
+    (forms.unary, 110), (forms.binary, 130), (forms.choice, 25), (forms.cast, 50), (forms.transpose, 50), (forms.join, 30),
+    (forms.cut, 30), (forms.part, 40), (forms.pad, 30), (forms.repeat, 30), (forms.taken, 40), (forms.resize, 35),
+    (forms.matrix_product, 90), (forms.gemm, 60), (forms.recurrent, 40))
+Kind = Literal["networks", "language", "forms"]
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,8 @@ class Table:
 
 
 TABLES: dict[Kind, Table] = {"networks": Table(DRAWS, ("float32", "float16")),
-                             "language": Table(LANGUAGE, ("float16", "float16", "bfloat16"))}
-
-
-def on_cpu(kernel: Kernel) -> bool:
-    """Whether the CPU provider has a kernel for it, of those that language models consist of."""
-    normed = kernel.op_type == "GroupQueryAttention" and len(kernel.inputs) > NORM
-    return kernel.op_type != "PackedMultiHeadAttention" and not normed
+                             "language": Table(LANGUAGE, ("float16", "float16", "bfloat16")),
+                             "forms": Table(FORMS, ("float32", "float16"))}
 
 
 def draw_free_kernel(batch: int, generator: Generator, kind: Kind = "networks", dtypes: Sequence[str] = ()) -> Kernel:

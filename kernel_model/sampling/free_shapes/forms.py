@@ -1,0 +1,446 @@
+"""Forms that networks rarely have: any rank, axes, groups, windows, odd and huge sizes.
+
+A library changes its algorithm with such things, and then a kernel may take many times as long as one that looks much like it.
+Here operators are drawn as often as one another, and what ONNX Runtime refuses is drawn again. What a kernel puts out follows
+from its operator's schema.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kernel_model.sampling.draws import without_large_weights
+from kernel_model.sampling.free_shapes.sizes import (
+    ABSENT,
+    CONTRIB,
+    OPSET,
+    Generator,
+    as_float32,
+    indices,
+    kernel,
+    log_uniform,
+    numbers,
+    pick,
+    scalar,
+    tensor,
+)
+from records.kernel_record import Kernel, KernelInput, Tensor, session_dtype
+from records.kernel_types import describe_kernel
+from records.operators import TABLE
+from utils.errors import UserError
+from utils.lazy import onnx
+from utils.ort_sessions import outputs_by_schema
+
+LEAST_ELEMENTS, MOST_ELEMENTS = 16.0, 2.0**25  # of a tensor
+ODD = (1, 2, 3, 5, 7, 11, 13, 17, 31, 33, 63, 65, 127, 129, 255, 257, 1000, 1023, 1025, 4095, 4097)
+EVEN = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+WHOLE = ("int64", "int32", "int8", "uint8")
+BITWISE = ("And", "Or", "Xor", "Not")
+COMPARED = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+BINARY = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "PRelu", *COMPARED, "And", "Or", "Xor")
+REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
+              "ReduceLogSum", "ReduceLogSumExp")
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+
+
+def inferred(op_type: str, inputs: Sequence[KernelInput], domain: str = "", outputs: int = 1, **attributes: Any) -> Kernel:
+    """A described kernel whose outputs follow from its operator's schema, as do the attributes that are not given.
+
+    Raises:
+        UserError: the sizes or types do not fit together.
+    """
+    opset = 1 if domain == CONTRIB else max(OPSET, _schema(op_type).since_version)
+    kept = (attributes if domain else _defaults(op_type)) | attributes
+    asked = describe_kernel(op_type, domain, opset, kept, inputs, [Tensor(dtype=inputs[0].dtype, shape=())] * outputs)
+    found = {value.name: value for value in outputs_by_schema(without_large_weights(asked).SerializeToString())}
+    shapes = [found[f"y{place}"] for place in range(outputs) if f"y{place}" in found]
+    if len(shapes) < outputs or any(not isinstance(size, int) or size < 1 for value in shapes for size in value.shape):
+        raise UserError(f"{op_type}: the sizes drawn do not fit together")
+    made = [Tensor(dtype=session_dtype(value.type), shape=tuple(value.shape)) for value in shapes]
+    return describe_kernel(op_type, domain, opset, kept, inputs, made)
+
+
+@functools.cache
+def _schema(op_type: str) -> Any:
+    return onnx.defs.get_schema(op_type, onnx.defs.onnx_opset_version(), "")
+
+
+@functools.cache
+def _defaults(op_type: str) -> dict[str, Any]:
+    """The attributes of an operator that have a default value, as ONNX Runtime writes them out."""
+    values = {name: onnx.helper.get_attribute_value(attribute.default_value)
+              for name, attribute in _schema(op_type).attributes.items() if attribute.default_value.type}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+
+
+def any_size(generator: Generator, most: float = 8192.0) -> int:
+    """A size: 1, odd, a round number or any, small ones as often as large ones."""
+    kind = generator.random()
+    if kind < 0.6:
+        fitting = [size for size in (ODD if kind < 0.3 else EVEN) if size <= most]
+        return pick(fitting or [1], generator)
+    return round(log_uniform(1, max(most, 1.0), generator))
+
+
+def any_shape(rank: int, generator: Generator, most: float = MOST_ELEMENTS) -> tuple[int, ...]:
+    """A shape of `rank` axes: evenly or unevenly long ones, of at most about `most` elements together."""
+    if not rank:
+        return ()
+    logs = np.log(log_uniform(LEAST_ELEMENTS, most, generator)) * generator.dirichlet([pick([1, 4], generator)] * rank)
+    sizes = np.maximum(1, np.round(np.exp(logs))).astype(int)
+    if generator.random() < 0.5:  # round numbers, as most are
+        sizes = np.where(sizes > 3, np.array(EVEN)[np.abs(np.log(np.divide.outer(sizes, EVEN))).argmin(axis=1)], sizes)
+    if generator.random() < 0.2:
+        sizes[generator.integers(rank)] = 1
+    return tuple(int(size) for size in sizes)
+
+
+def any_rank(generator: Generator, least: int = 1, most: int = 6) -> int:
+    return int(generator.integers(least, most + 1))
+
+
+def any_axis(shape: Sequence[int], generator: Generator) -> int:
+    return int(generator.integers(len(shape)))
+
+
+def other_type(dtype: str, generator: Generator, others: Sequence[str], chance: float = 0.3) -> str:
+    """The type, or by chance one of others."""
+    return str(generator.choice(others)) if generator.random() < chance else dtype
+
+
+def constants(generator: Generator) -> bool:
+    return bool(generator.random() < 0.3)
+
+
+# convolutions and pools ----------------------------------------------------------------------------------------------------
+
+def _window(rank: int, generator: Generator) -> list[int]:
+    """The window of a convolution or pool, up to 128 wide along a signal, 31 along an image and 9 along a volume."""
+    most = {1: 128, 2: 31, 3: 9}[rank]
+    wide = round(log_uniform(1, most, generator))
+    kind = str(generator.choice(["square", "flat", "any"], p=[0.6, 0.25, 0.15])) if rank > 1 else "square"
+    if kind == "square":
+        return [wide] * rank
+    if kind == "flat":
+        window = [1] * rank
+        window[int(generator.integers(rank))] = wide
+        return window
+    return [round(log_uniform(1, most, generator)) for _ in range(rank)]
+
+
+def _moved(window: Sequence[int], generator: Generator) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Strides, dilations and pads of a window; and the least size of an image for it, along each axis."""
+    rank = len(window)
+    strides = list(window) if generator.random() < 0.1 else [pick([1, 1, 1, 1, 2, 2, 3, 4], generator)] * rank
+    dilations = [pick([1, 1, 1, 1, 1, 2, 3, 4, 8, 16], generator)] * rank
+    reach = [dilation * (size - 1) + 1 for size, dilation in zip(window, dilations, strict=True)]
+    pads = [size // 2 if generator.random() < 0.7 else 0 for size in reach]
+    return strides, dilations, [*pads, *pads], reach
+
+
+def _spatial(least: Sequence[int], generator: Generator) -> list[int]:
+    """The sizes of a signal, an image or a volume; often those of all axes are one."""
+    most = {1: 65536.0, 2: 512.0, 3: 64.0}[len(least)]
+    if generator.random() < 0.6:
+        return [max(any_size(generator, most), *least)] * len(least)
+    return [max(any_size(generator, most), size) for size in least]
+
+
+def _groups(generator: Generator) -> tuple[int, int, int]:
+    """Channels before and after a convolution, and its groups: dense, grouped, or each channel apart."""
+    kind = str(generator.choice(["dense", "grouped", "depthwise", "several from each"], p=[0.2, 0.4, 0.3, 0.1]))
+    if kind == "dense":
+        return any_size(generator, 2048), any_size(generator, 2048), 1
+    if kind == "grouped":
+        group = max(2, any_size(generator, 256))
+        width = any_size(generator, max(2048 / group, 1))
+        return group * width, group * (width if generator.random() < 0.7 else any_size(generator, max(2048 / group, 1))), group
+    channels = max(2, any_size(generator, 4096))
+    return channels, channels * (1 if kind == "depthwise" else pick([2, 3, 4], generator)), channels
+
+
+def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Of a signal, an image or a volume, in any groups, with windows of any width."""
+    rank = int(generator.choice([1, 2, 3], p=[0.35, 0.4, 0.25]))
+    window = _window(rank, generator)
+    strides, dilations, pads, reach = _moved(window, generator)
+    before, after, group = _groups(generator)
+    inputs = [tensor(dtype, batch, before, *_spatial(reach, generator)),
+              tensor(dtype, after, before // group, *window, constant=True)]
+    if generator.random() < 0.5:
+        inputs.append(tensor(dtype, after, constant=True))
+    return inferred("Conv", inputs, kernel_shape=window, strides=strides, pads=pads, dilations=dilations, group=group)
+
+
+def transposed_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The same for one that makes an image larger."""
+    rank = any_rank(generator, 1, 3)
+    window = _window(rank, generator)
+    before, after, group = _groups(generator)
+    strides = [min(size, pick([1, 2, 2, 4], generator)) for size in window]
+    inputs = [tensor(dtype, batch, before, *_spatial([1] * rank, generator)),
+              tensor(dtype, before, after // group, *window, constant=True)]
+    return inferred("ConvTranspose", inputs, kernel_shape=window, strides=strides, pads=[0] * 2 * rank, dilations=[1] * rank,
+                    output_padding=[0] * rank, group=group)
+
+
+def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Of any window, or of the whole image."""
+    rank = any_rank(generator, 1, 3)
+    op = str(generator.choice(["MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"], p=[0.35, 0.35, 0.15, 0.15]))
+    channels = any_size(generator, 2048)
+    if op.startswith("Global"):
+        return inferred(op, [tensor(dtype, batch, channels, *_spatial([1] * rank, generator))])
+    window = _window(rank, generator)
+    strides, dilations, pads, reach = _moved(window, generator)
+    if op == "AveragePool":
+        dilations, reach = [1] * rank, window
+    pads = [min(pad, size // 2) for pad, size in zip(pads, [*window, *window], strict=True)]
+    more: dict[str, Any] = {"count_include_pad": int(generator.integers(2))} if op == "AveragePool" else {}
+    return inferred(op, [tensor(dtype, batch, channels, *_spatial(reach, generator))], kernel_shape=window, strides=strides,
+                    pads=pads, dilations=dilations, **more)
+
+
+# normalisations and reductions ---------------------------------------------------------------------------------------------
+
+def channel_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Of each channel, with huge numbers of rows or channels too."""
+    op = str(generator.choice(["BatchNormalization", "InstanceNormalization"], p=[0.65, 0.35]))
+    shape = any_shape(any_rank(generator, 2 if op == "BatchNormalization" else 3, 5), generator)
+    scale = tensor(dtype, shape[1], constant=True)
+    return inferred(op, [tensor(dtype, *shape), *[scale] * (4 if op == "BatchNormalization" else 2)])
+
+
+def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Over the last axes, as many as are drawn."""
+    shape = any_shape(any_rank(generator, 2, 5), generator)
+    axis = len(shape) - 1 if generator.random() < 0.6 else any_axis(shape, generator)
+    x, scale = tensor(other_type(dtype, generator, ["bfloat16"], 0.15), *shape), shape[axis:]
+    weight = tensor(x.dtype, *scale, constant=True)
+    if generator.random() < 0.5:
+        return kernel("SimplifiedLayerNormalization", [x, weight], [shape], axis=axis, epsilon=as_float32(1e-6), stash_type=1)
+    return inferred("LayerNormalization", [x, weight, weight], axis=axis, epsilon=as_float32(1e-5))
+
+
+def other_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Normalisations that few networks have."""
+    op = str(generator.choice(["LRN", "LpNormalization", "MeanVarianceNormalization", "GroupNormalization"]))
+    shape = any_shape(any_rank(generator, 3, 5) if op != "LRN" else 4, generator)
+    if op == "GroupNormalization":
+        groups = next((count for count in (32, 16, 8, 4, 2) if shape[1] % count == 0), 1)
+        scale = tensor(dtype, shape[1], constant=True)
+        return inferred(op, [tensor(dtype, *shape), scale, scale], num_groups=groups)
+    more: dict[str, dict[str, Any]] = {
+        "LRN": {"size": pick([3, 5, 9], generator)}, "LpNormalization": {"axis": any_axis(shape, generator)}}
+    return inferred(op, [tensor(dtype, *shape)], **more.get(op, {}))
+
+
+def softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Along any axis, of few numbers or very many."""
+    op = str(generator.choice(["Softmax", "LogSoftmax", "Hardmax"], p=[0.5, 0.4, 0.1]))
+    shape = any_shape(any_rank(generator, 1, 5), generator)
+    return inferred(op, [tensor(other_type(dtype, generator, ["bfloat16", "float64"], 0.15), *shape)],
+                    axis=len(shape) - 1 if generator.random() < 0.4 else any_axis(shape, generator))
+
+
+def reduction(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Along any axes, or all of them."""
+    shape = any_shape(any_rank(generator), generator)
+    axes = sorted(generator.choice(len(shape), int(generator.integers(1, len(shape) + 1)), replace=False).tolist())
+    return inferred(str(generator.choice(REDUCTIONS)),
+                    [tensor(other_type(dtype, generator, ["int32", "bfloat16", "float64"], 0.2), *shape), numbers(*axes)],
+                    keepdims=int(generator.integers(2)))
+
+
+def along_an_axis(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """ArgMax, ArgMin, CumSum and TopK along any axis."""
+    op = str(generator.choice(["ArgMax", "ArgMin", "CumSum", "TopK"]))
+    shape = any_shape(any_rank(generator, 1, 5), generator, 2.0**23)
+    axis = any_axis(shape, generator)
+    if op == "CumSum":
+        return inferred(op, [tensor(dtype, *shape), scalar("int64", axis)], exclusive=int(generator.integers(2)),
+                        reverse=int(generator.integers(2)))
+    if op == "TopK":
+        count = min(any_size(generator, 1024), shape[axis])
+        result = tuple(count if place == axis else size for place, size in enumerate(shape))
+        return kernel(op, [tensor(dtype, *shape), numbers(count)], [result, Tensor(dtype="int64", shape=result)], axis=axis,
+                      largest=int(generator.integers(2)), sorted=1)
+    return inferred(op, [tensor(dtype, *shape)], axis=axis, keepdims=int(generator.integers(2)))
+
+
+# element by element --------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def unary_operators() -> tuple[str, ...]:
+    """The elementwise operators of ONNX that take one tensor."""
+    known = {schema.name for schema in onnx.defs.get_all_schemas() if schema.domain == "" and schema.max_input == 1}
+    return tuple(sorted(known & {row.name for row in TABLE if row.operator_class == "elementwise"}))
+
+
+def unary(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Every operator that takes one tensor, of any rank."""
+    op = str(generator.choice(unary_operators()))
+    of = "bool" if op in BITWISE else other_type(dtype, generator, [*FLOATS, *WHOLE])
+    return inferred(op, [tensor(of, *any_shape(any_rank(generator, 0, 6), generator))])
+
+
+def binary(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Every operator that takes two tensors: of one shape, or each broadcast along any axes."""
+    op = str(generator.choice(BINARY))
+    of = "bool" if op in BITWISE else other_type(dtype, generator, [*FLOATS, *WHOLE])
+    shape = any_shape(any_rank(generator), generator)
+    kind = str(generator.choice(["same", "one", "both", "fewer axes", "number"], p=[0.3, 0.25, 0.15, 0.2, 0.1]))
+
+    def thinned() -> tuple[int, ...]:
+        return tuple(size if generator.random() < 0.6 else 1 for size in shape)
+
+    seconds = {"same": shape, "one": thinned(), "both": thinned(), "fewer axes": shape[any_axis(shape, generator):]}
+    first, second = shape if kind != "both" else thinned(), seconds.get(kind, ())
+    operands = [tensor(of, *first), tensor(of, *second, constant=constants(generator) and kind != "same")]
+    return inferred(op, operands[::-1] if generator.random() < 0.2 and op != "PRelu" else operands)
+
+
+def choice(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Where, each of its tensors broadcast along any axes."""
+    shape = any_shape(any_rank(generator), generator)
+    shapes = [tuple(size if generator.random() < chance else 1 for size in shape) for chance in (0.8, 0.8, 0.5)]
+    of = other_type(dtype, generator, [*FLOATS, *WHOLE])
+    return inferred("Where", [tensor("bool", *shapes[0]), *(tensor(of, *each) for each in shapes[1:])])
+
+
+def cast(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Between any two types."""
+    names = [*FLOATS, *WHOLE, "bool"]
+    before, after = generator.choice(names, 2, replace=False).tolist()
+    return inferred("Cast", [tensor(before, *any_shape(any_rank(generator), generator))],
+                    to=onnx.TensorProto.DataType.Value({"float32": "FLOAT", "float64": "DOUBLE"}.get(after, after.upper())))
+
+
+# movement ------------------------------------------------------------------------------------------------------------------
+
+def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Any order of up to six axes."""
+    shape = any_shape(any_rank(generator, 2, 6), generator)
+    return inferred("Transpose", [tensor(other_type(dtype, generator, [*WHOLE, "bfloat16"]), *shape)],
+                    perm=generator.permutation(len(shape)).tolist())
+
+
+def join(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Two to twelve tensors along any axis."""
+    shape, of = any_shape(any_rank(generator), generator, 2.0**22), other_type(dtype, generator, [*WHOLE, "bfloat16"])
+    axis, count, equal = any_axis(shape, generator), pick([2, 2, 3, 4, 8, 12], generator), generator.random() < 0.5
+    parts = [shape[axis] if equal else any_size(generator, 2 * shape[axis]) for _ in range(count)]
+    return inferred("Concat", [tensor(of, *shape[:axis], part, *shape[axis + 1:]) for part in parts], axis=axis)
+
+
+def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Split into equal or unequal parts, along any axis."""
+    shape, of = any_shape(any_rank(generator), generator, 2.0**22), other_type(dtype, generator, [*WHOLE, "bfloat16"])
+    axis, count, equal = any_axis(shape, generator), pick([2, 2, 3, 4, 8], generator), generator.random() < 0.5
+    parts = [shape[axis] if equal else any_size(generator, 2 * shape[axis]) for _ in range(count)]
+    whole = (*shape[:axis], sum(parts), *shape[axis + 1:])
+    return kernel("Split", [tensor(of, *whole), numbers(*parts)],
+                  [(*shape[:axis], part, *shape[axis + 1:]) for part in parts], axis=axis)
+
+
+def part(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Slice along some axes, with steps, also backwards."""
+    shape = any_shape(any_rank(generator), generator)
+    axes = sorted(generator.choice(len(shape), int(generator.integers(1, len(shape) + 1)), replace=False).tolist())
+    steps = [pick([1, 1, 2, 3, -1], generator) for _ in axes]
+    starts = [pick([0, 0, 1], generator) if step > 0 else -1 for step in steps]
+    ends = [pick([shape[axis], max(shape[axis] // 2, 2), -1], generator) if step > 0 else -(2**62)
+            for axis, step in zip(axes, steps, strict=True)]
+    return inferred("Slice", [tensor(other_type(dtype, generator, WHOLE), *shape), numbers(*starts), numbers(*ends),
+                              numbers(*axes), numbers(*steps)])
+
+
+def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Around any axes, of zeros, mirrored or repeated."""
+    shape = any_shape(any_rank(generator, 1, 5), generator)
+    wide = [[min(pick([1, 3, 16], generator), size - 1) if generator.random() < 0.5 else 0 for size in shape] for _ in range(2)]
+    return inferred("Pad", [tensor(dtype, *shape), numbers(*wide[0], *wide[1])],
+                    mode=str(generator.choice(["constant", "reflect", "edge"])))
+
+
+def repeat(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Expand and Tile along any axes."""
+    shape, of = any_shape(any_rank(generator, 1, 5), generator, 2.0**20), other_type(dtype, generator, [*WHOLE, "bfloat16"])
+    times = [pick([1, 1, 2, 5, 16], generator) for _ in shape]
+    if generator.random() < 0.5:
+        return inferred("Tile", [tensor(of, *shape), numbers(*times)])
+    thin = tuple(1 if count > 1 else size for size, count in zip(shape, times, strict=True))
+    return inferred("Expand", [tensor(of, *thin), numbers(*shape)])
+
+
+def taken(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Gather and GatherElements along any axis, and values put there by ScatterElements."""
+    op = str(generator.choice(["Gather", "GatherElements", "ScatterElements"]))
+    shape, of = any_shape(any_rank(generator, 1, 5), generator, 2.0**22), other_type(dtype, generator, ["int64"], 0.15)
+    axis = any_axis(shape, generator)
+    if op == "Gather":
+        return inferred(op, [tensor(of, *shape), indices(any_shape(any_rank(generator, 0, 2), generator, 4096.0), shape[axis])],
+                        axis=axis)
+    wanted = tuple(any_size(generator, size) if place == axis else size for place, size in enumerate(shape))
+    more = [tensor(of, *wanted)] if op == "ScatterElements" else []
+    return inferred(op, [tensor(of, *shape), indices(wanted, shape[axis]), *more], axis=axis)
+
+
+def resize(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A signal, an image or a volume made larger or smaller, in any of the modes."""
+    rank = any_rank(generator, 1, 3)
+    shape = (batch, any_size(generator, 512), *_spatial([1] * rank, generator))
+    times = pick([1, 2, 2, 3, 4], generator)
+    sizes = [max(1, size * times if generator.random() < 0.7 else size // (times + 1)) for size in shape[2:]]
+    mode = str(generator.choice(["nearest", "linear", "cubic"] if rank == 2 else ["nearest", "linear"]))
+    frame = str(generator.choice(["asymmetric", "half_pixel", "align_corners", "pytorch_half_pixel"]))
+    return inferred("Resize", [tensor(dtype, *shape), ABSENT, ABSENT, numbers(*shape[:2], *sizes)], mode=mode,
+                    coordinate_transformation_mode=frame, nearest_mode="floor" if mode == "nearest" else "round_prefer_floor")
+
+
+# products and recurrent layers ---------------------------------------------------------------------------------------------
+
+def matrix_product(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Of one to five axes, of vectors too, with odd depths, and batches that are broadcast along any axis."""
+    rows, depth, columns = (any_size(generator, most) for most in (8192, 8192, 8192))
+    lead = any_shape(any_rank(generator, 0, 3), generator, 512.0)
+    of = other_type(dtype, generator, ["bfloat16", "float64"], 0.25)
+    left, right = (*lead, rows, depth), (*lead, depth, columns)
+    kind = str(generator.choice(["both", "weight", "broadcast", "vector"], p=[0.35, 0.35, 0.2, 0.1]))
+    if kind == "weight":
+        right = (depth, columns)
+    elif kind == "broadcast":
+        left = (*(size if generator.random() < 0.5 else 1 for size in lead), rows, depth)
+    elif kind == "vector":
+        left, right = ((depth,), right) if generator.random() < 0.5 else (left, (depth,))
+    return inferred("MatMul", [tensor(of, *left), tensor(of, *right, constant=kind == "weight")])
+
+
+def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Either operand transposed, of odd sizes, with a bias of any shape that fits."""
+    rows, depth, columns = (any_size(generator, 8192) for _ in range(3))
+    of, turned = other_type(dtype, generator, ["bfloat16", "float64"], 0.25), generator.random(2) < 0.5
+    inputs = [tensor(of, *((depth, rows) if turned[0] else (rows, depth))),
+              tensor(of, *((columns, depth) if turned[1] else (depth, columns)), constant=bool(generator.random() < 0.7))]
+    bias: list[tuple[int, ...]] = [(columns,), (1, columns), (rows, 1), (rows, columns), ()]
+    if generator.random() < 0.7:
+        inputs.append(tensor(of, *bias[int(generator.integers(len(bias)))], constant=True))
+    return inferred("Gemm", inputs, transA=int(turned[0]), transB=int(turned[1]))
+
+
+def recurrent(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A layer of any width, forwards, backwards or both."""
+    op, direction = str(generator.choice(list(GATES))), str(generator.choice(["forward", "reverse", "bidirectional"]))
+    steps, rows, wide, hidden = (any_size(generator, most) for most in (256, 128, 1024, 1024))
+    ways, gates = 2 if direction == "bidirectional" else 1, GATES[op] * hidden
+    inputs = [tensor(dtype, steps, rows, wide), tensor(dtype, ways, gates, wide, constant=True),
+              tensor(dtype, ways, gates, hidden, constant=True)]
+    if generator.random() < 0.7:
+        inputs.append(tensor(dtype, ways, 2 * gates, constant=True))
+    more: dict[str, Any] = {"GRU": {"linear_before_reset": 1}, "RNN": {"activations": ["Tanh"] * ways}}
+    return inferred(op, inputs, direction=direction, hidden_size=hidden, layout=0, **more.get(op, {}))

@@ -1,0 +1,66 @@
+"""Rare forms of operators: drawn, built and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kernel_model.kernel_sampler import footprint_mib, sample_free
+from kernel_model.sampling.draws import on_cpu, on_cuda
+from kernel_model.sampling.free_shapes import forms
+from kernel_model.sampling.free_shapes.sizes import kernel, scalar, tensor
+from kernel_model.sampling.free_shapes.table import FORMS, Draw
+from records.kernel_record import Kernel, Tensor
+from runtimes.ort.building.kernel_models import check_kernel, kernel_build
+from utils.errors import UserError
+
+
+def small_draws(draw: Draw, count: int) -> list[Kernel]:
+    """The first kernels of a draw that are small enough for a test, and that the CPU provider has."""
+    generator, found = np.random.default_rng(2), list[Kernel]()
+    for _ in range(400):
+        try:
+            drawn = draw("float32", 1, generator)
+        except UserError:
+            continue
+        if footprint_mib(drawn) < 16 and drawn.flops < 1e8 and on_cpu(drawn):
+            found.append(drawn)
+        if len(found) == count:
+            return found
+    raise AssertionError(f"{draw.__name__}: only {len(found)} of {count} fit")
+
+
+@pytest.mark.parametrize("draw", [draw for draw, _ in FORMS])
+def test_draws_run_and_put_out_what_they_describe(draw: Draw, tmp_path: Path) -> None:
+    for drawn in small_draws(draw, 6):
+        check_kernel(kernel_build(drawn, tmp_path), drawn, "cpu")
+
+
+def test_what_a_kernel_puts_out_follows_from_its_schema() -> None:
+    x = tensor("float16", 2, 6, 9)
+    assert forms.inferred("ReduceSum", [x, scalar("int64", 1).model_copy(update={"shape": (1,)})], keepdims=0) == kernel(
+        "ReduceSum", [x, scalar("int64", 1).model_copy(update={"shape": (1,)})], [(2, 9)], keepdims=0, noop_with_empty_axes=0)
+    assert forms.inferred("ArgMax", [x], axis=2).outputs == (Tensor(dtype="int64", shape=(2, 6, 1)),)
+    with pytest.raises(UserError, match="Add: the sizes drawn do not fit together"):
+        forms.inferred("Add", [x, tensor("float16", 5)])
+
+
+def test_convolutions_have_any_rank_groups_and_width() -> None:
+    generator = np.random.default_rng(0)
+    drawn = [forms.convolution("float32", 1, generator) for _ in range(200)]
+    window = {(len(conv.inputs[0].shape) - 2, max(conv.attributes["kernel_shape"])) for conv in drawn}
+    groups = [(conv.attributes.get("group", 1), conv.inputs[0].shape[1]) for conv in drawn]
+    assert {rank for rank, _ in window} == {1, 2, 3}
+    assert [max(wide for rank, wide in window if rank == of) for of in (1, 2, 3)] > [90, 25, 7]
+    assert 30 <= sum(group == channels > 1 for group, channels in groups) <= 120  # each channel apart
+    assert 40 <= sum(1 < group < channels for group, channels in groups) <= 120
+
+
+def test_only_what_the_device_has_is_drawn() -> None:
+    on_gpu, refused = sample_free(60, np.random.default_rng(1), [1], most_gflop=1.0, most_mib=8.0, kind="forms", device="cuda")
+    assert len(on_gpu) == 60
+    assert all(on_cuda(drawn) for drawn, _ in on_gpu.values())
+    assert refused["sizes do not fit"] > 0
+    assert len({drawn.op_type for drawn, _ in on_gpu.values()}) > 20
