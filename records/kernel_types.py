@@ -148,13 +148,40 @@ def operator_of(type_name: str) -> str:
     return type_name.partition("_")[0]
 
 
+WINDOWS = (1, 3, 7, 15, 31, 63)  # the widest of each class of windows; the last class is wider
+
+
 def form_of(kernel: Kernel) -> str:
-    """Element type and rank of a kernel, such as `float32 of rank 4`; for a product the type alone, since its rank matters
-    little."""
-    if operator_row(kernel.op_type).operator_class == "product":
+    """The form of a kernel: what libraries choose algorithms by, other than sizes. `float32 of rank 4`; for a convolution
+    its groups and the class of its window too, for a pool the latter; for a softmax or reduction, whether it works along the
+    last axis. For a product the type alone, since its rank matters little."""
+    row = operator_row(kernel.op_type)
+    if row.operator_class == "product":
         return kernel.dtype
-    first = next((tensor for tensor in kernel.inputs if tensor.dtype), None)
-    return f"{kernel.dtype} of rank {len(first.shape) if first else 0}"
+    shape = next((tensor.shape for tensor in kernel.inputs if tensor.dtype), ())
+    parts = [f"{kernel.dtype} of rank {len(shape)}"]
+    if row.operator_class == "convolution":
+        parts += [_groups(kernel, shape), *(["dilated"] if kernel.attributes.get("dilations") else [])]
+    if (window := kernel.attributes.get("kernel_shape")) and row.operator_class in ("convolution", "reduction"):
+        widest = max(window)
+        parts.append(f"window to {next((wide for wide in WINDOWS if widest <= wide), f'over {WINDOWS[-1]}')}")
+    if (row.kind == "softmax" or row.cost == "reduction") and (axes := _worked_along(kernel)):
+        parts.append("along the last axis" if len(shape) - 1 in {axis % len(shape) for axis in axes} else "along other axes")
+    return ", ".join(parts)
+
+
+def _groups(kernel: Kernel, shape: Sequence[int]) -> str:
+    """How a convolution groups its channels, which are the second axis, or the last of other layouts."""
+    group = int(kernel.attributes.get("group", 1))
+    return "dense" if group == 1 else "depthwise" if group in (*shape[1:2], *shape[-1:]) else "grouped"
+
+
+def _worked_along(kernel: Kernel) -> list[int]:
+    """The axes along which a softmax or reduction works, where they are given and there are any."""
+    axis, given = kernel.attributes.get("axis"), kernel.inputs[1].values if len(kernel.inputs) > 1 else None
+    if not kernel.inputs or not kernel.inputs[0].shape:
+        return []
+    return [int(axis)] if isinstance(axis, int) else [int(value) for value in given or ()]
 
 
 def normalize(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Literal, Self, get_args
 
@@ -39,7 +40,7 @@ class Measurement(Frozen):
         facts: what the unit is and how it was run, by name, where its id does not lead to a description elsewhere.
         members: of a batch of kernels (subject `kernels`): their ids.
         launches: label `gpu`: kernels, copies and fills on the GPU in a run.
-        cuda_kernels: label `gpu` of a kernel: their names in order.
+        cuda_kernels: label `gpu` of a kernel: their names in order; of many, see `kernel_names`.
         disturbance: of a model on an idle GPU: how much other work slowed the host down meanwhile, a ratio (quiet_host).
         probe_us: of a model on an idle GPU: the time of the host probe meanwhile.
         inputs: of a kernel whose time depends on values (`time_by_values`): whether the inputs of its model, or its own, were
@@ -88,6 +89,15 @@ DRIFT_ADMITTED = 0.05  # the largest drift of a steady block, a ratio, where a c
 BELOW_BEST = 0.05  # how much slower than at its best the canary may be, beyond the admitted drift
 CPU_BUSY = "DCGM_FI_DEV_CPU_UTIL_TOTAL"  # the metric: the share of all processors' time that something runs
 BUSY_ADMITTED = 0.25  # the largest on an idle CPU before a steady block: a choice; a quiet machine's services take up to 0.15
+MOST_NAMES = 64  # of CUDA kernels in a measurement
+
+
+def kernel_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of the CUDA kernels that one kernel launched, in order; where they are more than MOST_NAMES, each name once. A
+    grouped convolution may launch 24,000, the same six again and again."""
+    return tuple(names) if len(names) <= MOST_NAMES else tuple(dict.fromkeys(names))
+
+
 Variant = Literal["host_io", "cuda_graph"]  # further ways to run a whole model: numpy in and out; captured and replayed
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 KERNELS = "kernels"  # subject of a batch of kernels whose energy is measured together

@@ -174,6 +174,8 @@ def between(one: Kernel, two: Kernel, share: float = 0.5) -> Kernel:
     inputs = [_middle_tensor(*pair, share) for pair in zip(one.inputs, two.inputs, strict=True)]
     if operator_row(one.op_type).operator_class == "convolution":
         inputs = _fitted_convolution(one, inputs, attributes)
+    if operator_row(one.op_type).operator_class == "recurrent":
+        inputs = _fitted_recurrent(one, inputs, int(attributes["hidden_size"]))
     seed = one.model_copy(update={"inputs": tuple(inputs)})
     middle = describe_kernel(one.op_type, one.domain, one.opset, attributes, inputs, infer_outputs(seed, inputs, attributes))
     if middle.id in (one.id, two.id):
@@ -211,3 +213,12 @@ def _fitted_convolution(seed: Kernel, inputs: Sequence[KernelInput], attributes:
     made = [x.model_copy(update={"shape": (x.shape[0], group * before, *x.shape[2:])}),
             weights.model_copy(update={"shape": (first, second, *window)})]
     return [*made, *(tensor.model_copy(update={"shape": (group * after,)}) for tensor in bias[:1])]
+
+
+def _fitted_recurrent(seed: Kernel, inputs: Sequence[KernelInput], hidden: int) -> list[KernelInput]:
+    """The inputs of a recurrent layer whose weights are as many as its hidden size says."""
+    gates = seed.inputs[1].shape[1] // int(seed.attributes["hidden_size"]) * hidden
+    ends = {1: (gates, inputs[1].shape[2]), 2: (gates, hidden), 3: (2 * gates,), 5: (inputs[0].shape[1], hidden),
+            6: (inputs[0].shape[1], hidden)}
+    return [tensor.model_copy(update={"shape": (tensor.shape[0], *ends[place])}) if place in ends and tensor.present else tensor
+            for place, tensor in enumerate(inputs)]

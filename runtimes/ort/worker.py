@@ -27,7 +27,7 @@ from measuring.run_times import Effort
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Tensor, session_dtype, type_code
 from records.kernel_record_files import read_model_record
-from records.measurement import GPU_LABEL, UNPROFILED, Measurement, Place
+from records.measurement import GPU_LABEL, UNPROFILED, Measurement, Place, kernel_names
 from records.operators import CONTROL_FLOW
 from runtimes import protocol
 from runtimes.ort.building.dummy_data import random_floats
@@ -240,7 +240,7 @@ def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Map
         raise UserError("carrier: the GPU's work can't be assigned to kernels")
     return [Measurement(subject="kernel", id=ids[name], label=GPU_LABEL, context="carrier", place="carrier",
                         samples_ms=tuple(round(covered_us(work[name]) / 1000, 6) for work in split),
-                        launches=len(split[0][name]), cuda_kernels=tuple(cuda_kernel.name for cuda_kernel in split[0][name]))
+                        launches=len(split[0][name]), cuda_kernels=kernel_names([work.name for work in split[0][name]]))
             for name in (split[0] if split else ())]
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from records.kernel_costs import copied_tables, einsum_product
 from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor
 from records.operators import operator_row
+from training.kernels.form_features import FORM_GROUPS, form_features
 from training.kernels.language_features import LANGUAGE_GROUPS, language_features
 from training.kernels.schema import FeatureSchema
 
@@ -71,29 +72,33 @@ def kernel_features(kernel: Kernel) -> list[float]:
     return [
         *sizes, *window, *product,
         *_tiles(product, 32), *_tiles(product, 128),
-        _alignment(sizes.channels), _alignment(sizes.out_channels), _alignment(product.k), _alignment(sizes.width),
+        _alignment(sizes.channels), _alignment(sizes.out_channels),
+        *map(_alignment, (product.m, product.n, product.k)), _alignment(sizes.width),
         *_axis(kernel, shape, out), *_permutation(_permuted_blocks(kernel, shape)), _broadcast(inputs, out),
         *_operands(kernel, shape, inputs, len(outputs)),
         *_costs(kernel, math.prod(shape)),
         *_operation(kernel),
+        *form_features(kernel),
         *language_features(kernel),
     ]
 
 
-KERNEL_FEATURES = FeatureSchema("kernel", 4, {
+KERNEL_FEATURES = FeatureSchema("kernel", 5, {
     "sizes": Sizes._fields,
     "window": KernelWindow._fields,
     "product": Product._fields,
     # how the product fills tiles: counts, and the share of the tiles' area that is used
     "tiles": ("log_tiles_32", "fill_32", "log_tiles_128", "fill_128"),
     # largest power of two (at most 64) that divides a size
-    "alignment": ("channels_alignment", "out_channels_alignment", "k_alignment", "width_alignment"),
+    "alignment": ("channels_alignment", "out_channels_alignment", "m_alignment", "n_alignment", "k_alignment",
+                  "width_alignment"),
     # how much is reduced into one value, and how much lies next to each other in memory
     "axes": ("reduced", "axis_inner", "permutation", "permutation_inner", "block_1", "block_2", "block_3", "broadcast"),
     "operands": ("rank", "inputs", "activation_inputs", "constant_inputs", "outputs", "tables", "activation", "adds"),
     "costs": ("log_flops", "log_bytes", "log_read", "log_written", "log_weights", "log_elements", "intensity"),
     # what kind of operation, on what
     "operation": ("op_class", "layout", "dtype", "bits"),
+    **FORM_GROUPS,
     **LANGUAGE_GROUPS,
 }, kernel_features)
 
@@ -233,7 +238,7 @@ def _axis(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> tuple[int
         inner = math.prod(shape[first + 1:]) if "Softmax" in op and kernel.opset >= 13 else 1
         return math.prod(shape[first:]) // max(inner, 1), inner
     if op.startswith(("Reduce", "Arg", "Global")) or "Pool" in op:
-        return elements // max(out_elements, 1), _behind_reduced(shape, out) if op.startswith("Reduce") else 0
+        return elements // max(out_elements, 1), _behind_reduced(shape, out) if op.startswith(("Reduce", "Arg")) else 0
     if axis is not None and not isinstance(axis, list):
         sizes = out if op == "Concat" else shape
         return 0, math.prod(sizes[int(axis) % len(sizes) + 1:]) if sizes else 0
