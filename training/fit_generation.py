@@ -4,7 +4,8 @@ Reads the predictors and the composition of a GPU target; of each --generations 
 (recipes/llm/measure_genai.py) and the kernel records of their steps (recipes/llm/record_steps.py); and of --energy the dataset
 from which the energy of other models was learned. Writes generation.json and generation_energy.json into the predictors'
 folder: the time of genai's loop, what dispatching costs in such runs, and how a run at the power limit becomes longer. Each
-family is held out in turn. Of --loops, such as decoders of one small layer, it learns too, but counts no errors.
+family is held out in turn. Of --loops, such as decoders of one small layer, it learns too, but counts no errors; and
+of --captured what tokens take that run as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from training.energy.fitting import fit_energy
 from training.energy.fitting import measured_energies as energies_of_models
 from training.energy.learned import EnergyModel, read_energy
 from training.kernels.predictors import Predictors, read_predictors
-from training.llm.fitting import fit_generation, measured_energies
+from training.llm.fitting import fit_captured, fit_generation, measured_energies
 from training.llm.learned import LearnedGeneration, generation_energy_path, generation_path
 from training.llm.measured_steps import MeasuredStep, measured_steps
 from utils import cli, files
@@ -57,6 +58,10 @@ def shown(fitted: LearnedGeneration) -> list[dict[str, Any]]:
             ("attention by a library, beside its launches", 1e3 * fitted.attention_ms, "µs"),
             *((f"genai's loop: {name.removesuffix('_ms').replace('_', ' ')}", 1e3 * value, "µs")
               for name, value in fitted.loop.model_dump().items())]
+    if of_graph := fitted.captured:
+        rows += [("a CUDA graph: pause after a launch", 1e3 * of_graph.gap_ms, "µs"),
+                 ("a CUDA graph: genai's loop", 1e3 * of_graph.step_ms, "µs"),
+                 ("a CUDA graph: million logits", 1e3 * of_graph.million_logits_ms, "µs")]
     if limit := fitted.power_limit:
         rows += [("clocks are kept for", limit.hold_ms, "ms"), ("power limit", limit.limit_w, "W"),
                  ("exponent of what is beyond it", limit.exponent, "")]
@@ -74,6 +79,9 @@ def errors(fitted: LearnedGeneration) -> list[dict[str, Any]]:
             interval = fitted.intervals.get(phase)
             rows.append({"step": phase, "pace": "read meanwhile", **of.columns(),
                          "held_%": 100 * interval.coverage if interval else None})
+    if (graph := fitted.captured) and graph.left_out:
+        rows.append({"step": "token, as a CUDA graph", "pace": "read meanwhile", **graph.left_out.columns(),
+                     "held_%": 100 * graph.interval.coverage if graph.interval else None})
     return rows
 
 
@@ -99,6 +107,8 @@ def main() -> int:
                         help="a workspace with measured language models (repeatable)")
     parser.add_argument("--loops", type=Path, action="append", default=[], metavar="DIR",
                         help="the same of models whose errors don't count (repeatable)")
+    parser.add_argument("--captured", type=Path, action="append", default=[], metavar="DIR",
+                        help="the same of models whose tokens ran as a CUDA graph (repeatable)")
     parser.add_argument("--energy", type=Path, metavar="DIR",
                         help="the workspace with the energy of other models (default: nothing is learned of energy)")
     args = parser.parse_args()
@@ -114,6 +124,10 @@ def main() -> int:
     energy = fit_energies(steps, predictors, composition, folder, Workspace(args.energy)) if args.energy else None
     fitted = fit_generation(args.target, steps, composition.costs, energy, predictors.sidecar.created,
                             composition.calibrated)
+    captured = [step for path in args.captured
+                for step in measured_steps(Workspace(path), predictors, composition.probe_us, captured=True)]
+    if captured and composition.cuda_graph is not None:
+        fitted = fitted.model_copy(update={"captured": fit_captured(captured, composition.cuda_graph)})
     files.write_json(generation_path(folder), fitted)
     if args.energy:
         energy = fit_energies(steps, predictors, composition, folder, Workspace(args.energy), fitted)

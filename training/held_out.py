@@ -1,4 +1,4 @@
-"""Prediction errors for what was held out of everything that is learned: families, collections, operators or settings.
+"""Prediction errors for what was held out of everything that is learned: families, collections, operators, forms or settings.
 
 Reads datasets (those of a GPU target with its predictors), writes nothing but --markdown's page, and prints tables.
 
@@ -9,6 +9,9 @@ Reads datasets (those of a GPU target with its predictors), writes nothing but -
   same split: a line over the sum of kernel times, the roofline, and nn-Meter's random forests.
 - `--by operator` leaves out each measured operator, so that its kernels are estimated from the other operators of its class,
   and prints their errors beside those of kernels that alone were held out (from training/kernel_errors).
+- `--by form` leaves out a fifth of the forms (rank, element type, groups, windows, axes) of each kernel type at a time, and
+  prints how far off their kernels are; how many forms were measured; and the cliffs between neighbours that differ in sizes
+  alone. A GPU's targets only.
 - `--by setting` leaves out each setting of threads and cores under which a flavour of TVM was measured, and prints a row for
   kernels that were measured under other settings too (known), and one for the others (new).
 """
@@ -23,6 +26,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from training.composition.held_out_errors import judge_targets
+from training.kernels.form_table import form_report
 from training.kernels.operator_table import operator_report
 from training.kernels.settings import TrainingConfig
 from training.kernels.settings_left_out import left_out_rows, settings_of
@@ -35,17 +39,19 @@ EXAMPLES = """
 python training/held_out.py --by collection --target nvidia-h200-cuda-ort1.31-all
 python training/held_out.py --by family --without-forests --at-most 12 --workspace out/h200 --json
 python training/held_out.py --by operator --target nvidia-h200-cuda-ort1.31-all --markdown docs/operators.md
+python training/held_out.py --by form --target nvidia-h200-cuda-ort1.31-all --markdown docs/forms.md
 python training/held_out.py --by setting --level tuned
 """
-ONLY_BY = {"target": ("family", "collection", "operator"), "without_forests": ("family", "collection"),
-           "at_most": ("family", "collection"), "markdown": ("operator",), "level": ("setting",)}  # which options go with what
+ONLY_BY = {  # which options go with what
+    "target": ("family", "collection", "operator", "form"), "without_forests": ("family", "collection"),
+    "at_most": ("family", "collection"), "markdown": ("operator", "form"), "level": ("setting",)}
 
 
-def judge_operators(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig) -> None:
-    """Prints the errors of operators that were left out, of one target or all."""
-    targets = [args.target] if args.target else trained_targets(workspace)
-    reports = for_each_target(
-        targets, lambda target, show: operator_report(workspace, target, config, args.markdown, show), args.json)
+def judge_kernels(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig) -> None:
+    """Prints the errors of operators or forms that were left out, of one target or all."""
+    targets, report = [args.target] if args.target else trained_targets(workspace), {
+        "operator": operator_report, "form": form_report}[args.by]
+    reports = for_each_target(targets, lambda target, show: report(workspace, target, config, args.markdown, show), args.json)
     if args.json:
         cli.print_json(reports)
 
@@ -59,14 +65,14 @@ def judge_settings(workspace: Workspace, args: argparse.Namespace, config: Train
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--by", choices=("family", "collection", "operator", "setting"), required=True,
+    parser.add_argument("--by", choices=("family", "collection", "operator", "form", "setting"), required=True,
                         help="what is held out, one after another")
     add_options(parser, "name of a target in training/predictors (default: all; by family or collection, all with label gpu)")
     parser.add_argument("--without-forests", action="store_true", help="omit nn-Meter's random forests, which take minutes")
     parser.add_argument("--at-most", type=cli.count, metavar="N",
                         help="hold out groups of models in at most N parts, several at a time (default: the config's `folds`)")
     parser.add_argument("--markdown", type=Path, metavar="FILE",
-                        help="also write the table of operators to this file, for one --target")
+                        help="also write the tables of operators or forms to this file, for one --target")
     parser.add_argument("--level", choices=("unfused", "fused", "tuned"), help="level of TVM's flavour (default: fused)")
     args = parser.parse_args()
     for option, kinds in ONLY_BY.items():
@@ -77,8 +83,8 @@ def main() -> int:
     workspace, config = cli.start(args), read_config(args.config, TrainingConfig, args.changes)
     if args.at_most:
         config = config.model_copy(update={"folds": args.at_most})
-    if args.by == "operator":
-        judge_operators(workspace, args, config)
+    if args.by in ("operator", "form"):
+        judge_kernels(workspace, args, config)
     elif args.by == "setting":
         judge_settings(workspace, args, config)
     else:

@@ -86,7 +86,8 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
     """Writes the predictors of a target, their sidecar, and their errors by kernel. The errors are those of label `gpu`, or of
     the first label where the GPU's time was not measured."""
     save_uncertainty(workspace, rows, workspace.predictors(rows.header.target.name),
-                     {label.label: label.left_out for label in trained})
+                     {label.label: label.left_out for label in trained},
+                     {label.label: label.forms_left_out for label in trained if label.forms_left_out})
     save_errors(workspace, rows, next((label for label in trained if label.label == GPU_LABEL), trained[0]))
     header = rows.header
     spans = {name: (float(low), float(high)) for name, low, high in zip(

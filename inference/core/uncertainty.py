@@ -144,7 +144,7 @@ def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], f
             time, launches = (fitted.uncertainty.of_estimate(kernel, name) for name in (label, LAUNCHES))
             uncertainties[kernel.id] = KernelUncertainty("estimated", Span(time.low, time.high),
                                                          Span(launches.low, launches.high), True)
-        elif (form := fitted.uncertainty.of_other_form(kernel)) is not None:
+        elif (form := fitted.uncertainty.of_other_form(kernel, label)) is not None:
             uncertainties[kernel.id] = KernelUncertainty("other form", Span(form.low, form.high), CERTAIN, True)
         else:
             predicted.append(kernel)
@@ -282,7 +282,7 @@ def uncertainty_warnings(uncertainties: Sequence[tuple[Kernel, KernelUncertainty
     by = f"may move the latency by {moved.low - 1:+.0%} to {moved.high - 1:+.0%}"
     for reason, what in (("estimated", "never measured and estimated from operators of their class"),
                          ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
-                         ("other form", "measured for other ranks or element types only"),
+                         ("other form", "measured for other ranks, element types, groups, windows or axes only"),
                          ("forced", "predicted by an estimator that was admitted by force"),
                          ("unsteady", "measured while the machine was unsteady"),
                          ("by values", "the time depends on the inputs' values, and was not measured with realistic ones")):

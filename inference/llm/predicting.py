@@ -262,7 +262,8 @@ def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Seque
     """The answer to a request, from its runs."""
     model, fitted, learned = analysed.model, analysed.predictor.fitted, analysed.learned
     memory, device_mib = analysed.memory(request), _device_mib(analysed.predictor)
-    first, loop_ms = _time(runs.prompt.prediction), learned.loop_ms(analysed.token_step(request, request.prompt), model.decode)
+    first = _time(runs.prompt.prediction)
+    loop_ms = learned.loop_ms(analysed.token_step(request, request.prompt), model.decode, cuda_graph=runs.cuda_graph)
     lengths, times = list(runs.tokens), [_time(run.prediction) for run in runs.tokens.values()]
     ends = [time.ms for time in times], *zip(*(time.interval_ms for time in times), strict=True)
     further = [over_generation(request, lengths, values) for values in ends] if lengths else []

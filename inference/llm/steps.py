@@ -42,11 +42,11 @@ class Learned:
     energy: EnergyModel | None
     compositions: Mapping[Phase, Composition]
 
-    def loop_ms(self, step: Step, file: DecoderFile, pace: float = 1.0) -> float | None:
+    def loop_ms(self, step: Step, file: DecoderFile, pace: float = 1.0, cuda_graph: bool = False) -> float | None:
         """What genai's loop takes of a step at a pace; None where that is not known."""
         if self.generation is None:
             return None
-        return self.generation.loop.time_ms(_phase(step), step.batch, file.words, len(file.caches) // 2, pace)
+        return self.generation.loop_of(cuda_graph).time_ms(_phase(step), step.batch, file.words, len(file.caches) // 2, pace)
 
 
 def learned_of(predictor: Predictor) -> Learned:
@@ -77,7 +77,8 @@ def as_step(run: PredictedRun, step: Step, file: DecoderFile, learned: Learned, 
     hosts = hosts_between(None)
     paces = (min(hosts), 1.0, max(hosts)) if pace is None else (pace, pace, pace)
     of_run = prediction.interval_ms[0], prediction.latency_ms, prediction.interval_ms[1]
-    times_ms = [time_ms + (learned.loop_ms(step, file, at) or 0.0) for time_ms, at in zip(of_run, paces, strict=True)]
+    times_ms = [time_ms + (learned.loop_ms(step, file, at, prediction.way.cuda_graph) or 0.0)
+                for time_ms, at in zip(of_run, paces, strict=True)]
     low_ms, whole_ms, high_ms = _sustained_ms(times_ms, run, learned)
     warnings = prediction.warnings
     if whole_ms > LIMITED * times_ms[1]:

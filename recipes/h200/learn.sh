@@ -70,15 +70,15 @@ part_energy() {
 }
 part_generation() { # after energy, whose measurements it learns from, too
   local name
-  for name in genai again loop judged; do
+  for name in genai again loop graph judged; do
     mkdir -p "$out/$name"
     tar xJf "$here/../llm/$name-nvidia-h200.tar.xz" -C "$out/$name"
   done
-  for name in genai again loop; do
+  for name in genai again loop graph; do
     python recipes/llm/record_steps.py --workspace "$out/$name"
   done
   figure generation hase training/fit_generation.py --target "$target" --generations "$out/genai" \
-    --generations "$out/again" --loops "$out/loop" --energy "$out/energy"
+    --generations "$out/again" --loops "$out/loop" --captured "$out/graph" --energy "$out/energy"
 }
 part_collections() {
   figure collections hase training/held_out.py --by collection --target "$target" --config "$config"

@@ -8,16 +8,23 @@ import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command import run_script
 from conftest import Once
 
+from graph_model.simulation.pipeline import PipelineCosts, Tracks
 from records.generations import Generation, measured_models, step_record_file
 from records.kernel_record_files import read_model_record
+from training.composition.fitted import GraphReplay, read_composition
 from training.fit_generation import errors
+from training.kernels.predictors import read_predictors
+from training.kernels.sidecar import read_sidecar
+from training.llm.fitting import fit_captured
 from training.llm.learned import read_generation
-from training.llm.measured_steps import step_time
+from training.llm.measured_steps import MeasuredStep, measured_steps, step_time
 from utils import files
+from utils.errors import UserError
 from utils.fingerprint import machine
 from utils.paths import ROOT, SHIPPED, Workspace
 
@@ -100,3 +107,45 @@ def test_without_records_the_command_to_make_them_is_named(tmp_path: Path) -> No
     assert done.returncode == 1
     assert "make it with: python recipes/llm/record_steps.py" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def captured_step(family: str, launches: float, gpu_ms: float, words: int, pace: float) -> MeasuredStep:
+    """A made-up token of a CUDA graph: 0.4 µs after each launch, 50 µs of a host at its pace, 80 µs for a million logits."""
+    tracks = Tracks(np.array([gpu_ms]), np.array([launches]), np.array([1]))
+    measured_ms = gpu_ms + 0.4e-3 * launches + 0.05 * pace + 0.08e-6 * words
+    return MeasuredStep(point(family=family), "token", tracks, (), words=words, layers=1, measured_ms=measured_ms, pace=pace)
+
+
+def test_what_a_captured_token_takes_is_learned() -> None:
+    replay = GraphReplay(models=1, costs=PipelineCosts(node_ms=0.0, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=0.0001,
+                                                       lead_ms=0.0, end_ms=0.0))
+    steps = [captured_step(f"m{number % 4}", 20.0 * (number % 9), 0.1 + 0.1 * (number % 5), 32000 * (1 + number % 3),
+                           1.0 + 0.25 * (number % 7)) for number in range(36)]
+    learned = fit_captured(steps, replay)
+    assert (learned.gap_ms, learned.step_ms, learned.million_logits_ms) == pytest.approx((0.0004, 0.05, 0.08), rel=0.1)
+    assert learned.left_out is not None
+    assert learned.left_out.mape < 0.02
+    fitted = read_generation(SHIPPED / TARGET)
+    assert fitted is not None
+    with_graph = fitted.model_copy(update={"captured": learned})
+    assert with_graph.loop_of(cuda_graph=True).step_ms == learned.step_ms
+    assert with_graph.loop_of(cuda_graph=False) == fitted.loop
+    composition = read_composition(SHIPPED / TARGET, read_sidecar(SHIPPED / TARGET).dataset_sha256)
+    graph = with_graph.composition(composition, "token").cuda_graph
+    assert graph is not None
+    assert graph.costs.gap_ms == learned.gap_ms
+
+
+@pytest.mark.slow
+def test_tokens_of_cuda_graphs_are_apart(once: Once) -> None:
+    """The archive of models whose tokens an H200 ran as CUDA graphs."""
+    def make(folder: Path) -> None:
+        files.unpack(ROOT / "recipes" / "llm" / "graph-nvidia-h200.tar.xz", folder)
+        assert run_script("recipes/llm/record_steps.py", "--workspace", folder, "--json").returncode == 0
+
+    workspace, predictors = Workspace(once("captured_tokens", make)), read_predictors(SHIPPED / TARGET)
+    captured = measured_steps(workspace, predictors, 300.0, captured=True)
+    assert len(captured) == 36
+    assert {step.phase for step in captured} == {"token"}
+    with pytest.raises(UserError, match="no generation was measured"):
+        measured_steps(workspace, predictors, 300.0)

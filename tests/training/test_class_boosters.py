@@ -133,7 +133,7 @@ def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, 
     assert [operator.operator for operator in operators] == sorted(ELEMENTWISE) + sorted(REDUCTIONS)
     assert max(np.median(operator.errors) for operator in operators) < 0.035
     assert {operator.operator: len(operator.ids) for operator in operators} == dict.fromkeys((*ELEMENTWISE, *REDUCTIONS), EACH)
-    ranges = ranges_of(operators, "run")
+    ranges = ranges_of(operators, {}, 1)
     assert set(ranges) == {"elementwise", "reduction"}
     assert 0.5 < ranges["elementwise"].low <= 1.0 <= ranges["elementwise"].high < 2.0
     assert ranges["elementwise"].operators == len(ELEMENTWISE) > LEAST_KERNELS / 10

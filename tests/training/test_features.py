@@ -10,7 +10,7 @@ import pytest
 from made_up_dataset import conv, gemm, relu, tensor
 
 from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_types import describe_kernel
+from records.kernel_types import describe_kernel, form_of
 from runtimes.ort.graph.analysis import analyze
 from training.kernels.features import KERNEL_FEATURES, OP_CLASSES, kernel_features
 
@@ -174,3 +174,47 @@ def test_every_operation_at_every_rank(op_type: str) -> None:
 def test_a_reduction_to_a_scalar() -> None:
     kernel = describe_kernel("ReduceMax", "", 20, {"keepdims": 0}, [tensor(2, 3, 8)], [Tensor(dtype="float32")])
     expect(kernel, reduced=48, m=1, n=1, rank=3)
+
+
+def test_the_form_of_an_operator() -> None:
+    x = tensor(4, 6, 8, 10)
+    summed = describe_kernel("ReduceSum", "", 20, {"keepdims": 0}, [x, numbers(1, 3)],
+                             [Tensor(dtype="float32", shape=(4, 8))])
+    expect(summed, axes=0b101, axis_size=60, log_behind_axes=1, out_rank=2)  # one number behind
+    padded = describe_kernel("Pad", "", 20, {"mode": "edge"}, [x, numbers(0, 0, 1, 0, 0, 0, 2, 0)],
+                             [Tensor(dtype="float32", shape=(4, 6, 11, 10))])
+    expect(padded, axes=0b010, axis_size=8, axis_size_out=11, log_behind_axes=math.log2(11), mode=3)
+    largest = describe_kernel("TopK", "", 20, {"axis": 1}, [x, numbers(2)], [Tensor(dtype="float32", shape=(4, 2, 8, 10))])
+    expect(largest, axes=0b100, axis_size=6, axis_size_out=2, log_behind_axes=math.log2(81))
+    channel = describe_kernel("Mul", "", 20, {}, [x, tensor(6, 1, 1, constant=True)], [Tensor(dtype="float32", shape=x.shape)])
+    expect(channel, broadcast_axes=0b1011, axes=0)
+    steps = describe_kernel("Slice", "", 20, {}, [x, numbers(0), numbers(8), numbers(2), numbers(4)],
+                            [Tensor(dtype="float32", shape=(4, 6, 2, 10))])
+    expect(steps, axes=0b010, log_steps=2)
+    video = describe_kernel("Conv", "", 20, {"kernel_shape": [5, 3, 3], "strides": [1, 1, 2]},
+                            [tensor(1, 4, 16, 8, 8), tensor(8, 4, 5, 3, 3, constant=True)],
+                            [Tensor(dtype="float32", shape=(1, 8, 12, 6, 3))])
+    expect(video, depth=16, kernel_depth=5, last_stride=2)
+    expect(gemm(rows=24, columns=96), m_alignment=8, n_alignment=32)
+
+
+def numbers(*values: int) -> KernelInput:
+    return KernelInput(dtype="int64", shape=(len(values),), constant=True, values=values)
+
+
+@pytest.mark.parametrize(("kernel", "form"), [
+    (conv(window=3), "float32 of rank 4, dense, window to 3"),
+    (conv(channels=32, out=32, window=5, group=32), "float32 of rank 4, depthwise, window to 7"),
+    (conv(channels=32, out=32, group=4), "float32 of rank 4, grouped, window to 3"),
+    (relu(), "float32 of rank 4"), (gemm(), "float32")])
+def test_forms_are_named(kernel: Kernel, form: str) -> None:
+    assert form_of(kernel) == form
+
+
+def test_forms_of_reductions_name_their_axes() -> None:
+    def reduced(*axes: int) -> str:
+        return form_of(describe_kernel("ReduceMax", "", 20, {}, [tensor(2, 3, 4), numbers(*axes)],
+                                       [Tensor(dtype="float32", shape=(2, 1, 1))]))
+
+    assert reduced(-1) == reduced(1, 2) == "float32 of rank 3, along the last axis"
+    assert reduced(0, 1) == "float32 of rank 3, along other axes"

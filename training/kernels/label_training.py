@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from records.measurement import GPU_LABEL
 from training.kernels import estimators
 from training.kernels.estimators import FOREST, SHARED, KernelModel, fit_kernel_model
+from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.settings import LAUNCHES, TrainingConfig
 from training.kernels.sidecar import TypeErrors
@@ -34,6 +36,8 @@ class Trained:
     Attributes:
         times_ms: of each kernel by id, idle: measured, and predicted by a training without the kernel.
         left_out: what trainings without an operator make of its kernels.
+        forms_left_out: the same of trainings without a form; of label `gpu` alone, since GPUs' libraries have the most
+            algorithms to choose from.
     """
 
     label: str
@@ -41,6 +45,7 @@ class Trained:
     errors: tuple[TypeErrors, ...]
     times_ms: dict[str, tuple[float, float]]
     left_out: tuple[LeftOutOperator, ...]
+    forms_left_out: tuple[LeftOutForm, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -210,4 +215,5 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
     left_out = leave_operators_out(rows, label, config)
     model = fit_transferred(rows, label, best.predictors, config, start) if start else fit_kernel_model(
         rows, label, best.predictors, config, steady=steady_classes(left_out))
-    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, best.predictors)), tuple(left_out))
+    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, best.predictors)), tuple(left_out),
+                   tuple(leave_forms_out(rows, label, config)) if label == GPU_LABEL else ())

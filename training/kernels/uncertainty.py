@@ -5,8 +5,8 @@ that is, each measured operator is left out in turn, and its measured times are 
 of operators (elementwise, reduction, …) holds 90 % of these ratios, each operator counted alike. A class with fewer than
 LEAST_OPERATORS measured operators has a range at least as wide as in DEFAULT_RANGES.
 
-The file also lists the forms (element type and rank) in which each operator was measured. An operator that was measured in
-other forms only is predicted, but with a wider interval.
+The file also lists the forms (`form_of`: element type, rank, groups, windows) in which each operator was measured. An operator
+that was measured in other forms only is predicted, but with a wider interval: how wide shows where forms are left out in turn.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pydantic import Field
 from records.kernel_record import Kernel
 from records.kernel_types import form_of
 from records.operators import OperatorClass, operator_row
+from training.kernels.forms_left_out import LeftOutForm
 from training.kernels.operators_left_out import LeftOutOperator
 from training.kernels.settings import LAUNCHES
 from training.kernels.sidecar import TRAIN
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 UNCERTAINTY_VERSION = 1
 FILE = "uncertainty.json"
-LEAST_OPERATORS = 3
+LEAST_OPERATORS, LEAST_FORMS = 3, 12
 TAIL = 0.05  # share of the ratios that is cut off at each end, which leaves 90 %
 PARTS = 101  # quantiles that stand for the kernels of an operator, so that operators count alike
 Floats = npt.NDArray[np.float64]
@@ -44,7 +45,7 @@ class Range(Frozen):
 
     Attributes:
         low, high: the multiples.
-        operators: how many operators they were learned from; 0: a default.
+        operators: how many operators (or forms) they were learned from; 0: a default.
     """
 
     low: float = Field(ge=0, le=1e9)
@@ -82,12 +83,14 @@ class Uncertainty(Frozen):
     Attributes:
         dataset_sha256: of the kernel table that it was learned from; "" for the defaults.
         ranges: around the estimate, by label and class of operators.
+        form_ranges: around the prediction for an operator that was measured in other forms only, likewise.
         forms: by kernel type, the forms in which it was measured, as `form_of` names them; None where they are not known.
     """
 
     version: int = UNCERTAINTY_VERSION
     dataset_sha256: str
     ranges: dict[str, dict[str, Range]]
+    form_ranges: dict[str, dict[str, Range]] = {}
     forms: dict[str, tuple[str, ...]] | None = None
 
     def of_estimate(self, kernel: Kernel, label: str) -> Range:
@@ -96,45 +99,58 @@ class Uncertainty(Frozen):
         defaults = DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES
         return self.ranges.get(label, {}).get(kind, defaults[kind])
 
-    def of_other_form(self, kernel: Kernel) -> Range | None:
-        """The range around a prediction for an operator that was measured in other forms only; None for a known form."""
+    def of_other_form(self, kernel: Kernel, label: str = "") -> Range | None:
+        """The range around a prediction under `label` for an operator that was measured in other forms only; None for a known
+        form."""
         kind = operator_row(kernel.op_type).operator_class
         if self.forms is None or kind in FORMLESS or form_of(kernel) in self.forms.get(kernel.type, ()):
             return None
-        return OTHER_FORM_OF.get(kind, OTHER_FORM)
+        return self.form_ranges.get(label, {}).get(kind) or OTHER_FORM_OF.get(kind, OTHER_FORM)
 
 
 NOTHING_LEARNED = Uncertainty(dataset_sha256="", ranges={})
 
 
-def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel],
-                      left_out: Mapping[str, Sequence[LeftOutOperator]]) -> Uncertainty:
+def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], left_out: Mapping[str, Sequence[LeftOutOperator]],
+                      forms_left_out: Mapping[str, Sequence[LeftOutForm]]) -> Uncertainty:
     """The ranges and forms in the idle rows of a dataset.
 
     Args:
         rows: of the dataset.
         kernels: all kernels of `rows`.
         left_out: the operators of each label, left out in turn.
+        forms_left_out: the same of forms.
     """
     by_id = {kernel.id: kernel for kernel in kernels}
     forms: dict[str, set[str]] = {}
     for name in set(rows.ids.tolist()):
         forms.setdefault(by_id[name].type, set()).add(form_of(by_id[name]))
     return Uncertainty(dataset_sha256=rows.sha256, forms={name: tuple(sorted(forms[name])) for name in sorted(forms)},
-                       ranges={label: ranges_of(operators, label) for label, operators in left_out.items()})
+                       ranges={label: ranges_of(operators, DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES,
+                                                LEAST_OPERATORS) for label, operators in left_out.items()},
+                       form_ranges={label: ranges_of(forms, {}, LEAST_FORMS) for label, forms in forms_left_out.items()})
 
 
-def ranges_of(left_out: Iterable[LeftOutOperator], label: str) -> dict[str, Range]:
-    """The range of each class of operators that were left out."""
+def ranges_of(left_out: Iterable[LeftOutOperator] | Iterable[LeftOutForm], defaults: Mapping[OperatorClass, Range],
+              least: int) -> dict[str, Range]:
+    """The range of each class of operators, of which some were left out.
+
+    Args:
+        left_out: operators or forms.
+        defaults: joined with the range of a class of which fewer than `least` were left out; it has none without a default.
+        least: how many make a range of their own.
+    """
     ratios_of: dict[OperatorClass, list[Floats]] = {}
-    for operator in left_out:
-        ratios_of.setdefault(operator.kind, []).append(np.quantile(operator.ratios, np.linspace(0.0, 1.0, PARTS)))
-    defaults = DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES
+    for each in left_out:
+        ratios_of.setdefault(each.kind, []).append(np.quantile(each.ratios, np.linspace(0.0, 1.0, PARTS)))
     ranges: dict[str, Range] = {}
     for kind, ratios in ratios_of.items():
         low, high = np.quantile(np.concatenate(ratios), [TAIL, 1.0 - TAIL])
         learned = Range(low=min(1.0, float(low)), high=max(1.0, float(high)), operators=len(ratios))
-        ranges[kind] = learned if len(ratios) >= LEAST_OPERATORS else learned.joined(defaults[kind])
+        if len(ratios) >= least:
+            ranges[kind] = learned
+        elif kind in defaults:
+            ranges[kind] = learned.joined(defaults[kind])
     return ranges
 
 
@@ -154,12 +170,13 @@ def read_uncertainty(folder: Path) -> Uncertainty:
 
 
 def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path,
-                     left_out: Mapping[str, Sequence[LeftOutOperator]]) -> Uncertainty:
-    """Learns the uncertainty from the dataset of `rows` and its operators that were `left_out`, by label; writes it into
-    `folder`."""
+                     left_out: Mapping[str, Sequence[LeftOutOperator]],
+                     forms_left_out: Mapping[str, Sequence[LeftOutForm]]) -> Uncertainty:
+    """Learns the uncertainty from the dataset of `rows` and its operators and forms that were left out, by label; writes it
+    into `folder`."""
     from records.dataset_files import read_kernels
 
     described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))
-    uncertainty = learn_uncertainty(rows, (entry.kernel for entry in described), left_out)
+    uncertainty = learn_uncertainty(rows, (entry.kernel for entry in described), left_out, forms_left_out)
     files.write_json(uncertainty_path(folder), uncertainty)
     return uncertainty

@@ -16,10 +16,18 @@ import numpy.typing as npt
 
 from graph_model.simulation.pipeline import PipelineCosts, Runs
 from records.generations import PHASES, Phase
-from training.composition.intervals import KNOWN, CalibratedInterval, Case, fitted_to, sources
+from training.composition.fitted import GraphReplay
+from training.composition.intervals import KNOWN, CalibratedInterval, Case, error_range_of, fitted_to, sources
 from training.energy.fitting import MeasuredEnergy
 from training.energy.learned import EnergyModel, work_of_run
-from training.llm.learned import LARGEST_EXPONENT, FittedStep, GenerationLoop, LearnedGeneration, PowerLimit
+from training.llm.learned import (
+    LARGEST_EXPONENT,
+    CapturedTokens,
+    FittedStep,
+    GenerationLoop,
+    LearnedGeneration,
+    PowerLimit,
+)
 from training.llm.measured_steps import MeasuredStep, families, without
 from utils.lazy import scipy
 from utils.timing import error_statistics
@@ -28,6 +36,7 @@ Floats = npt.NDArray[np.float64]
 ODD = 0.03  # error from which a step counts as an outlier
 SHORT_MS = 30.0  # steps of which no device lowers its clocks
 FIRST_US = (4.0, 5.0, 80.0, 0.5, 200.0, 5.0, 5.0, 100.0)  # where the search begins: the costs of `_Host`, in microseconds
+FIRST_CAPTURED_US = (0.5, 50.0, 100.0)  # the same for `CapturedTokens`
 FIRST_LIMIT = (1.0, 1.3)  # the same for the power limit: its share of the known one, and the exponent
 HOLDS_MS = (20.0, 30.0, 40.0, 60.0, 80.0)  # that are tried
 LEAST_LONG = 10  # steps that the power limit may have slowed; from fewer, nothing is learned
@@ -164,6 +173,41 @@ def _with_loop_ms(steps: Sequence[MeasuredStep], runs: Runs, host: _Host, costs:
     """The times of steps without a power limit."""
     loop = np.array([host.loop.time_ms(step.phase, step.point.batch, step.words, step.layers, step.pace) for step in steps])
     return np.asarray(runs.latencies_ms(host.costs(costs)) + loop)
+
+
+def fit_captured(steps: Sequence[MeasuredStep], replay: GraphReplay) -> CapturedTokens:
+    """What tokens take that run as a CUDA graph, with each family held out in turn for the errors.
+
+    Args:
+        steps: such tokens.
+        replay: of other models as CUDA graphs.
+    """
+    measured_ms, groups = np.array([step.measured_ms for step in steps]), [step.point.family for step in steps]
+    tracks = Runs([(step.tracks, 1.0, None) for step in steps])  # a captured graph does not wait for its host
+    paces, logits = (np.array([getattr(step, name) for step in steps]) for name in ("pace", "words"))
+    million_logits = logits * np.array([step.point.batch for step in steps]) / 1e6
+
+    def times_ms(values_us: Sequence[float]) -> Floats:
+        gap_ms, step_ms, million_logits_ms = (value / 1e3 for value in values_us)
+        runs_ms = tracks.latencies_ms(replay.costs.model_copy(update={"gap_ms": gap_ms}))
+        return np.asarray(runs_ms + step_ms * paces + million_logits_ms * million_logits)
+
+    def fit(kept: npt.NDArray[np.bool_]) -> list[float]:
+        found = scipy.optimize.least_squares(
+            lambda values_us: np.log(times_ms(values_us) / measured_ms)[kept], FIRST_CAPTURED_US, bounds=(0.0, np.inf),
+            x_scale=FIRST_CAPTURED_US, loss="soft_l1", f_scale=ODD)
+        return [float(value) for value in found.x]
+
+    gap_ms, step_ms, million_logits_ms = (value / 1e3 for value in fit(np.ones(len(steps), dtype=bool)))
+    fitted = CapturedTokens(gap_ms=gap_ms, step_ms=step_ms, million_logits_ms=million_logits_ms)
+    if len(set(groups)) < 2:
+        return fitted
+    left_out_ms = np.empty(len(steps))
+    for family in sorted(set(groups)):
+        held_out = np.array([group == family for group in groups])
+        left_out_ms[held_out] = times_ms(fit(~held_out))[held_out]
+    return fitted.model_copy(update={"left_out": error_statistics(left_out_ms.tolist(), measured_ms.tolist()),
+                                     "interval": error_range_of(left_out_ms, measured_ms, groups)})
 
 
 def measured_energies(steps: Sequence[MeasuredStep], generation: LearnedGeneration | None = None) -> list[MeasuredEnergy]:

@@ -10,7 +10,7 @@ from pydantic import Field
 from records.generations import Phase
 from records.measurement import ModelMilliseconds
 from training.composition.fitted import Composition
-from training.composition.intervals import CalibratedInterval
+from training.composition.intervals import CalibratedInterval, ErrorRange
 from training.energy.learned import ENERGY_VERSION, EnergyModel
 from utils import files
 from utils.frozen import Frozen
@@ -55,6 +55,24 @@ class GenerationLoop(Frozen):
         if phase == "first":
             host_ms += self.first_ms + layers * self.first_layer_ms + sequences * self.first_sequence_ms
         return pace * host_ms + self.million_logits_ms * sequences * words / 1e6
+
+
+class CapturedTokens(Frozen):
+    """What further tokens take that run as a CUDA graph, beside their kernels.
+
+    Attributes:
+        gap_ms: the device's pause after each launch of the graph.
+        step_ms: genai's loop for each token: the host's, at its usual pace.
+        million_logits_ms: the device's time for each million of logits from which tokens are chosen.
+        left_out: errors of tokens whose family was held out.
+        interval: that follows from these errors; None from too few.
+    """
+
+    gap_ms: float = Field(ge=0)
+    step_ms: float = Field(ge=0)
+    million_logits_ms: float = Field(ge=0)
+    left_out: ErrorStatistics | None = None
+    interval: ErrorRange | None = None
 
 
 class PowerLimit(Frozen):
@@ -102,6 +120,7 @@ class LearnedGeneration(Frozen):
         product_ms, attention_ms: what a matrix product and attention by a library cost the host, in place of those that the
             composition has.
         loop: the time of onnxruntime-genai's loop.
+        captured: of tokens that run as a CUDA graph; None where none was measured.
         power_limit: None where no run was long enough to show it.
         intervals: of runs whose host's pace is known, by phase; a phase is missing where too few families were measured.
         left_out: errors of steps whose family was held out, by phase.
@@ -115,6 +134,7 @@ class LearnedGeneration(Frozen):
     product_ms: float
     attention_ms: float
     loop: GenerationLoop
+    captured: CapturedTokens | None = None
     power_limit: PowerLimit | None = None
     intervals: dict[Phase, CalibratedInterval] = {}
     left_out: dict[Phase, ErrorStatistics] = {}
@@ -123,8 +143,20 @@ class LearnedGeneration(Frozen):
     def composition(self, composition: Composition, phase: Phase) -> Composition:
         """How the kernels of a run of a language model are put together; `composition` is that of other models."""
         costs, interval = composition.costs, self.intervals.get(phase, composition.calibrated)
-        return composition.model_copy(update={"calibrated": interval, "costs": costs and costs.model_copy(
+        graph, captured = composition.cuda_graph, self.captured
+        if graph and captured:
+            graph = graph.model_copy(update={
+                "costs": graph.costs.model_copy(update={"gap_ms": captured.gap_ms}), "left_out": captured.left_out,
+                "interval": captured.interval or graph.interval})
+        return composition.model_copy(update={"calibrated": interval, "cuda_graph": graph, "costs": costs and costs.model_copy(
             update={"product_ms": self.product_ms, "attention_ms": self.attention_ms})})
+
+    def loop_of(self, cuda_graph: bool) -> GenerationLoop:
+        """The loop's time, of tokens that run as a CUDA graph or of other steps."""
+        if not cuda_graph or self.captured is None:
+            return self.loop
+        return self.loop.model_copy(update={
+            "step_ms": self.captured.step_ms, "million_logits_ms": self.captured.million_logits_ms})
 
 
 def generation_path(folder: Path) -> Path:

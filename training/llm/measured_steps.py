@@ -84,19 +84,22 @@ def step_time(point: Generation, phase: Phase) -> tuple[float, float | None]:
     return float(np.median(times[quiet])), float(np.median(probes[quiet]))
 
 
-def measured_steps(workspace: Workspace, predictors: Predictors, usual_us: float, counted: bool = True) -> list[MeasuredStep]:
-    """The steps that were measured in a workspace, except for those of CUDA graphs.
+def measured_steps(workspace: Workspace, predictors: Predictors, usual_us: float, counted: bool = True,
+                   captured: bool = False) -> list[MeasuredStep]:
+    """The steps that were measured in a workspace, of models whose tokens run as usual; or, with `captured`, the tokens of
+    those that run them as a CUDA graph.
 
     Args:
         workspace: with `llm/measured` and `llm/records`.
         predictors: of the target; all kernels are predicted, since none of a language model counts as known.
         usual_us: what the host's probe takes at the usual pace.
         counted: as in `MeasuredStep`.
+        captured: of which models.
 
     Raises:
         UserError: nothing was measured, or a record is missing.
     """
-    found = list(_recorded(workspace))
+    found = list(_recorded(workspace, captured))
     if not found:
         raise UserError(f"{workspace.root}: no generation was measured; do: python recipes/llm/measure_genai.py")
     kernels = {kernel.id: kernel for _, _, record in found for kernel in record.kernels.values()}
@@ -114,7 +117,7 @@ def measured_steps(workspace: Workspace, predictors: Predictors, usual_us: float
     return steps
 
 
-def _recorded(workspace: Workspace) -> Iterator[tuple[Generation, Phase, ModelRecord]]:
+def _recorded(workspace: Workspace, captured: bool) -> Iterator[tuple[Generation, Phase, ModelRecord]]:
     """Points that were measured, with the record of each phase.
 
     Raises:
@@ -122,9 +125,9 @@ def _recorded(workspace: Workspace) -> Iterator[tuple[Generation, Phase, ModelRe
     """
     for name in measured_models(workspace):
         for point in files.read_records(measured_file(workspace, name), Generation, REMEDY):
-            if point.failed or point.captured:
+            if point.failed or point.captured != captured:
                 continue
-            for phase in PHASES:
+            for phase in PHASES[1:] if captured else PHASES:
                 path = step_record_file(workspace, point, phase)
                 if not path.is_file():
                     raise UserError(f"{path}: missing; make it with: {RECORD} --workspace {workspace.root}")

@@ -1,0 +1,86 @@
+"""Forms that were left out of training: how far off their kernels are, and what an answer makes of that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_dataset import TARGET, conv, draw_kernels, relu, write_dataset
+
+from kernel_model.sampling.cliffs import Cliff, Timed
+from kernel_model.sampling.free_shapes.forms import inferred
+from kernel_model.sampling.free_shapes.sizes import tensor
+from records.kernel_types import form_of
+from training.kernels.form_table import cliff_rows, form_report, form_rows, left_out_rows, markdown
+from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
+from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from training.kernels.training_set import read_training_set
+from training.kernels.uncertainty import DEFAULT_RANGES, OTHER_FORM_OF, Range, Uncertainty, ranges_of
+from utils.errors import UserError
+from utils.paths import Workspace
+
+CONFIG = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=40, learning_rate=0.2, bins=64),
+                        forest=ForestSettings(trees=5))
+
+
+def left_out(kind: str, form: str, ratios: list[float]) -> LeftOutForm:
+    return LeftOutForm(kind, form, "convolution" if kind == "Conv" else "elementwise", np.ones(len(ratios)), np.array(ratios))
+
+
+@pytest.mark.slow
+def test_each_form_is_left_out_once(tmp_path: Path) -> None:
+    kernels = {kernel.id: kernel for kernel in draw_kernels(300)}
+    write_dataset(Workspace(tmp_path), kernels, {}, {}, {0.0: 0.0})
+    rows = read_training_set(Workspace(tmp_path), TARGET.name)
+    forms = leave_forms_out(rows, "run", CONFIG)
+    several = {kernel.type for kernel in kernels.values()
+               if len({form_of(other) for other in kernels.values() if other.type == kernel.type}) > 1}
+    assert {form.type for form in forms} == several
+    assert len({(form.type, form.form) for form in forms}) == len(forms)
+    for form in forms:
+        of_form = [kernel for kernel in kernels.values() if (kernel.type, form_of(kernel)) == (form.type, form.form)]
+        assert len(form.ratios) == len(of_form)
+        assert np.isfinite(form.ratios).all()
+    with pytest.raises(UserError, match="has no label gpu"):
+        form_report(Workspace(tmp_path), TARGET.name, CONFIG, None, lambda rows, title: None)
+
+
+def test_errors_of_classes_and_what_is_marked() -> None:
+    forms = [left_out("Conv", "a", [1.0, 2.0, 0.5, 1.1]), left_out("Relu", "b", [1.0, 3.0])]
+    rows = {row["class"]: row for row in left_out_rows(forms)}
+    assert (rows["convolution"]["forms"], rows["convolution"]["kernels"]) == (1, 4)
+    assert rows["convolution"]["off_by_over_30_%"] == 50
+    assert (rows["convolution"]["of_these_marked_%"], rows["elementwise"]["of_these_marked_%"]) == (100, 0)
+    assert rows["all"]["of_these_marked_%"] == pytest.approx(200 / 3)
+
+
+def test_the_range_of_a_form_is_learned_from_many() -> None:
+    few = ranges_of([left_out("Conv", str(number), [1.0, 9.0]) for number in range(3)], {}, 12)
+    assert not few  # the default stays
+    many = ranges_of([left_out("Conv", str(number), [0.5, 1.0, 9.0]) for number in range(12)], {}, 12)
+    assert many["convolution"].low == pytest.approx(0.55, abs=0.05)
+    assert many["convolution"].high == pytest.approx(8.2, abs=0.8)
+    assert ranges_of([left_out("Conv", "a", [1.0])], DEFAULT_RANGES, 3)["convolution"] == DEFAULT_RANGES[
+        "convolution"].model_copy(update={"operators": 1})
+    seen = conv()
+    learned = Uncertainty(dataset_sha256="", ranges={}, forms={seen.type: (form_of(seen),)}, form_ranges={"gpu": many})
+    wide = conv(window=31)
+    assert learned.of_other_form(seen, "gpu") is None
+    assert learned.of_other_form(wide, "gpu") == many["convolution"]
+    assert learned.of_other_form(wide, "run") == OTHER_FORM_OF["convolution"]
+    assert isinstance(learned.of_other_form(wide), Range)
+
+
+def test_the_page() -> None:
+    slow, fast = Timed(conv(window=9), 5.0, (), "Memset (Device)|void wide<float>(int)"), Timed(conv(window=7), 0.1, (), "fast")
+    cliffs = [Cliff(slow, fast, 30.25)]
+    (row,) = cliff_rows(cliffs)
+    assert (row["times"], row["slower_ran"], row["faster_ran"], row["edge"]) == (30.2, "wide", "fast", "between")
+    neighbours = [Timed(inferred("Relu", [tensor("float32", size)]), 1.0) for size in (8, 9)]
+    assert cliff_rows([Cliff(*neighbours, 30.0)])[0]["edge"] == "known"
+    forms = form_rows([slow, fast, Timed(relu(), 0.1)])
+    assert {row["type"]: (row["kernels"], row["forms"]) for row in forms} == {"Conv": (2, 2), "Relu": (1, 1)}
+    page = markdown("here", forms, left_out_rows([left_out("Conv", "a", [1.0])]), cliffs)
+    assert "3 kernels in 3 forms, 0 of which have at least 12 kernels." in page
+    assert "1 pairs of neighbours are left" in page

@@ -1,0 +1,122 @@
+"""A page about the forms in which operators were measured: how many, how far off a form is that was never measured, and the
+cliffs between neighbours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kernel_model.sampling.cliffs import LEAST_HEIGHT, Cliff, Timed, between, find_cliffs, timed_kernels
+from records.kernel_types import form_of
+from records.measurement import GPU_LABEL
+from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
+from training.kernels.settings import TrainingConfig
+from training.kernels.targets import Show
+from training.kernels.training_set import read_training_set
+from training.kernels.uncertainty import FORMLESS
+from utils import files
+from utils.cli.printing import markdown_table
+from utils.errors import UserError
+from utils.paths import Workspace
+
+FAR_OFF = 0.30  # an error from which an answer should be marked
+ENOUGH = 12  # kernels of a form that count as covering it
+HIGHEST = 60  # cliffs that a page shows
+Rows = list[dict[str, Any]]
+
+
+def left_out_rows(forms: Sequence[LeftOutForm]) -> Rows:
+    """One row per class of operators, and one for all: errors of kernels whose form was left out, in per cent, and how many of
+    those that are far off an answer marks."""
+    table: Rows = []
+    for kind in [*sorted({form.kind for form in forms}), "all"]:
+        chosen = [form for form in forms if kind in (form.kind, "all")]
+        errors = np.concatenate([form.errors for form in chosen])
+        far = {marked: sum(int((form.errors > FAR_OFF).sum()) for form in chosen if (form.kind not in FORMLESS) == marked)
+               for marked in (True, False)}
+        table.append({"class": kind, "forms": len(chosen), "kernels": len(errors), "median_%": 100 * float(np.median(errors)),
+                      f"off_by_over_{round(100 * FAR_OFF)}_%": 100 * float((errors > FAR_OFF).mean()),
+                      "of_these_marked_%": 100 * far[True] / (sum(far.values()) or 1)})
+    return table
+
+
+def form_rows(timed: Sequence[Timed]) -> Rows:
+    """One row per kernel type: its kernels and forms, and how many forms have at least ENOUGH kernels."""
+    counts = Counter((entry.kernel.type, form_of(entry.kernel)) for entry in timed)
+    table = []
+    for name in sorted({kind for kind, _ in counts}):
+        of_type = [count for (kind, _), count in counts.items() if kind == name]
+        table.append({"type": name, "kernels": sum(of_type), "forms": len(of_type),
+                      f"with_{ENOUGH}_kernels": sum(count >= ENOUGH for count in of_type)})
+    return table
+
+
+def cliff_rows(cliffs: Sequence[Cliff]) -> Rows:
+    """One row per cliff: how many times as long the slower kernel takes as its work explains, both kernels with their times and
+    the CUDA kernels that ran, and whether the edge is known, with no kernel between."""
+    return [{"times": round(cliff.height, 1), "slower": cliff.slower.kernel.id, "slower_ms": cliff.slower.time_ms,
+             "slower_ran": _shown(cliff.slower.cuda_kernels), "faster": cliff.faster.kernel.id,
+             "faster_ms": cliff.faster.time_ms, "faster_ran": _shown(cliff.faster.cuda_kernels),
+             "edge": "known" if _is_edge(cliff) else "between"} for cliff in cliffs]
+
+
+def _shown(names: str) -> str:
+    """The first CUDA kernel that computes something, without arguments, shortened."""
+    parts = [name.removeprefix("void ").partition("(")[0].partition("<")[0] for name in names.split("|")]
+    chosen = next((name for name in parts if not name.startswith(("Memcpy", "Memset"))), parts[0])
+    return chosen[:60]
+
+
+def _is_edge(cliff: Cliff) -> bool:
+    try:
+        between(cliff.slower.kernel, cliff.faster.kernel)
+    except UserError:
+        return True
+    return False
+
+
+def markdown(target: str, forms: Rows, left_out: Rows, cliffs: Sequence[Cliff]) -> str:
+    """The page about the forms of a target."""
+    by_type = Counter(cliff.slower.kernel.type for cliff in cliffs)
+    kernels, of_forms, covered = (sum(row[name] for row in forms) for name in ("kernels", "forms", f"with_{ENOUGH}_kernels"))
+    return "\n".join([
+        "# Forms and cliffs", "",
+        f"What `{target}` was measured in (label `{GPU_LABEL}`). Written by `python training/held_out.py --by form --target "
+        f"{target} --markdown docs/forms.md`.", "",
+        "A form is what libraries choose their algorithms by, other than sizes: an operator's element type and rank, a "
+        "convolution's groups and the width of its window, and whether a reduction works along the last axis. A prediction "
+        "that rests on a form that was never measured has a wider interval, and is a rough estimate where that moves it by "
+        "more than a tenth. Elementwise operators and those that move data count as known at any rank.", "",
+        "## A form that was never measured", "",
+        "Forms were left out of the training of their operators, a fifth of them at a time. An answer marks all kernels of "
+        "such a form but those of the two classes above.", "", markdown_table(left_out), "",
+        "## Cliffs", "",
+        "Neighbours differ in sizes alone. The slower one may take as many times as long as it moves more bytes or computes "
+        f"more; a cliff is where it takes {LEAST_HEIGHT:g} times that, or more. {len(cliffs):,} pairs of neighbours are left "
+        "(each kernel is in one at most). The edge is *known* where no kernel lies between the two.", "",
+        "By type: " + ", ".join(f"{name} {count}" for name, count in by_type.most_common()) + ".", "",
+        f"The {min(HIGHEST, len(cliffs))} highest:", "", markdown_table(cliff_rows(cliffs[:HIGHEST])), "",
+        "## Measured forms", "",
+        f"{kernels:,} kernels in {of_forms:,} forms, {covered:,} of which have at least {ENOUGH} kernels.", "",
+        markdown_table(forms), ""])
+
+
+def form_report(workspace: Workspace, target: str, config: TrainingConfig, page: Path | None, show: Show) -> dict[str, Any]:
+    """The tables of one target: its forms, each left out in turn, and its cliffs; also writes them to `page`.
+
+    Raises:
+        UserError: it is not a GPU's.
+    """
+    timed = timed_kernels(workspace, target)
+    forms, left_out = form_rows(timed), left_out_rows(leave_forms_out(read_training_set(workspace, target), GPU_LABEL, config))
+    cliffs = find_cliffs(timed)
+    show(forms, f"{target}: kernels and forms by type")
+    show(cliff_rows(cliffs[:HIGHEST]), f"{target}: the highest of {len(cliffs)} cliffs")
+    show(left_out, f"{target}: a form left out; errors in per cent")
+    if page is not None:
+        files.write_text(page, markdown(target, forms, left_out, cliffs))
+    return {"forms": forms, "left_out": left_out, "cliffs": cliff_rows(cliffs)}
