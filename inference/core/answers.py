@@ -94,8 +94,8 @@ class Prediction(Frozen):
             or far beyond what was measured) could move the latency by more than uncertainty.ROUGH; or sizes that depend on
             data were taken to be the largest possible; or some nodes hold graphs that are not counted.
         estimated_operators: kernel types that were never measured, so they are estimated from operators of their class.
-        doubtful_operators: kernel types that were measured in other forms only (ranks, element types, groups, windows), or whose time depends on
-            values and was not measured with realistic ones.
+        doubtful_operators: kernel types that were measured in other forms only (ranks, element types, groups, windows), or
+            whose time depends on values and was not measured with realistic ones.
         sum_latency_ms: the plain α·Σ+β of an idle device, with the α and β of the sum among the composition's candidates; the
             prediction itself where that is the composition. None where no sum was fitted.
         kernel_sum_ms: Σ of the kernels' times.

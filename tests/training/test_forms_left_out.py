@@ -78,7 +78,7 @@ def test_the_page() -> None:
     (row,) = cliff_rows(cliffs)
     assert (row["times"], row["slower_ran"], row["faster_ran"], row["edge"]) == (30.2, "wide", "fast", "between")
     neighbours = [Timed(inferred("Relu", [tensor("float32", size)]), 1.0) for size in (8, 9)]
-    assert cliff_rows([Cliff(*neighbours, 30.0)])[0]["edge"] == "known"
+    assert cliff_rows([Cliff(neighbours[0], neighbours[1], 30.0)])[0]["edge"] == "known"
     forms = form_rows([slow, fast, Timed(relu(), 0.1)])
     assert {row["type"]: (row["kernels"], row["forms"]) for row in forms} == {"Conv": (2, 2), "Relu": (1, 1)}
     page = markdown("here", forms, left_out_rows([left_out("Conv", "a", [1.0])]), cliffs)

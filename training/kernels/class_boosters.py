@@ -29,13 +29,15 @@ import numpy.typing as npt
 
 from records.kernel_types import operator_of
 from records.operators import OperatorClass, OperatorKind, operator_row
+from training.kernels.form_features import FORM_GROUPS
 
 if TYPE_CHECKING:
     import xgboost
 
 Floats = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float32]
-TELLTALE = ("op_class", "activation", "adds")  # features that follow from the operator's name
+# Features that follow from the operator's name, and those of forms, by which few operators of a class can be told apart.
+TELLTALE = ("op_class", "activation", "adds", *(name for group in FORM_GROUPS.values() for name in group))
 MOST_KERNELS = 400  # of an operator; more change nothing
 LEAST_KERNELS = 20  # of a kind or class, else the next wider group speaks for it
 OTHER_KINDS, OTHER_CLASSES = 0.3, 0.1  # weights of a kernel of another kind of the class, and of another class
