@@ -7,20 +7,21 @@
 #   energy       what a run takes of the GPU's energy, by these predictors        some seconds
 #   generation   what generation with language models takes besides, from recipes/llm    two minutes
 #   collections  figures: each collection of models held out in turn              20 minutes
+#   forms        figures: forms of operators held out, and cliffs between kernels 15 minutes
 #   families     figures: families, operators, models that also use their host    90 minutes
 #   ship         into the repository: predictors to training/shipped/, which `--target nvidia-h200` predicts from, and the
-#                pages of operators and of energy to docs/, if there are any
+#                pages of operators, of forms and of energy to docs/, if there are any
 #   pack         what the workspace's dataset holds beyond the archives of this folder, as a further archive; and the host's side,
 #                whose archive is small and written anew where it changed
 # Figures go to WORKSPACE/figures. TRAINING_CONFIG=FILE takes other settings than training/config.yaml.
 set -euo pipefail
-usage="usage: recipes/h200/learn.sh [workspace [unpack|learn|sharing|energy|generation|collections|families|ship|pack ...]]"
+usage="usage: recipes/h200/learn.sh [workspace [unpack|learn|sharing|energy|generation|collections|forms|families|ship|pack ...]]"
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-$here/../../out/h200}")
 config=$(realpath -m "${TRAINING_CONFIG:-$here/../../training/config.yaml}")
 cd "$here/../.."
 parts=("${@:2}")
-((${#parts[@]})) || parts=(unpack learn sharing energy generation collections families ship)
+((${#parts[@]})) || parts=(unpack learn sharing energy generation collections forms families ship)
 target=nvidia-h200-cuda-ort1.31-all
 failed=()
 
@@ -83,6 +84,9 @@ part_generation() { # after energy, whose measurements it learns from, too
 part_collections() {
   figure collections hase training/held_out.py --by collection --target "$target" --config "$config"
 }
+part_forms() {
+  figure forms hase training/held_out.py --by form --target "$target" --config "$config" --markdown "$out/figures/forms.md"
+}
 part_families() {
   figure families hase training/held_out.py --by family --target "$target" --config "$config" --at-most 12
   figure operators hase training/held_out.py --by operator --target "$target" --config "$config" --markdown "$out/figures/operators.md"
@@ -100,7 +104,7 @@ part_ship() {
   rm -rf "${shipped:?}"/*
   python -c 'import sys; from pathlib import Path; from training.kernels.sidecar import copy_predictors
 copy_predictors(*map(Path, sys.argv[1:]))' "$learned" "$shipped"  # without what only an earlier training used
-  for file in operators.md energy_measured.md; do
+  for file in operators.md forms.md energy_measured.md; do
     if [ -f "$out/figures/$file" ]; then cp "$out/figures/$file" "docs/$file"; fi
   done
 }
@@ -112,7 +116,7 @@ part_pack() {
 
 for part in "${parts[@]}"; do
   case $part in
-    unpack | learn | sharing | energy | generation | collections | families | ship | pack) ;;
+    unpack | learn | sharing | energy | generation | collections | forms | families | ship | pack) ;;
     *) echo "$part: no such part; $usage" >&2; exit 2 ;;
   esac
 done

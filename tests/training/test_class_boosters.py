@@ -96,7 +96,7 @@ def test_an_unknown_operator_takes_as_long_as_its_class(rows: TrainingSet, made:
         errors = np.abs(estimated(model, kernels, rows) / truth - 1)
         bare = dataclasses.replace(model, boosters={})
         assert np.median(errors) < 0.03
-        assert np.median(errors) < 0.2 * np.median(np.abs(estimated(bare, kernels, rows) / truth - 1))
+        assert np.median(errors) < 0.3 * np.median(np.abs(estimated(bare, kernels, rows) / truth - 1))
 
 
 def test_an_operator_without_a_class_takes_as_long_as_all(rows: TrainingSet) -> None:
