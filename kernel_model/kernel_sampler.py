@@ -175,7 +175,10 @@ def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most
 
 def sample_between(cliffs: Sequence[Cliff], count: int, generator: np.random.Generator, most_gflop: float,
                    most_mib: float = MOST_MIB, without: Sequence[str] = (), existing: Collection[str] = ()) -> Sampled:
-    """Up to `count` new kernels by id, between the neighbours of cliffs; else as `sample`."""
+    """Up to `count` new kernels by id, between the neighbours of cliffs; else as `sample`. Kernels of held-out families alone
+    are no neighbours."""
+    cliffs = [cliff for cliff in cliffs if all(not end.families or set(end.families).difference(without)
+                                               for end in (cliff.slower, cliff.faster))]
     weights = draw_weights(cliffs) if cliffs else np.zeros(0)
 
     def draw() -> Drawn:

@@ -165,23 +165,41 @@ def form_of(kernel: Kernel) -> str:
     if (window := kernel.attributes.get("kernel_shape")) and row.operator_class in ("convolution", "reduction"):
         widest = max(window)
         parts.append(f"window to {next((wide for wide in WINDOWS if widest <= wide), f'over {WINDOWS[-1]}')}")
-    if (row.kind == "softmax" or row.cost == "reduction") and (axes := _worked_along(kernel)):
-        parts.append("along the last axis" if len(shape) - 1 in {axis % len(shape) for axis in axes} else "along other axes")
+    if (row.kind == "softmax" or row.cost == "reduction") and (axes := worked_along(kernel)):
+        parts.append("along the last axis" if len(shape) - 1 in axes else "along other axes")
     return ", ".join(parts)
 
 
 def _groups(kernel: Kernel, shape: Sequence[int]) -> str:
-    """How a convolution groups its channels, which are the second axis, or the last of other layouts."""
+    """How a convolution groups its channels."""
     group = int(kernel.attributes.get("group", 1))
-    return "dense" if group == 1 else "depthwise" if group in (*shape[1:2], *shape[-1:]) else "grouped"
+    return "dense" if group == 1 else "depthwise" if (group,) == (shape[-1:] if channels_last(kernel) else shape[1:2]) else (
+        "grouped")
 
 
-def _worked_along(kernel: Kernel) -> list[int]:
-    """The axes along which a softmax or reduction works, where they are given and there are any."""
-    axis, given = kernel.attributes.get("axis"), kernel.inputs[1].values if len(kernel.inputs) > 1 else None
-    if not kernel.inputs or not kernel.inputs[0].shape:
+def channels_last(kernel: Kernel) -> bool:
+    """Whether the last axis of its tensors is the channels."""
+    return (kernel.domain == "com.ms.internal.nhwc" or kernel.op_type.startswith("Nhwc")
+            or bool(kernel.attributes.get("channels_last")))
+
+
+def worked_along(kernel: Kernel) -> list[int]:
+    """The axes along which an operator works that does not treat all alike, sorted: of a softmax or norm, a reduction, a
+    running sum, or one with an axis that it joins, cuts or indexes. None where they are not known."""
+    row, axis = operator_row(kernel.op_type), kernel.attributes.get("axis")
+    rank = len(kernel.inputs[0].shape) if kernel.inputs and kernel.inputs[0].dtype else 0
+    given = kernel.inputs[1] if len(kernel.inputs) > 1 else KernelInput(dtype="")
+    if not rank:
         return []
-    return [int(axis)] if isinstance(axis, int) else [int(value) for value in given or ()]
+    if row.kind == "layer norm":
+        return list(range((int(axis) if isinstance(axis, int) else -1) % rank, rank))
+    if isinstance(axis, int):
+        return [axis % rank]
+    if kernel.op_type.startswith("Reduce") or kernel.op_type == "CumSum":
+        if given.present and given.values is None:
+            return []
+        return sorted({int(value) % rank for value in given.values or range(rank)})
+    return []
 
 
 def normalize(attributes: Mapping[str, Any]) -> dict[str, Any]:

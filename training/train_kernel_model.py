@@ -101,7 +101,7 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
         "config": config.model_dump(mode="json")}
     return save_predictors(workspace.predictors(header.target.name), {label.label: label.model for label in trained},
                            {label.label: label.errors for label in trained}, measured_times(workspace, header.target.name),
-                           about)
+                           about, next((label.doubt for label in trained if label.doubt), None))
 
 
 def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:

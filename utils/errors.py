@@ -16,7 +16,7 @@ class UserError(Exception):
 
 
 class DeviceUnavailable(UserError):
-    """This process can't use a device that the machine has; another process may be able to."""
+    """This process can't use a device; where the machine has it, another process may be able to."""
 
 
 def machine_lacks(error: BaseException | None) -> bool:

@@ -12,6 +12,7 @@ from inference.core.memory import Layout, layout_of
 from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, kernel_uncertainties
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
+from records.measurement import GPU_LABEL
 from runtimes.ort.profile import RANGE, trip_ms
 from training.composition.cuda_nodes import (
     SELECTION_RANGE,
@@ -47,6 +48,7 @@ class KernelInModel(NamedTuple):
         on_host: whether its time is the host's and not the GPU's, in a CUDA session.
         waits: whether the host waits for the GPU at this kernel.
         host_ms: how long it keeps the host busy besides, where its time is the GPU's.
+        doubt: how far off such a predicted time is in the mean, as a logarithm; 0 where that is not known.
     """
 
     latency_ms: float
@@ -58,6 +60,7 @@ class KernelInModel(NamedTuple):
     on_host: bool = False
     waits: bool = False
     host_ms: float = 0.0
+    doubt: float = 0.0
 
     @property
     def gpu_ms(self) -> float:
@@ -117,11 +120,13 @@ def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict
     launches: Sequence[float | None] = [None] * len(kernels)
     if used.kind == "pipeline":
         launches = fitted.predictors.predict(list(kernels.values()), load, LAUNCHES, conditions.strict).latency_ms
-    uncertainties = kernel_uncertainties(kernels.values(), times.provenance, fitted, used.label)
+    doubts = fitted.predictors.doubts([kernel for kernel, origin in zip(kernels.values(), times.provenance, strict=True)
+                                       if origin == "predicted" and kernel.moves_data]) if used.label == GPU_LABEL else {}
+    uncertainties = kernel_uncertainties(kernels.values(), times.provenance, fitted, used.label, doubts)
     on_gpu, host = conditions.device == "cuda", fitted.host
     return {key: KernelInModel(time_ms, cast("Provenance", provenance), count, node_kind(kernel), layout_of(kernel),
                                uncertainties.get(kernel.id), waits=on_gpu and waits_inside(kernel),
-                               host_ms=host.wait_ms(kernel) if on_gpu else 0.0)
+                               host_ms=host.wait_ms(kernel) if on_gpu else 0.0, doubt=doubts.get(kernel.id, 0.0))
             for (key, kernel), time_ms, provenance, count in zip(
                 kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
 

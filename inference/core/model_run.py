@@ -166,10 +166,9 @@ def _novelty(kernel: KernelInModel) -> Novelty | None:
     """How a kernel differs from those that were learned from; None where it was measured."""
     if kernel.provenance == "measured":
         return None
-    if kernel.uncertainty is None or kernel.uncertainty.reason not in CALIBRATED:
-        return KNOWN
-    kind = CALIBRATED[kernel.uncertainty.reason]
-    return Novelty(kind, kernel.uncertainty.time.high ** (1.0 / BEYOND_POWER) if kind == "beyond" else 1.0)
+    kind = CALIBRATED.get(kernel.uncertainty.reason, KNOWN.kind) if kernel.uncertainty else KNOWN.kind
+    beyond = kernel.uncertainty.time.high ** (1.0 / BEYOND_POWER) if kernel.uncertainty and kind == "beyond" else 1.0
+    return Novelty(kind, beyond, kernel.doubt)
 
 
 def without_calibrated(run: ModelRun) -> ModelRun:

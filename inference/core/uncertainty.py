@@ -35,6 +35,8 @@ WORTH_SAYING = 0.01  # of the latency: no warning about uncertain kernels that m
 ROUGH = 0.10  # of the latency: uncertain kernels that may move it by more make a prediction a rough estimate
 BEYOND_POWER = 0.25  # a kernel with a feature f times beyond what was measured may take f ** ±0.25 times the prediction: a
 # choice; the roofline explains most of a time's growth, and only its ratio to that is learned
+DOUBTFUL = 0.25  # mean error of such kernels, as a logarithm: from here on one may make the prediction a rough estimate
+NO_DOUBTS: Mapping[str, float] = {}
 FAR = 4.0  # times beyond what was measured: from here on such a kernel may make the prediction a rough estimate
 UNSTEADY = 0.25  # drift of a measurement, a ratio: from here on it may make the prediction a rough estimate: a choice
 # How many times as long as predicted a kernel of a CPU may take whose time depends on values: a choice. Rows that take the same
@@ -48,10 +50,11 @@ UNKNOWN = 2.0  # the factor by which a prediction may be off if no errors are kn
 
 PACE_WORTH_SAYING = 0.05  # of the latency: no warning about an unknown host's pace that moves it by less
 
-Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow", "forced", "unsteady", "by values"]
+Reason = Literal[
+    "estimated", "on the CPU", "other form", "doubtful", "beyond", "control flow", "forced", "unsteady", "by values"]
 # The reasons that a calibrated interval (training/composition/intervals.py) covers, and as what.
 CALIBRATED: dict[Reason, NoveltyKind] = {
-    "estimated": "unmeasured", "other form": "other form", "beyond": "beyond"}
+    "estimated": "unmeasured", "other form": "other form", "beyond": "beyond", "doubtful": "known"}
 
 
 class Span(NamedTuple):
@@ -125,11 +128,18 @@ class KernelUncertainty(NamedTuple):
     makes_rough: bool
 
 
-def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted,
-                         label: str) -> dict[str, KernelUncertainty]:
+def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted, label: str,
+                         doubts: Mapping[str, float] = NO_DOUBTS) -> dict[str, KernelUncertainty]:
     """The kernels that are uncertain, by id. Steadily measured ones are not, nor those that only rename a tensor.
 
     One that was measured while the machine was unsteady may be off by as much as the machine's speed changed meanwhile.
+
+    Args:
+        kernels: of a model.
+        provenance: of the time of each.
+        fitted: what was learned for the target.
+        label: whose times.
+        doubts: how far off predicted times are in the mean, as logarithms, by id, as far as that is known.
     """
     uncertainties, predicted = dict[str, KernelUncertainty](), list[Kernel]()
     kernels, provenance = list(kernels), list(provenance)
@@ -148,7 +158,11 @@ def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], f
             uncertainties[kernel.id] = KernelUncertainty("other form", Span(form.low, form.high), CERTAIN, True)
         else:
             predicted.append(kernel)
-    for name, times in fitted.predictors.beyond_range(predicted).items():
+    for kernel in predicted:
+        if (doubt := doubts.get(kernel.id, 0.0)) >= DOUBTFUL:
+            uncertainties[kernel.id] = KernelUncertainty("doubtful", Span(math.exp(-doubt), math.exp(doubt)), CERTAIN, True)
+    for name, times in fitted.predictors.beyond_range([
+            kernel for kernel in predicted if kernel.id not in uncertainties]).items():
         off = times ** BEYOND_POWER
         uncertainties[name] = KernelUncertainty("beyond", Span(1.0 / off, off), CERTAIN, times >= FAR)
     uncertainties |= _by_values(kernels, provenance, fitted, label, uncertainties)
@@ -283,6 +297,7 @@ def uncertainty_warnings(uncertainties: Sequence[tuple[Kernel, KernelUncertainty
     for reason, what in (("estimated", "never measured and estimated from operators of their class"),
                          ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
                          ("other form", "measured for other ranks, element types, groups, windows or axes only"),
+                         ("doubtful", "near sizes at which a library changes its algorithm, where predictions were far off"),
                          ("forced", "predicted by an estimator that was admitted by force"),
                          ("unsteady", "measured while the machine was unsteady"),
                          ("by values", "the time depends on the inputs' values, and was not measured with realistic ones")):

@@ -21,7 +21,7 @@ from kernel_model.sampling.seeds import Families
 from records.dataset_files import idle_rows, read_kernels
 from records.dataset_tables import read_kernel_table
 from records.kernel_record import Kernel, KernelInput
-from records.kernel_types import describe_kernel
+from records.kernel_types import channels_last, describe_kernel, normalize
 from records.measurement import GPU_LABEL
 from records.operators import operator_row
 from utils.errors import UserError
@@ -34,6 +34,10 @@ LONG = 0.95  # quantile of the slower kernels' times beyond which a longer one c
 NEIGHBOURS = 4  # that each kernel is compared with
 SIZES = ("kernel_shape", "strides", "dilations", "pads", "group", "hidden_size", "num_groups")  # attributes that are sizes
 Floats = npt.NDArray[np.float64]
+
+
+class NothingBetween(UserError):
+    """No kernel lies between two neighbours."""
 
 
 class Timed(NamedTuple):
@@ -113,6 +117,8 @@ def _sized(kernel: Kernel) -> dict[str, Any]:
 
 def _in_group(group: Sequence[Timed], least_height: float) -> list[Cliff]:
     """The cliffs of kernels that differ in sizes alone."""
+    if not _sizes(group[0].kernel):
+        return []
     places = np.log2(1.0 + np.array([_sizes(entry.kernel) for entry in group], dtype=float))
     count = min(NEIGHBOURS + 1, len(group))
     nearest = sklearn.neighbors.NearestNeighbors(n_neighbors=count, metric="manhattan").fit(places).kneighbors(
@@ -167,19 +173,20 @@ def between(one: Kernel, two: Kernel, share: float = 0.5) -> Kernel:
         share: of the way from the one to the other, in logarithms; 0.5 gives geometric means.
 
     Raises:
-        UserError: no kernel lies between them, or its sizes do not fit together.
+        NothingBetween: no kernel lies between them.
+        UserError: its sizes do not fit together, or it can't be drawn.
     """
     other = _sized(two)
-    attributes = one.attributes | {name: _middle(value, other[name], share) for name, value in _sized(one).items()}
+    attributes = normalize(one.attributes | {name: _middle(value, other[name], share) for name, value in _sized(one).items()})
     inputs = [_middle_tensor(*pair, share) for pair in zip(one.inputs, two.inputs, strict=True)]
     if operator_row(one.op_type).operator_class == "convolution":
         inputs = _fitted_convolution(one, inputs, attributes)
-    if operator_row(one.op_type).operator_class == "recurrent":
+    if operator_row(one.op_type).cost == "recurrent":
         inputs = _fitted_recurrent(one, inputs, int(attributes["hidden_size"]))
     seed = one.model_copy(update={"inputs": tuple(inputs)})
     middle = describe_kernel(one.op_type, one.domain, one.opset, attributes, inputs, infer_outputs(seed, inputs, attributes))
     if middle.id in (one.id, two.id):
-        raise UserError(f"{one.id}, {two.id}: no kernel lies between them")
+        raise NothingBetween(f"{one.id}, {two.id}: no kernel lies between them")
     if on_cuda(one) and not on_cuda(middle):
         raise UserError(f"{middle.id}: the CUDA provider lacks it")
     return middle
@@ -202,17 +209,17 @@ def _middle_tensor(one: KernelInput, two: KernelInput, share: float) -> KernelIn
 
 def _fitted_convolution(seed: Kernel, inputs: Sequence[KernelInput], attributes: Mapping[str, Any]) -> list[KernelInput]:
     """The inputs of a convolution with as many channels as its groups and weights say."""
+    if len(inputs) > 3 or operator_row(seed.op_type).weights_input != 1 or channels_last(seed):
+        raise UserError(f"{seed.id}: nothing is drawn between convolutions of its kind")
     x, weights, *bias = inputs
     group, window = int(attributes.get("group", 1)), attributes.get("kernel_shape", weights.shape[2:])
     transposed = "Transpose" in seed.op_type
     before = max(1, round((weights.shape[0] if transposed else x.shape[1]) / group))
     after = max(1, round(weights.shape[1] if transposed else weights.shape[0] / group))
     first, second = (group * before, after) if transposed else (group * after, before)
-    if max(abs(value) for value in seed.inputs[1].shape[:1]) == group == seed.attributes.get("group"):
-        first, second = group, 1
     made = [x.model_copy(update={"shape": (x.shape[0], group * before, *x.shape[2:])}),
             weights.model_copy(update={"shape": (first, second, *window)})]
-    return [*made, *(tensor.model_copy(update={"shape": (group * after,)}) for tensor in bias[:1])]
+    return [*made, *(tensor.model_copy(update={"shape": (group * after,)}) if tensor.present else tensor for tensor in bias)]
 
 
 def _fitted_recurrent(seed: Kernel, inputs: Sequence[KernelInput], hidden: int) -> list[KernelInput]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from records.kernel_record import Kernel
 
 log = get_logger("composition")
+NO_DOUBTS: Mapping[str, float] = {}
 HeldOutKind = Literal["family", "collection", "model", "nothing"]  # what a group of models is that is held out together
 LEAST_KERNELS = 20  # to learn from when a group is held out; predictions by fewer would mean nothing
 Floats = npt.NDArray[np.float64]
@@ -166,12 +167,14 @@ def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str
             "time_weighted_MAPE_%": 100 * time_weighted_error(predicted, times), "kernels": len(pairs)}
 
 
-def novelties_of(fold: Fold, rows: TrainingSet, label: str) -> dict[str, Novelty]:
-    """How the kernels of a fold differ from those of its training, by id; kernels that do not differ are left out.
+def novelties_of(fold: Fold, rows: TrainingSet, label: str, doubts: Mapping[str, float] = NO_DOUBTS) -> dict[str, Novelty]:
+    """How the kernels of a fold differ from those of its training, by id; kernels that do not differ, and of which nothing is
+    doubted, are left out.
 
     Args:
         rows: those of which the fold says which may be learned from.
         label: the label that is learned.
+        doubts: of kernels by id, as far as they are known.
     """
     seen = fold.seen & np.isfinite(rows.times_ms[label])
     types = set(rows.types[seen].tolist())
@@ -185,14 +188,15 @@ def novelties_of(fold: Fold, rows: TrainingSet, label: str) -> dict[str, Novelty
     if not moving:
         return {}
     beyond = times_beyond(rows.schema, rows.schema.matrix(moving), features.min(axis=0), features.max(axis=0))
-    novelties = {kernel.id: Novelty("beyond", float(times))
-                 for kernel, times in zip(moving, beyond, strict=True) if times > 1.0}
+    novelties = {kernel.id: Novelty("beyond", float(times)) if times > 1.0 else KNOWN
+                 for kernel, times in zip(moving, beyond, strict=True)}
     for kernel in moving:
         if kernel.type not in types:
             novelties[kernel.id] = Novelty("unmeasured")
-        elif known.of_other_form(kernel) is not None:
+        elif not known.knows_form(kernel):
             novelties[kernel.id] = Novelty("other form")
-    return novelties
+    doubted = {name: novelty._replace(doubt=doubts.get(name, 0.0)) for name, novelty in novelties.items()}
+    return {name: novelty for name, novelty in doubted.items() if novelty != KNOWN}
 
 
 def sources_of_model(times_ms: Sequence[tuple[Kernel, float]], novelties: Mapping[str, Novelty], measured: Iterable[str],
@@ -222,6 +226,7 @@ class HeldOut:
         folds: the groups that are held out together, and what is learned from meanwhile.
         measured: measured times by kernel id and label.
         strict: times by label, model and kernel id, all predicted.
+        doubts: of the models' kernels by id, as logarithms; empty where that was not learned.
     """
 
     left_out: HeldOutKind
@@ -231,6 +236,7 @@ class HeldOut:
     folds: Sequence[Fold]
     measured: Mapping[str, Mapping[str, float]]
     strict: Mapping[str, TimesOfModels]
+    doubts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def latency_ms(self) -> Floats:
@@ -279,7 +285,7 @@ class HeldOut:
     @cached_property
     def novelties(self) -> dict[str, dict[str, Novelty]]:
         """How kernels differ from those that were learned from without a group, by group."""
-        by_fold = [(fold.groups, novelties_of(fold, self.rows, GPU_LABEL)) for fold in self.folds]
+        by_fold = [(fold.groups, novelties_of(fold, self.rows, GPU_LABEL, self.doubts)) for fold in self.folds]
         return {group: of_fold for groups, of_fold in by_fold for group in groups}
 
     def cases(self, kernels: Literal["predicted", "measured"]) -> list[Case]:
@@ -339,7 +345,14 @@ def held_out_of(rows: TrainingSet, models: Sequence[MeasuredModel], measured: Ma
     """`hold_out` for what has been read already."""
     groups = groups_of(models, left_out)
     strict = predict_as_learned(predictors, ON_GPU, rows, models, groups, left_out, config, f"leaving {PLURAL[left_out]} out")
-    return HeldOut(left_out, models, groups, rows, folds_of(rows, models, groups, left_out, config.folds), measured, strict)
+    return HeldOut(left_out, models, groups, rows, folds_of(rows, models, groups, left_out, config.folds), measured, strict,
+                   doubts_of(models, predictors))
+
+
+def doubts_of(models: Iterable[MeasuredModel], predictors: Predictors) -> dict[str, float]:
+    """The doubts of all kernels of models, by id. The kernels of a model that is held out are among those from whose errors,
+    each held out alone, these were learned."""
+    return predictors.doubts(list({kernel.id: kernel for model in models for kernel in model.record.kernels.values()}.values()))
 
 
 def calibrated_interval(rows: TrainingSet, models: Sequence[MeasuredModel], by_family: Mapping[str, TimesOfModels],
@@ -357,7 +370,7 @@ def calibrated_interval(rows: TrainingSet, models: Sequence[MeasuredModel], by_f
     else:
         groups = groups_of(models, "family")
         held_out = HeldOut("family", models, groups, rows, folds_of(rows, models, groups, "family", config.folds), measured,
-                           {label: by_family[label] for label in ON_GPU})
+                           {label: by_family[label] for label in ON_GPU}, doubts_of(models, predictors))
     return calibrate([*held_out.cases("predicted"), *held_out.cases("measured")])
 
 

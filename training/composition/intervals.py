@@ -84,10 +84,17 @@ def error_range_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[s
 
 
 class Novelty(NamedTuple):
-    """How a kernel differs from those that were learned from, and, if its sizes lie beyond theirs, how many times."""
+    """How a kernel differs from those that were learned from.
+
+    Attributes:
+        kind: of the difference.
+        times: if its sizes lie beyond theirs, how many times.
+        doubt: how far off such a kernel's time is in the mean, as a logarithm (`Predictors.doubts`).
+    """
 
     kind: NoveltyKind
     times: float = 1.0
+    doubt: float = 0.0
 
 
 KNOWN = Novelty("known")
@@ -103,6 +110,7 @@ class Sources(NamedTuple):
         other_form: … that were measured for other element types or ranks only.
         beyond: … of sizes beyond what was measured, times the logarithm of how many times.
         host: the share of the latency in which the GPU waits for the host.
+        doubt: the share of kernels that were predicted times the doubt of each.
     """
 
     predicted: float = 0.0
@@ -110,6 +118,7 @@ class Sources(NamedTuple):
     other_form: float = 0.0
     beyond: float = 0.0
     host: float = 0.0
+    doubt: float = 0.0
 
 
 def sources(kernels: Iterable[tuple[float, Novelty | None]], latency_ms: float) -> Sources:
@@ -119,17 +128,19 @@ def sources(kernels: Iterable[tuple[float, Novelty | None]], latency_ms: float) 
         kernels: the GPU's time (ms) of each kernel, over all its runs, and its novelty; None for a measured kernel.
         latency_ms: the prediction.
     """
-    total_ms = 0.0
+    total_ms = doubt_ms = 0.0
     weighted_ms: dict[NoveltyKind, float] = {"known": 0.0, "unmeasured": 0.0, "other form": 0.0, "beyond": 0.0}
     for time_ms, novelty in kernels:
         total_ms += time_ms
         if novelty is not None:
             weighted_ms[novelty.kind] += time_ms * (math.log(novelty.times) if novelty.kind == "beyond" else 1.0)
             weighted_ms["known"] += time_ms if novelty.kind == "beyond" else 0.0
+            doubt_ms += time_ms * novelty.doubt
     per_ms = min(1.0, total_ms / latency_ms) / total_ms if total_ms and latency_ms else 0.0
     return Sources(
         predicted=weighted_ms["known"] * per_ms, unmeasured=weighted_ms["unmeasured"] * per_ms,
-        other_form=weighted_ms["other form"] * per_ms, beyond=weighted_ms["beyond"] * per_ms, host=1.0 - total_ms * per_ms)
+        other_form=weighted_ms["other form"] * per_ms, beyond=weighted_ms["beyond"] * per_ms, host=1.0 - total_ms * per_ms,
+        doubt=doubt_ms * per_ms)
 
 
 class Case(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from records.kernel_costs import copied_tables, einsum_product
 from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor
+from records.kernel_types import channels_last
 from records.operators import operator_row
 from training.kernels.form_features import FORM_GROUPS, form_features
 from training.kernels.language_features import LANGUAGE_GROUPS, language_features
@@ -103,11 +104,6 @@ KERNEL_FEATURES = FeatureSchema("kernel", 5, {
 }, kernel_features)
 
 
-def _channels_last(kernel: Kernel) -> bool:
-    return (kernel.domain == "com.ms.internal.nhwc" or kernel.op_type.startswith("Nhwc")
-            or bool(kernel.attributes.get("channels_last")))
-
-
 def _is_convolution(kernel: Kernel) -> bool:
     return operator_row(kernel.op_type).operator_class == "convolution"
 
@@ -118,9 +114,9 @@ def _is_spatial(kernel: Kernel) -> bool:
 
 
 def _sizes(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> Sizes:
-    channels_last, spatial = _channels_last(kernel), _is_spatial(kernel)
-    _, *out_sizes = image_sizes(out, channels_last, spatial)
-    return Sizes(*image_sizes(shape, channels_last, spatial), *out_sizes)
+    is_last, spatial = channels_last(kernel), _is_spatial(kernel)
+    _, *out_sizes = image_sizes(out, is_last, spatial)
+    return Sizes(*image_sizes(shape, is_last, spatial), *out_sizes)
 
 
 def _kernel_window(kernel: Kernel, sizes: Sizes) -> KernelWindow:
@@ -203,25 +199,25 @@ def _costs(kernel: Kernel, elements: int) -> tuple[float, ...]:
 def _operation(kernel: Kernel) -> tuple[float, ...]:
     """Class of the operation, layout, element type and its bits."""
     dtype = kernel.dtype
-    return (_op_class(kernel.op_type), LAYOUTS.get(kernel.domain, 2.0 if _channels_last(kernel) else 0.0),
+    return (_op_class(kernel.op_type), LAYOUTS.get(kernel.domain, 2.0 if channels_last(kernel) else 0.0),
             float(DTYPES.index(dtype)) if dtype in DTYPES else float(len(DTYPES)), 8 * DTYPE_BYTES.get(dtype, 4))
 
 
-def image_sizes(shape: Sequence[int], channels_last: bool, spatial: bool) -> tuple[int, int, int, int]:
+def image_sizes(shape: Sequence[int], is_last: bool, spatial: bool) -> tuple[int, int, int, int]:
     """Batch, channels, height and width of a tensor; a third spatial dimension counts as height.
 
     Args:
         shape: of the tensor, of any rank.
-        channels_last: the last dimension is the channels (from rank 4 on).
+        is_last: the last dimension is the channels (from rank 4 on).
         spatial: a convolution or pool reads it, so that dimension 1 is the channels at rank 3 too.
     """
     rank = len(shape)
     if rank >= 4:
-        if channels_last:
+        if is_last:
             return shape[0], shape[-1], math.prod(shape[1:-2]), shape[-2]
         return shape[0], shape[1], math.prod(shape[2:-1]), shape[-1]
     if rank == 3:
-        return (shape[0], shape[1], 1, shape[2]) if spatial and not channels_last else (shape[0], shape[2], shape[1], 1)
+        return (shape[0], shape[1], 1, shape[2]) if spatial and not is_last else (shape[0], shape[2], shape[1], 1)
     if rank == 2:
         return shape[0], shape[1], 1, 1
     return 1, (shape[0] if rank else 1), 1, 1

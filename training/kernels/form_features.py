@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from records.kernel_record import Kernel, KernelInput, input_at
+from records.kernel_types import channels_last, worked_along
 from records.operators import operator_row
 
 FORM_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -24,9 +25,9 @@ MOST_AXES = 8  # that a set holds
 def form_features(kernel: Kernel) -> list[float]:
     """The values of FORM_GROUPS, in its order; 0 for what a kernel does not have."""
     shape, out = (next((tensor.shape for tensor in tensors if tensor.dtype), ()) for tensors in (kernel.inputs, kernel.outputs))
-    axes = sorted({axis % len(shape) for axis in _axes(kernel, shape, out)}) if shape else []
+    axes = _axes(kernel, shape, out)
     behind = shape[axes[-1] + 1:] if axes else ()
-    sizes, sizes_out = (math.prod(tensor[axis] for axis in axes if axis < len(tensor)) if axes else 0
+    sizes, sizes_out = (math.prod(tensor[axis] for axis in axes) if axes and len(tensor) == len(shape) else 0
                         for tensor in (shape, out))
     steps = input_at(kernel.inputs, 4).values if kernel.op_type == "Slice" else None
     return [float(_set(axes, len(shape))), float(sizes), float(sizes_out), math.log2(1 + math.prod(behind)) if axes else 0.0,
@@ -39,19 +40,15 @@ def _set(axes: Iterable[int], rank: int) -> int:
 
 
 def _axes(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> list[int]:
-    """The axes along which an operator works, where it does not treat all alike."""
-    axis, op = kernel.attributes.get("axis"), kernel.op_type
-    if isinstance(axis, int):
-        return [axis]
-    if op.startswith("Reduce") or op == "CumSum":
-        given = input_at(kernel.inputs, 1)
-        return [int(value) for value in given.values] if given.values else list(range(len(shape)))
-    if op == "Pad":
+    """The axes along which an operator works, where it does not treat all alike; sorted."""
+    if kernel.op_type == "Pad":
         given = input_at(kernel.inputs, 3)
-        named = [int(value) for value in given.values] if given.values else range(len(shape))
+        named = [int(value) % len(shape) for value in given.values] if given.values else range(len(shape))
         pads = input_at(kernel.inputs, 1).values or ()
-        return [axis for place, axis in enumerate(named) if any(pads[place::max(len(pads) // 2, 1)])]
-    if len(shape) == len(out) and operator_row(op).kind_or_class in ("part", "gather"):
+        return sorted({axis for place, axis in enumerate(named) if any(pads[place::max(len(pads) // 2, 1)])})
+    if axes := worked_along(kernel):
+        return axes
+    if len(shape) == len(out) and operator_row(kernel.op_type).kind_or_class in ("part", "gather"):
         return [axis for axis, (before, after) in enumerate(zip(shape, out, strict=True)) if before != after]
     return []
 
@@ -80,6 +77,6 @@ def _mode(kernel: Kernel) -> float:
 def _volume(kernel: Kernel, shape: Sequence[int]) -> tuple[float, float, float]:
     """The depth of a volume and of the window that moves over it, and the window's step along the last axis."""
     window, strides = kernel.attributes.get("kernel_shape") or [], kernel.attributes.get("strides") or []
-    deep = len(shape) == 5
-    return (float(shape[2]) if deep else 0.0, float(window[0]) if deep and len(window) == 3 else 0.0,
+    deep = len(shape) == 5 and len(window) == 3
+    return (float(shape[1 if channels_last(kernel) else 2]) if deep else 0.0, float(window[0]) if deep else 0.0,
             float(strides[-1]) if strides else 0.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kernel_model.sampling.cliffs import LEAST_HEIGHT, Cliff, Timed, between, find_cliffs, timed_kernels
+from kernel_model.sampling.cliffs import LEAST_HEIGHT, Cliff, NothingBetween, Timed, between, find_cliffs, timed_kernels
 from records.kernel_types import form_of
 from records.measurement import GPU_LABEL
 from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
@@ -33,7 +33,7 @@ def left_out_rows(forms: Sequence[LeftOutForm]) -> Rows:
     """One row per class of operators, and one for all: errors of kernels whose form was left out, in per cent, and how many of
     those that are far off an answer marks."""
     table: Rows = []
-    for kind in [*sorted({form.kind for form in forms}), "all"]:
+    for kind in [*sorted({form.kind for form in forms}), "all"] if forms else ():
         chosen = [form for form in forms if kind in (form.kind, "all")]
         errors = np.concatenate([form.errors for form in chosen])
         far = {marked: sum(int((form.errors > FAR_OFF).sum()) for form in chosen if (form.kind not in FORMLESS) == marked)
@@ -61,7 +61,7 @@ def cliff_rows(cliffs: Sequence[Cliff]) -> Rows:
     return [{"times": round(cliff.height, 1), "slower": cliff.slower.kernel.id, "slower_ms": cliff.slower.time_ms,
              "slower_ran": _shown(cliff.slower.cuda_kernels), "faster": cliff.faster.kernel.id,
              "faster_ms": cliff.faster.time_ms, "faster_ran": _shown(cliff.faster.cuda_kernels),
-             "edge": "known" if _is_edge(cliff) else "between"} for cliff in cliffs]
+             "edge": _edge(cliff)} for cliff in cliffs]
 
 
 def _shown(names: str) -> str:
@@ -71,12 +71,15 @@ def _shown(names: str) -> str:
     return chosen[:60]
 
 
-def _is_edge(cliff: Cliff) -> bool:
+def _edge(cliff: Cliff) -> str:
+    """Whether the edge of a cliff is known: no kernel lies between the two. Not all kernels can be drawn."""
     try:
         between(cliff.slower.kernel, cliff.faster.kernel)
+    except NothingBetween:
+        return "known"
     except UserError:
-        return True
-    return False
+        return "not drawn"
+    return "between"
 
 
 def markdown(target: str, forms: Rows, left_out: Rows, cliffs: Sequence[Cliff]) -> str:
@@ -97,8 +100,8 @@ def markdown(target: str, forms: Rows, left_out: Rows, cliffs: Sequence[Cliff]) 
         "## Cliffs", "",
         "Neighbours differ in sizes alone. The slower one may take as many times as long as it moves more bytes or computes "
         f"more; a cliff is where it takes {LEAST_HEIGHT:g} times that, or more. {len(cliffs):,} pairs of neighbours are left "
-        "(each kernel is in one at most). The edge is *known* where no kernel lies between the two.", "",
-        "By type: " + ", ".join(f"{name} {count}" for name, count in by_type.most_common()) + ".", "",
+        "(each kernel is in one at most). The edge is *known* where no kernel lies between the two; some can't be drawn.", "",
+        *(["By type: " + ", ".join(f"{name} {count}" for name, count in by_type.most_common()) + ".", ""] if cliffs else []),
         f"The {min(HIGHEST, len(cliffs))} highest:", "", markdown_table(cliff_rows(cliffs[:HIGHEST])), "",
         "## Measured forms", "",
         f"{kernels:,} kernels in {of_forms:,} forms, {covered:,} of which have at least {ENOUGH} kernels.", "",
@@ -115,8 +118,9 @@ def form_report(workspace: Workspace, target: str, config: TrainingConfig, page:
     forms, left_out = form_rows(timed), left_out_rows(leave_forms_out(read_training_set(workspace, target), GPU_LABEL, config))
     cliffs = find_cliffs(timed)
     show(forms, f"{target}: kernels and forms by type")
-    show(cliff_rows(cliffs[:HIGHEST]), f"{target}: the highest of {len(cliffs)} cliffs")
+    highest = cliff_rows(cliffs[:HIGHEST])
+    show(highest, f"{target}: the highest of {len(cliffs)} cliffs")
     show(left_out, f"{target}: a form left out; errors in per cent")
     if page is not None:
         files.write_text(page, markdown(target, forms, left_out, cliffs))
-    return {"forms": forms, "left_out": left_out, "cliffs": cliff_rows(cliffs)}
+    return {"forms": forms, "left_out": left_out, "cliffs": highest}

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from records.measurement import GPU_LABEL
 from training.kernels import estimators
+from training.kernels.doubt import learn_doubt
 from training.kernels.estimators import FOREST, SHARED, KernelModel, fit_kernel_model
 from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
@@ -38,6 +39,7 @@ class Trained:
         left_out: what trainings without an operator make of its kernels.
         forms_left_out: the same of trainings without a form; of label `gpu` alone, since GPUs' libraries have the most
             algorithms to choose from.
+        doubt: how far off the predictors may be on a kernel (`learn_doubt`); of label `gpu` alone likewise.
     """
 
     label: str
@@ -46,6 +48,7 @@ class Trained:
     times_ms: dict[str, tuple[float, float]]
     left_out: tuple[LeftOutOperator, ...]
     forms_left_out: tuple[LeftOutForm, ...] = ()
+    doubt: KernelModel | None = None
 
 
 @dataclass(frozen=True)
@@ -215,5 +218,8 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
     left_out = leave_operators_out(rows, label, config)
     model = fit_transferred(rows, label, best.predictors, config, start) if start else fit_kernel_model(
         rows, label, best.predictors, config, steady=steady_classes(left_out))
-    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, best.predictors)), tuple(left_out),
-                   tuple(leave_forms_out(rows, label, config)) if label == GPU_LABEL else ())
+    shipped = best.left_out.shipped(rows, best.predictors)
+    on_gpu = label == GPU_LABEL
+    return Trained(label, model, errors, idle_times(rows, label, shipped), tuple(left_out),
+                   tuple(leave_forms_out(rows, label, config)) if on_gpu else (),
+                   learn_doubt(rows, label, shipped, config.seed) if on_gpu else None)

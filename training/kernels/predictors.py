@@ -19,7 +19,7 @@ from training.kernels.features import KERNEL_FEATURES
 from training.kernels.saved_form import open_estimator
 from training.kernels.schema import times_beyond
 from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import REMEDY, Sidecar, read_measured, read_sidecar, sidecar_path
+from training.kernels.sidecar import REMEDY, Sidecar, estimators_of, read_measured, read_sidecar, sidecar_path
 from training.kernels.transfer import OtherPredictors, Transferred
 from utils import files
 from utils.errors import UserError
@@ -63,6 +63,7 @@ class Predictors:
     measured: Mapping[str, dict[str, float]]
     admitted: AdmittedEstimators | None = None
     _models: dict[str, KernelModel | Transferred] = field(default_factory=dict, repr=False)
+    _doubt: KernelModel | None = field(default=None, repr=False)
     _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
 
@@ -156,6 +157,20 @@ class Predictors:
         times = times_beyond(KERNEL_FEATURES, self.features_of(moving), low, high)
         return {kernel.id: float(factor) for kernel, factor in zip(moving, times, strict=True) if factor > 1.0}
 
+    def doubts(self, kernels: Sequence[Kernel]) -> dict[str, float]:
+        """How far off the GPU's predicted times of kernels are in the mean, as logarithms, by kernel id. Empty where that was
+        not learned.
+
+        Raises:
+            UserError: its file is missing, damaged or holds something else.
+        """
+        if self.sidecar.doubt is None or not kernels:
+            return {}
+        if self._doubt is None:
+            self._doubt = open_estimator(self.sidecar.doubt, KernelModel, self.folder, REMEDY)
+        factors = predict_kernels(self._doubt, kernels, self.features_of(kernels), tuple(self.sidecar.idle_load.values()))
+        return {kernel.id: max(math.log(factor), 0.0) for kernel, factor in zip(kernels, factors.tolist(), strict=True)}
+
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
         """Time and provenance of each kernel by id; all kernels of one predictor are predicted in one call."""
@@ -211,7 +226,7 @@ def read_predictors(folder: Path, estimators: Sequence[Path] = ()) -> Predictors
         UserError: there are none, they are of another version, or a file is missing or damaged.
     """
     sidecar = read_sidecar(folder)
-    for about in sidecar.labels.values():
+    for about in estimators_of(sidecar).values():
         if about.file and not (folder / about.file).is_file():
             raise UserError(f"{folder / about.file}: named in {sidecar_path(folder)} but missing; {REMEDY}")
     predictors = Predictors(folder, sidecar, read_measured(folder, sidecar))

@@ -1,7 +1,7 @@
 """What training saves for a target, in training/predictors/<target>/.
 
 - `predictors.json`, the sidecar: the target, the predictors of each label (saved_form.py), and their errors.
-- `<label>-<hash>.npz`: the boosters of a label.
+- `<label>-<hash>.npz`: the boosters of a label; `doubt-<hash>.npz`: that of how far off they may be.
 - `measured-<hash>.json.gz`: idle times by kernel and label, for look-up. Also renewed without a training, after kernels were
   measured for one model (inference/core/missing_kernels.py).
 
@@ -37,6 +37,7 @@ from utils.frozen import Frozen
 from utils.paths import SIDECAR, FileName
 
 SIDECAR_VERSION = 4
+DOUBT = "doubt"
 TRAIN = "python training/train_kernel_model.py"
 REMEDY = f"train again: {TRAIN}"
 XGBOOST = ("xgboost-cpu", "xgboost")  # the names under which it is installed
@@ -101,6 +102,7 @@ class Sidecar(Frozen):
         feature_range: least and greatest value of each of KERNEL_FEATURES in training.
         measured, measured_sha256: the file of measured idle times.
         labels: by name.
+        doubt: how far off the times of label `gpu` may be (`training/kernels/doubt.py`); None where that was not learned.
     """
 
     version: int = SIDECAR_VERSION
@@ -120,6 +122,7 @@ class Sidecar(Frozen):
     measured: FileName
     measured_sha256: str
     labels: dict[FileName, LabelPredictors] = Field(min_length=1)
+    doubt: Saved | None = None
 
     @model_validator(mode="after")
     def _metrics_agree(self) -> Self:
@@ -205,7 +208,7 @@ def read_sidecar(folder: Path) -> Sidecar:
     if not path.is_file():
         raise UserError(f"{folder}: no predictors; train them with: {TRAIN}")
     sidecar = files.read_record(path, Sidecar, SIDECAR_VERSION, TRAIN)
-    for label, about in sidecar.labels.items():
+    for label, about in estimators_of(sidecar).items():
         check_features(path, label, about)
     if len(sidecar.feature_range) != len(KernelModel.features.names):
         raise UserError(f"{path}: damaged at feature_range: it has {len(sidecar.feature_range)} features; {REMEDY}")
@@ -214,6 +217,11 @@ def read_sidecar(folder: Path) -> Sidecar:
     if made.split(".")[:2] != here.split(".")[:2]:
         raise UserError(f"{path}: made with xgboost {made}, which the installed {here} may not read; train again: {TRAIN}")
     return sidecar
+
+
+def estimators_of(sidecar: Sidecar) -> dict[str, Saved]:
+    """All estimators that were saved with a sidecar, by label, and under DOUBT that of the doubt."""
+    return {**sidecar.labels, **({DOUBT: sidecar.doubt} if sidecar.doubt else {})}
 
 
 def check_features(path: Path, label: str, saved: Saved) -> None:
@@ -236,7 +244,8 @@ def check_features(path: Path, label: str, saved: Saved) -> None:
 
 
 def save_predictors(folder: Path, models: Mapping[str, KernelModel | Transferred], errors: Mapping[str, Sequence[TypeErrors]],
-                    measured: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> Sidecar:
+                    measured: Mapping[str, Mapping[str, float]], about: Mapping[str, Any],
+                    doubt: KernelModel | None = None) -> Sidecar:
     """Saves a target's predictors. The sidecar is written last: until then, the old predictors stay valid.
 
     Args:
@@ -244,6 +253,7 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel | Transferred
         models, errors: by label.
         measured: idle times (ms) by kernel id and label.
         about: the other fields of the sidecar.
+        doubt: how far off times may be, if that was learned.
     """
     labels = {}
     for label, model in models.items():
@@ -253,7 +263,8 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel | Transferred
         labels[label] = LabelPredictors(**dict(saved), own_types=dedicated_types, forest_types=forest_types,
                                         errors=tuple(errors[label]), start=start)
     name, sha256 = write_measured(folder, measured)
-    sidecar = Sidecar(packages=installed_packages(), measured=name, measured_sha256=sha256, labels=labels, **about)
+    sidecar = Sidecar(packages=installed_packages(), measured=name, measured_sha256=sha256, labels=labels,
+                      doubt=save_estimator(folder, DOUBT, doubt) if doubt else None, **about)
     write_sidecar(folder, sidecar)
     return sidecar
 
@@ -311,7 +322,7 @@ def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
 
 def _files_of(sidecar: Sidecar) -> set[str]:
     """The names of the files that a sidecar names."""
-    return {sidecar.measured, *(about.file for about in sidecar.labels.values() if about.file)}
+    return {sidecar.measured, *(about.file for about in estimators_of(sidecar).values() if about.file)}
 
 
 def _files_named(folder: Path) -> set[str]:

@@ -33,12 +33,13 @@ from utils.paths import Workspace
 if TYPE_CHECKING:
     from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
-UNCERTAINTY_VERSION = 1
+UNCERTAINTY_VERSION = 2  # 2: forms have groups, windows and axes
 FILE = "uncertainty.json"
 LEAST_OPERATORS, LEAST_FORMS = 3, 12
 TAIL = 0.05  # share of the ratios that is cut off at each end, which leaves 90 %
 PARTS = 101  # quantiles that stand for the kernels of an operator, so that operators count alike
 Floats = npt.NDArray[np.float64]
+
 
 class Range(Frozen):
     """The plausible range of a true time, as multiples of its estimate.
@@ -99,11 +100,16 @@ class Uncertainty(Frozen):
         defaults = DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES
         return self.ranges.get(label, {}).get(kind, defaults[kind])
 
-    def of_other_form(self, kernel: Kernel, label: str = "") -> Range | None:
+    def knows_form(self, kernel: Kernel) -> bool:
+        """Whether the kernel's operator was measured in its form, or in any where the form matters little."""
+        kind = operator_row(kernel.op_type).operator_class
+        return self.forms is None or kind in FORMLESS or form_of(kernel) in self.forms.get(kernel.type, ())
+
+    def of_other_form(self, kernel: Kernel, label: str) -> Range | None:
         """The range around a prediction under `label` for an operator that was measured in other forms only; None for a known
         form."""
         kind = operator_row(kernel.op_type).operator_class
-        if self.forms is None or kind in FORMLESS or form_of(kernel) in self.forms.get(kernel.type, ()):
+        if self.knows_form(kernel):
             return None
         return self.form_ranges.get(label, {}).get(kind) or OTHER_FORM_OF.get(kind, OTHER_FORM)
 
@@ -128,7 +134,7 @@ def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], left_out: Ma
     return Uncertainty(dataset_sha256=rows.sha256, forms={name: tuple(sorted(forms[name])) for name in sorted(forms)},
                        ranges={label: ranges_of(operators, DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES,
                                                 LEAST_OPERATORS) for label, operators in left_out.items()},
-                       form_ranges={label: ranges_of(forms, {}, LEAST_FORMS) for label, forms in forms_left_out.items()})
+                       form_ranges={label: ranges_of(of_label, {}, LEAST_FORMS) for label, of_label in forms_left_out.items()})
 
 
 def ranges_of(left_out: Iterable[LeftOutOperator] | Iterable[LeftOutForm], defaults: Mapping[OperatorClass, Range],

@@ -146,8 +146,8 @@ class LearnedGeneration(Frozen):
         graph, captured = composition.cuda_graph, self.captured
         if graph and captured:
             graph = graph.model_copy(update={
-                "costs": graph.costs.model_copy(update={"gap_ms": captured.gap_ms}), "left_out": captured.left_out,
-                "interval": captured.interval or graph.interval})
+                "costs": graph.costs.model_copy(update={"gap_ms": captured.gap_ms}),
+                "left_out": captured.left_out or graph.left_out, "interval": captured.interval or graph.interval})
         return composition.model_copy(update={"calibrated": interval, "cuda_graph": graph, "costs": costs and costs.model_copy(
             update={"product_ms": self.product_ms, "attention_ms": self.attention_ms})})
 
@@ -156,7 +156,7 @@ class LearnedGeneration(Frozen):
         if not cuda_graph or self.captured is None:
             return self.loop
         return self.loop.model_copy(update={
-            "step_ms": self.captured.step_ms, "million_logits_ms": self.captured.million_logits_ms})
+            "step_ms": self.captured.step_ms, "sequence_ms": 0.0, "million_logits_ms": self.captured.million_logits_ms})
 
 
 def generation_path(folder: Path) -> Path:
