@@ -331,7 +331,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                              "not counted, between neighbours of which one takes three times as long as its work explains, or "
                              "longer")
     parser.add_argument("--batch-sizes", type=cli.counts, default="1,2,4,8,16", metavar="N,…",
-                        help="batch sizes to draw from")
+                        help="batch sizes to draw from; with --cliffs, those between the neighbours' are")
     parser.add_argument("--most-gflop", type=cli.positive, default=2.0, help="largest kernel, in 10^9 operations (default: 2)")
     parser.add_argument("--most-mib", type=cli.positive, default=MOST_MIB,
                         help=f"largest kernel, all that it reads and writes (default: {MOST_MIB})")

@@ -43,7 +43,7 @@ class Learned:
     compositions: Mapping[Phase, Composition]
 
     def loop_ms(self, step: Step, file: DecoderFile, pace: float = 1.0, cuda_graph: bool = False) -> float | None:
-        """What genai's loop takes of a step at a pace; None where that is not known."""
+        """What genai's loop takes of a step at a pace, as a CUDA graph or as usual; None where that is not known."""
         if self.generation is None:
             return None
         return self.generation.loop_of(cuda_graph).time_ms(_phase(step), step.batch, file.words, len(file.caches) // 2, pace)

@@ -14,6 +14,7 @@ from made_up_dataset import conv, gemm
 from kernel_model.kernel_sampler import sample_between
 from kernel_model.sampling.cliffs import (
     Cliff,
+    NothingBetween,
     Timed,
     between,
     cliff_height,
@@ -73,6 +74,10 @@ def test_cliffs_are_found_between_neighbours() -> None:
 @pytest.mark.parametrize(("one", "two"), [
     (signal(64, 3), signal(256, 63)), (conv(channels=16, out=16), conv(channels=96, out=32, group=2)), (gemm(), gemm(rows=512)),
     (recurrent(24), recurrent(100)),
+    *[tuple(inferred("MaxPool", [tensor("float32", 1, channels, 40)], kernel_shape=[wide], strides=[1], pads=[0, 0],
+                     dilations=[1]) for channels, wide in ((4, 3), (64, 30)))],
+    (conv(channels=64, out=2, group=2), conv(channels=256, out=2, group=2)),
+    (conv(channels=64, out=64, group=64), conv(channels=64, out=256, group=64)),
     *[tuple(kernel("Pad", [tensor("float32", 6, size), numbers(0, wide, 0, wide)], [(6, size + 2 * wide)], mode="constant")
             for size, wide in ((8, 1), (64, 9)))]])
 def test_a_kernel_between_two_runs(one: Kernel, two: Kernel, tmp_path: Path) -> None:
@@ -84,7 +89,7 @@ def test_a_kernel_between_two_runs(one: Kernel, two: Kernel, tmp_path: Path) -> 
 
 
 def test_where_no_kernel_lies_between_the_edge_is_known() -> None:
-    with pytest.raises(UserError, match="no kernel lies between them"):
+    with pytest.raises(NothingBetween, match="no kernel lies between them"):
         between(signal(64, 30), signal(64, 31))
     axes = [kernel("Pad", [tensor("float32", 6, 8), numbers(0, before, 0, 0)], [(6, 8 + before)], mode="constant")
             for before in (-1, 3)]
@@ -105,6 +110,9 @@ def test_kernels_between_belong_to_the_families_of_both() -> None:
     assert len(drawn) == 5
     assert {families for _, families in drawn.values()} == {("anet", "bnet")}
     assert all(3 < made.attributes["kernel_shape"][0] < 63 for made, _ in drawn.values())
+    held_out = Cliff(two._replace(families=("vgg",)), one, 90.0)
+    of_held_out, _ = sample_between([held_out], 5, np.random.default_rng(0), most_gflop=1.0, without=("vgg",))
+    assert not of_held_out
     nothing, _ = sample_between([], 5, np.random.default_rng(0), most_gflop=1.0)
     assert not nothing
 

@@ -15,6 +15,7 @@ from records.kernel_types import form_of
 from records.measurement import GPU_LABEL
 from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
 from training.kernels.settings import TrainingConfig
+from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import Show
 from training.kernels.training_set import read_training_set
 from training.kernels.uncertainty import FORMLESS
@@ -115,7 +116,9 @@ def form_report(workspace: Workspace, target: str, config: TrainingConfig, page:
         UserError: it is not a GPU's.
     """
     timed = timed_kernels(workspace, target)
-    forms, left_out = form_rows(timed), left_out_rows(leave_forms_out(read_training_set(workspace, target), GPU_LABEL, config))
+    chosen = read_sidecar(workspace.predictors(target)).labels[GPU_LABEL].chosen
+    forms, rows = form_rows(timed), read_training_set(workspace, target)
+    left_out = left_out_rows(leave_forms_out(rows, GPU_LABEL, chosen, config))
     cliffs = find_cliffs(timed)
     show(forms, f"{target}: kernels and forms by type")
     highest = cliff_rows(cliffs[:HIGHEST])

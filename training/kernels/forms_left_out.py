@@ -6,7 +6,7 @@ FOLDS parts, each with a fifth of every type's forms.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,12 +48,13 @@ class LeftOutForm:
         return np.abs(1.0 / self.ratios - 1.0)
 
 
-def leave_forms_out(rows: TrainingSet, label: str, config: TrainingConfig) -> list[LeftOutForm]:
+def leave_forms_out(rows: TrainingSet, label: str, chosen: Mapping[str, str], config: TrainingConfig) -> list[LeftOutForm]:
     """Each form of the types that were measured in several, left out of everything; sorted by type and form.
 
     Args:
         rows: of the dataset.
         label: whose times.
+        chosen: the predictors of types, as in `fit_kernel_model`.
         config: of the training.
     """
     known = rows.rows(rows.idle & np.isfinite(rows.times_ms[label]))
@@ -65,12 +66,9 @@ def leave_forms_out(rows: TrainingSet, label: str, config: TrainingConfig) -> li
 
     def one_fold(fold: int) -> None:
         train, test = known.rows(folds != fold), folds == fold
-        counts = Counter(train.types.tolist())
-        test = test & np.isin(known.types, list(counts))  # others have no measured form left
+        test = test & np.isin(known.types, sorted(set(train.types.tolist())))  # others have no measured form left
         if len(train) and test.any():
-            own = {} if config.booster(label).own_predictors == "none" else {
-                name: name for name, count in counts.items() if count >= config.own_min_kernels}
-            predicted[test] = predict_rows(fit_kernel_model(train, label, own, config), known.rows(test))
+            predicted[test] = predict_rows(fit_kernel_model(train, label, chosen, config), known.rows(test))
 
     parallel_map(one_fold, sorted(set(folds.tolist())), config.workers)
     found, ratios = [], known.times_ms[label] / predicted

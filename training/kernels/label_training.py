@@ -221,5 +221,5 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
     shipped = best.left_out.shipped(rows, best.predictors)
     on_gpu = label == GPU_LABEL
     return Trained(label, model, errors, idle_times(rows, label, shipped), tuple(left_out),
-                   tuple(leave_forms_out(rows, label, config)) if on_gpu else (),
+                   tuple(leave_forms_out(rows, label, best.predictors, config)) if on_gpu else (),
                    learn_doubt(rows, label, shipped, config.seed) if on_gpu else None)

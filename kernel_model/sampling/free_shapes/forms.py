@@ -16,7 +16,6 @@ import numpy as np
 from kernel_model.sampling.draws import without_large_weights
 from kernel_model.sampling.free_shapes.sizes import (
     ABSENT,
-    CONTRIB,
     OPSET,
     Generator,
     as_float32,
@@ -28,7 +27,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     scalar,
     tensor,
 )
-from records.kernel_record import Kernel, KernelInput, Tensor, session_dtype
+from records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, type_code
 from records.kernel_types import describe_kernel
 from records.operators import TABLE
 from utils.errors import UserError
@@ -40,7 +39,7 @@ ODD = (1, 2, 3, 5, 7, 11, 13, 17, 31, 33, 63, 65, 127, 129, 255, 257, 1000, 1023
 EVEN = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 WHOLE = ("int64", "int32", "int8", "uint8")
-BITWISE = ("And", "Or", "Xor", "Not")
+LOGICAL = ("And", "Or", "Xor", "Not")
 COMPARED = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 BINARY = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "PRelu", *COMPARED, "And", "Or", "Xor")
 REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
@@ -48,25 +47,24 @@ REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd",
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
-def inferred(op_type: str, inputs: Sequence[KernelInput], domain: str = "", outputs: int = 1, **attributes: Any) -> Kernel:
-    """A described kernel whose outputs follow from its operator's schema, as do the attributes that are not given.
+def inferred(op_type: str, inputs: Sequence[KernelInput], **attributes: Any) -> Kernel:
+    """A described kernel of one output, which follows from its operator's schema, as do the attributes that are not given.
 
     Raises:
         UserError: the sizes or types do not fit together.
     """
-    opset = 1 if domain == CONTRIB else max(OPSET, _schema(op_type).since_version)
-    kept = (attributes if domain else _defaults(op_type)) | attributes
-    asked = describe_kernel(op_type, domain, opset, kept, inputs, [Tensor(dtype=inputs[0].dtype, shape=())] * outputs)
+    opset, kept = max(OPSET, _schema(op_type).since_version), _defaults(op_type) | attributes
+    asked = describe_kernel(op_type, "", opset, kept, inputs, [Tensor(dtype=inputs[0].dtype, shape=())])
     found = {value.name: value for value in outputs_by_schema(without_large_weights(asked).SerializeToString())}
-    shapes = [found[f"y{place}"] for place in range(outputs) if f"y{place}" in found]
-    if len(shapes) < outputs or any(not isinstance(size, int) or size < 1 for value in shapes for size in value.shape):
+    if "y0" not in found or any(not isinstance(size, int) or size < 1 for size in found["y0"].shape):
         raise UserError(f"{op_type}: the sizes drawn do not fit together")
-    made = [Tensor(dtype=session_dtype(value.type), shape=tuple(value.shape)) for value in shapes]
-    return describe_kernel(op_type, domain, opset, kept, inputs, made)
+    made = Tensor(dtype=session_dtype(found["y0"].type), shape=tuple(found["y0"].shape))
+    return describe_kernel(op_type, "", opset, kept, inputs, [made])
 
 
 @functools.cache
 def _schema(op_type: str) -> Any:
+    """The newest definition of an operator."""
     return onnx.defs.get_schema(op_type, onnx.defs.onnx_opset_version(), "")
 
 
@@ -111,10 +109,6 @@ def any_axis(shape: Sequence[int], generator: Generator) -> int:
 def other_type(dtype: str, generator: Generator, others: Sequence[str], chance: float = 0.3) -> str:
     """The type, or by chance one of others."""
     return str(generator.choice(others)) if generator.random() < chance else dtype
-
-
-def constants(generator: Generator) -> bool:
-    return bool(generator.random() < 0.3)
 
 
 # convolutions and pools ----------------------------------------------------------------------------------------------------
@@ -285,14 +279,14 @@ def unary_operators() -> tuple[str, ...]:
 def unary(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Every operator that takes one tensor, of any rank."""
     op = str(generator.choice(unary_operators()))
-    of = "bool" if op in BITWISE else other_type(dtype, generator, [*FLOATS, *WHOLE])
+    of = "bool" if op in LOGICAL else other_type(dtype, generator, [*FLOATS, *WHOLE])
     return inferred(op, [tensor(of, *any_shape(any_rank(generator, 0, 6), generator))])
 
 
 def binary(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Every operator that takes two tensors: of one shape, or each broadcast along any axes."""
     op = str(generator.choice(BINARY))
-    of = "bool" if op in BITWISE else other_type(dtype, generator, [*FLOATS, *WHOLE])
+    of = "bool" if op in LOGICAL else other_type(dtype, generator, [*FLOATS, *WHOLE])
     shape = any_shape(any_rank(generator), generator)
     kind = str(generator.choice(["same", "one", "both", "fewer axes", "number"], p=[0.3, 0.25, 0.15, 0.2, 0.1]))
 
@@ -301,7 +295,7 @@ def binary(dtype: str, batch: int, generator: Generator) -> Kernel:
 
     seconds = {"same": shape, "one": thinned(), "both": thinned(), "fewer axes": shape[any_axis(shape, generator):]}
     first, second = shape if kind != "both" else thinned(), seconds.get(kind, ())
-    operands = [tensor(of, *first), tensor(of, *second, constant=constants(generator) and kind != "same")]
+    operands = [tensor(of, *first), tensor(of, *second, constant=bool(generator.random() < 0.3 and kind != "same"))]
     return inferred(op, operands[::-1] if generator.random() < 0.2 and op != "PRelu" else operands)
 
 
@@ -318,7 +312,7 @@ def cast(dtype: str, batch: int, generator: Generator) -> Kernel:
     names = [*FLOATS, *WHOLE, "bool"]
     before, after = generator.choice(names, 2, replace=False).tolist()
     return inferred("Cast", [tensor(before, *any_shape(any_rank(generator), generator))],
-                    to=onnx.TensorProto.DataType.Value({"float32": "FLOAT", "float64": "DOUBLE"}.get(after, after.upper())))
+                    to=type_code(after))
 
 
 # movement ------------------------------------------------------------------------------------------------------------------

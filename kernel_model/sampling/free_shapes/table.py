@@ -1,4 +1,5 @@
-"""Kernels of no model: the operators that networks are made of, their sizes drawn from the ranges that people use.
+"""Kernels of no model: the operators that networks are made of, their sizes drawn from the ranges that people use, or in forms
+that they rarely use.
 
 A sampled kernel close to those of one model family says little about a family unlike it: without RegNet no grouped convolution
 of 24 channels per group is near anything. These kernels name no family, and nothing measured steers how they are drawn.

@@ -1,0 +1,67 @@
+"""How far off predicted times may be: learned from errors of kernels that were held out, and told in answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from made_up_dataset import TARGET, conv, draw_kernels, relu, write_dataset
+
+from inference.core.uncertainty import DOUBTFUL, KernelUncertainty, Span, uncertainty_warnings
+from records.kernel_record import Kernel
+from records.measurement import GPU_LABEL
+from training.composition.intervals import KNOWN, Novelty, sources
+from training.kernels.doubt import LARGEST, learn_doubt
+from training.kernels.estimators import predict_kernels
+from training.kernels.training_set import TrainingSet, read_training_set
+from utils.paths import Workspace
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
+    workspace = Workspace(tmp_path_factory.mktemp("doubt"))
+    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(500)}, {}, {}, {0.0: 0.0})
+    made = read_training_set(workspace, TARGET.name)
+    return replace(made, times_ms={GPU_LABEL: made.times_ms["run"]})
+
+
+def is_wide(rows: TrainingSet) -> np.ndarray:
+    return rows.features[:, rows.schema.index("kernel_width")] >= 5
+
+
+def test_doubt_is_large_where_kernels_that_were_held_out_were_far_off(rows: TrainingSet) -> None:
+    """Predictions of wide windows are off by a factor of four, up or down; the others by 5 %."""
+    generator = np.random.default_rng(0)
+    signs = generator.choice([-1.0, 1.0], len(rows))
+    errors = np.where(is_wide(rows), math.log(4.0), 0.05)
+    doubt = learn_doubt(rows, GPU_LABEL, rows.times_ms[GPU_LABEL] * np.exp(signs * errors), seed=1)
+
+    def doubted(*kernels: Kernel) -> list[float]:
+        factors = predict_kernels(doubt, kernels, rows.schema.matrix(kernels), list(rows.idle_load.values()))
+        return [math.log(factor) for factor in factors]
+
+    narrow, wide, other = doubted(conv(window=3), conv(window=7), relu())
+    assert narrow == pytest.approx(0.05, abs=0.1)
+    assert wide == pytest.approx(math.log(4.0), rel=0.2)
+    assert other == pytest.approx(0.05, abs=0.05)
+
+
+def test_a_huge_error_counts_up_to_a_limit(rows: TrainingSet) -> None:
+    doubt = learn_doubt(rows, GPU_LABEL, rows.times_ms[GPU_LABEL] * 1e6, seed=1)
+    factors = predict_kernels(doubt, [conv()], rows.schema.matrix([conv()]), list(rows.idle_load.values()))
+    assert math.log(factors[0]) == pytest.approx(LARGEST, rel=0.01)
+
+
+def test_the_doubts_of_a_model_are_weighted_by_time() -> None:
+    kernels = [(6.0, Novelty("known", doubt=0.5)), (2.0, KNOWN), (2.0, None)]
+    assert sources(kernels, 10.0).doubt == pytest.approx(0.3)
+    assert sources(kernels, 20.0).doubt == pytest.approx(0.15)  # half of the time the GPU waits
+
+
+def test_doubtful_kernels_are_named() -> None:
+    uncertain = KernelUncertainty("doubtful", Span(0.5, 2.0), Span(1.0, 1.0), True)
+    (warning,) = uncertainty_warnings([(conv(), uncertain)], Span(0.8, 1.4))
+    assert warning.startswith("rough estimate: Conv: near sizes at which a library changes its algorithm")
+    assert 0.1 < DOUBTFUL < 0.5
