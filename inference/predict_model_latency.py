@@ -81,6 +81,7 @@ python inference/predict_model_latency.py --model resnet18.onnx --measure-missin
 python inference/predict_model_latency.py --model trees.onnx --measure-missing --inputs rows.npz  # needs your own
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --dim batch=1,2,4,8 --energy
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --host-pace 1.15 --slo-ms 50
+python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --dtype fp16
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --cuda-graph
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --trace timeline.json
 python inference/predict_model_latency.py --model resnet18.onnx --trace t.json --beside real.json  # needs run_anatomy.py
@@ -105,6 +106,9 @@ def options() -> argparse.ArgumentParser:
     cli.add_target(parser)
     cli.add_load(parser, CONFIG_FILE)
     cli.add_run_mode(parser)
+    parser.add_argument("--dtype", choices=("fp16",),
+                        help="a further row for each size: the model in half precision, its float32 converted as "
+                             "onnxconverter-common does; no file is written")
     parser.add_argument("--top", type=cli.whole, default=5, metavar="N",
                         help="show the N kernels with the most time (default: 5)")
     parser.add_argument("--show-sum", action="store_true",
@@ -151,6 +155,8 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--measure-missing may run the model itself, which needs its weights: leave --no-weights out")
     if args.inputs and not args.measure_missing:
         parser.error("--inputs are what --measure-missing measures with; nothing else runs the model")
+    if args.dtype and (args.trace or args.watch or args.measure_missing or args.dag):
+        parser.error("--dtype adds a row that is predicted: leave --trace, --watch, --measure-missing and --dag out")
     if args.beside and not args.trace:
         parser.error("--beside goes with --trace FILE, which then holds both runs")
     if args.slo_percentile and not args.slo_ms:
@@ -214,10 +220,13 @@ def predict_once(args: argparse.Namespace, sources: LiveSources,
         if args.measure_missing:
             log_measured(predictor.measure_missing(args.model, sizes, static=args.static, inputs=args.inputs))
         now = sources.with_load(load)
-        runs = [predictor.run(args.model, dims=dims, static=args.static, run_mode=sources.run_mode, **now)
-                for dims in cli.progress(sizes, "predicting")]
-    in_order = make_monotonic([run.prediction for run in runs])
-    runs = [run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)]
+        by_type: list[list[PredictedRun]] = []
+        for dtype in (None, "fp16") if args.dtype else (None,):
+            runs = [predictor.run(args.model, dims=dims, static=args.static, run_mode=sources.run_mode, dtype=dtype, **now)
+                    for dims in cli.progress(sizes, "predicting")]
+            in_order = make_monotonic([run.prediction for run in runs])
+            by_type.append([run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)])
+    runs = [run for of_size in zip(*by_type, strict=True) for run in of_size]
     return runs, [predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["co_runner"])
                   if args.slo_ms else None for run in runs]
 

@@ -75,6 +75,7 @@ class Task(Frozen):
         names: for `sizes`.
         kept: the folder of optimised graphs that are used again (see `optimized_once`); None: none are kept.
         no_weights: whether files of its weights may be missing.
+        half: whether it is read in half precision (`runtimes.ort.graph.half_precision`).
     """
 
     do: Literal["record", "write", "sizes", "weights", "interface", "graph", "opens", "prepare"]
@@ -91,6 +92,7 @@ class Task(Frozen):
     names: tuple[str, ...] = ()
     kept: AnyPath | None = None
     no_weights: bool = False
+    half: bool = False
 
 
 class Note(Frozen):
@@ -265,7 +267,7 @@ def optimized_once() -> Iterator[None]:
 
 
 def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool,
-              weights: Sequence[Path] = (), no_weights: bool = False) -> ModelRecord:
+              weights: Sequence[Path] = (), no_weights: bool = False, half: bool = False) -> ModelRecord:
     """The record of a model, made in the child.
 
     Args:
@@ -275,12 +277,13 @@ def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str
         static: whether they are fixed before the runtime optimises the model.
         weights: the files of a file's weights (see `weight_files`).
         no_weights: whether files of its weights may be missing.
+        half: whether its floats are taken to be in half precision; of ONNX models alone.
 
     Raises:
         UserError: the model can't be read or analysed, or reaches a limit.
     """
     task = partial(Task, do="record", folder=Path.cwd(), runtime=flavour.runtime, flavour=flavour, dims=dict(dims),
-                   static=static, kept=_kept, no_weights=no_weights)
+                   static=static, kept=_kept, no_weights=no_weights, half=half)
     if isinstance(model, Path):
         return _ask(task(model=model), weights).records[0]
     with temporary_folder() as folder:

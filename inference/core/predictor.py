@@ -25,7 +25,7 @@ from inference.core.kernels_in_model import kernels_in_models
 from inference.core.model_run import PredictedRun, predicted_run
 from inference.core.model_warnings import estimator_warnings, model_warnings, weights_warning
 from inference.core.run_modes import AS_USUAL, RunMode
-from inference.core.sources import Source, missing_weights, needs_analysis, record_of, record_otherwise
+from inference.core.sources import Precision, Source, missing_weights, needs_analysis, record_of, record_otherwise
 from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders, refuse_other_device
 from inference.sharing.shared_models import (
     PERCENTILE,
@@ -83,12 +83,14 @@ class Options(LoadOptions, total=False):
             takes any sizes.
         run_mode: how the model is run; by default with its tensors on the device, node by node.
         composition: another one than the target's own.
+        dtype: `fp16`: what a model in single precision would take in half precision, converted as onnxconverter-common does.
     """
 
     dims: Mapping[str, int] | None
     static: bool
     run_mode: RunMode
     composition: Composition | None
+    dtype: Precision | None
 
 
 class Predictor:
@@ -159,14 +161,14 @@ class Predictor:
         for name in ("fitted", "learned_energy"):
             self.__dict__.pop(name, None)
 
-    def record(self, source: Source, dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
-        """The record of a model for the target, with dynamic dimensions of the sizes `dims`.
+    def record(self, source: Source, dims: Mapping[str, int] | None = None, static: bool = False,
+               dtype: Precision | None = None) -> ModelRecord:
+        """The record of a model for the target, with dynamic dimensions of the sizes `dims`, as it is or in half precision.
 
         Raises:
             UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
         """
-        return record_of(self._model(source), self.fitted.target.flavour, checked_dims(dims), static,
-                         self.no_weights)
+        return record_of(self._model(source), self.fitted.target.flavour, checked_dims(dims), static, self.no_weights, dtype)
 
     def _model(self, source: Source) -> Source:
         """The same with the path of a model file as it is found."""
@@ -207,8 +209,8 @@ class Predictor:
 
     def runs(self, sources: Iterable[Source], *, dims: Mapping[str, int] | None = None, static: bool = False,
              run_mode: RunMode = AS_USUAL, composition: Composition | None = None, load: Mapping[str, float] | None = None,
-             notices: Sequence[str] = (), co_runner: CoRunner | None = None,
-             host_pace: float | HostPace | None = None) -> list[PredictedRun]:
+             notices: Sequence[str] = (), co_runner: CoRunner | None = None, host_pace: float | HostPace | None = None,
+             dtype: Precision | None = None) -> list[PredictedRun]:
         """As `predict_many`, together with what the predictions were made from.
 
         Raises:
@@ -223,8 +225,8 @@ class Predictor:
         check_run_mode(run_mode, used, fitted.target.name)
         pace = pace_of(host_pace, fitted, used, run_mode, self.workspace)
         models = [self._model(source) for source in sources]
-        records = [self.record(model, dims, static) for model in models]
-        otherwise = [record_otherwise(model, record, static, self.no_weights)
+        records = [self.record(model, dims, static, dtype) for model in models]
+        otherwise = [record_otherwise(model, record, static, self.no_weights, dtype)
                      for model, record in zip(models, records, strict=True)]
         without_weights = [weights_warning(missing_weights(model)) if self.no_weights else () for model in models]
         notices = (*notices, *fitted.notices)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record
@@ -20,6 +20,7 @@ from utils.fingerprint import Flavour
 from utils.lazy import onnx
 
 Source: TypeAlias = "str | Path | onnx.ModelProto | ModelRecord"
+Precision = Literal["fp16"]  # in which a model may be predicted instead of its own
 Signature = tuple[tuple[str, int, int, int, int], ...]
 KEPT_FILES = 256  # records held in a process: a few hundred KiB each
 _files: dict[Any, tuple[tuple[Path, ...], Signature, ModelRecord]] = {}
@@ -28,7 +29,8 @@ _weights: dict[tuple[Signature, bool], list[Path]] = {}
 
 
 def record_of(source: Source, wanted: Flavour,
-              dims: Mapping[str, int] | None = None, static: bool = False, no_weights: bool = False) -> ModelRecord:
+              dims: Mapping[str, int] | None = None, static: bool = False, no_weights: bool = False,
+              dtype: Precision | None = None) -> ModelRecord:
     """The record of `source`, of the graph that this machine makes of it.
 
     Args:
@@ -37,18 +39,23 @@ def record_of(source: Source, wanted: Flavour,
         dims: sizes of dynamic dimensions by name.
         static: whether they are fixed before the runtime optimises the model. Some always fix them.
         no_weights: whether files of its weights may be missing.
+        dtype: `fp16`: take a model in single precision in half precision.
 
     Raises:
-        UserError: the model can't be read or analysed, a size of 0 leaves nothing to run, or `dims` are given for a record,
-            whose shapes are fixed.
+        UserError: the model can't be read or analysed, a size of 0 leaves nothing to run, or `dims` or `dtype` are given for a
+            record, whose shapes and types are fixed.
     """
+    if dtype not in (None, "fp16"):
+        raise UserError(f"dtype={dtype!r}: a model can be predicted as it is (None), or in half precision (\"fp16\")")
+    if dtype and not needs_analysis(source):
+        raise UserError("a record's types are fixed, so it can't be predicted in half precision; give the model's file")
     if isinstance(source, (str, Path)):
-        record = _record_of_file(Path(source), wanted, dict(dims or {}), static, no_weights)
+        record = _record_of_file(Path(source), wanted, dict(dims or {}), static, no_weights, dtype is not None)
     elif isinstance(source, ModelRecord):
         record = source
         _refuse_other_dims(record, dims)
     elif isinstance(source, onnx.ModelProto):
-        record = analysis.record_of(source, wanted, dims or {}, static, no_weights=no_weights)
+        record = analysis.record_of(source, wanted, dims or {}, static, no_weights=no_weights, half=dtype is not None)
     else:
         raise UserError(f"{type(source).__name__} is not a model: give the path of an ONNX file or of a kernel record, an "
                         "onnx.ModelProto, or a ModelRecord")
@@ -79,14 +86,14 @@ def needs_analysis(source: Source) -> bool:
     return Path(source).suffix != ".json" if isinstance(source, (str, Path)) else not isinstance(source, ModelRecord)
 
 
-def record_otherwise(source: Source, record: ModelRecord, static: bool = False,
-                     no_weights: bool = False) -> ModelRecord | None:
+def record_otherwise(source: Source, record: ModelRecord, static: bool = False, no_weights: bool = False,
+                     dtype: Precision | None = None) -> ModelRecord | None:
     """The record of a model whose Ifs take the branches that its `record` does not assume; None where that assumes none, or
     where there is no model that could be analysed again."""
     dims = record.dims_otherwise
     if not dims or isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
         return None
-    return record_of(source, record.flavour, dims, static, no_weights)
+    return record_of(source, record.flavour, dims, static, no_weights, dtype)
 
 
 def missing_weights(source: Source) -> tuple[Path, ...]:
@@ -105,9 +112,10 @@ def _files_of(path: Path, no_weights: bool) -> tuple[Path, ...]:
     return (path, *cached(_weights, (_signature((path,)), no_weights), lambda: weight_files(path, no_weights), KEPT_FILES))
 
 
-def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: bool, no_weights: bool) -> ModelRecord:
+def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: bool, no_weights: bool,
+                    half: bool) -> ModelRecord:
     key = (str(path.absolute()), wanted.device, wanted.runtime, wanted.optimization, tuple(sorted(dims.items())), static,
-           no_weights)
+           no_weights, half)
     if kept := _files.get(key):
         watched, before, record = kept
         if _signature(watched) == before:
@@ -119,7 +127,7 @@ def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: b
         _refuse_other_dims(record, dims)
     else:
         watched = _files_of(path, no_weights)
-        record = analysis.record_of(path, wanted, dims, static, watched[1:], no_weights)
+        record = analysis.record_of(path, wanted, dims, static, watched[1:], no_weights, half)
     if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
         cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)
     return record

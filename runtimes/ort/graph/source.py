@@ -17,6 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from runtimes.ort.graph.bodies import body_sizes, made_within, steering_inputs
 from runtimes.ort.graph.constants import read_by_value
 from runtimes.ort.graph.fitting_sizes import fitting_sizes
+from runtimes.ort.graph.half_precision import SUFFIX, in_half, is_wanted
 from runtimes.ort.graph.nodes import bodies_of
 from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
 from utils import files
@@ -65,7 +66,7 @@ class Source:
         group, collection: those that the file names; "" where it names none.
         graph_only: the graph; its large tensors refer to files, as `utils.model_graphs` describes it.
         given: the file, or the model in memory.
-        sha256: the hash of the file, or of the serialised model.
+        sha256: the hash of the file, or of the serialised model; with an ending where it is read in half precision.
         dims: the sizes of its dynamic dimensions.
     """
 
@@ -266,6 +267,8 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     if not proto.graph.node:
         kind = kind_of_file(model) if isinstance(model, Path) else ""
         raise UserError(f"{shown}: no ONNX model with nodes in it ({f'this is {kind}' if kind else 'an empty graph'})")
+    if is_wanted():
+        proto, name, digest = in_half(proto, shown), f"{name or stem}{SUFFIX}", f"{digest}{SUFFIX}"
     unread = {tensor.name for tensor in proto.graph.initializer if is_hollow(tensor)}
     if unread and (decisive := sorted(unread & read_by_value(proto.graph))):
         raise UserError(f"{shown}: what it computes depends on its {decisive[0]}, whose file is missing")

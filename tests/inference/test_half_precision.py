@@ -1,0 +1,99 @@
+"""A model in single precision, predicted in half precision without its file being written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from command import run_script
+from conftest import small_model
+
+from inference import predict
+from inference.core.sources import record_of
+from records.kernel_record import ModelRecord
+from runtimes import analysis, flavour_of
+from utils.errors import UserError
+
+TARGET = "nvidia-h200"
+
+
+def record_in(path: Path, half: bool, no_weights: bool = False) -> ModelRecord:
+    return record_of(path, flavour_of("cuda"), dtype="fp16" if half else None, no_weights=no_weights)
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    onnx.save(small_model(), tmp_path / "net.onnx")
+    return tmp_path / "net.onnx"
+
+
+def test_it_has_the_kernels_of_a_model_in_half_precision(single: Path, tmp_path: Path) -> None:
+    onnx.save(small_model(dtype="float16"), tmp_path / "half.onnx")
+    made, own = record_in(single, True), record_in(tmp_path / "half.onnx", False)
+    assert made.kernels.keys() == own.kernels.keys()
+    assert made.model == "net_fp16"
+    assert {kernel.dtype for kernel in record_in(single, False).kernels.values()} == {"float32"}  # both are remembered apart
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_models_of_torchvision_have_the_kernels_of_their_export(name: str, torch_models: dict[str, Path]) -> None:
+    if name not in torch_models:
+        pytest.skip(f"{name} is not among the exported models")
+    made, usual = record_in(torch_models[name], True), record_in(torch_models[name], False)
+    assert len(made.nodes) == len(usual.nodes)
+    assert {kernel.dtype for kernel in made.kernels.values() if kernel.flops} == {"float16"}
+    read = [sum(record.kernel_of(node).weight_bytes for node in record.nodes) for record in (made, usual)]
+    assert read[0] / read[1] == pytest.approx(0.5, abs=0.01)
+
+
+def test_weights_in_a_file_are_not_read(single: Path, tmp_path: Path) -> None:
+    beside = tmp_path / "beside.onnx"
+    onnx.save(onnx.load(single), beside, save_as_external_data=True, location="weights", size_threshold=16)
+    with_file = record_in(beside, True)
+    assert with_file.kernels.keys() == record_in(single, True).kernels.keys()
+    (tmp_path / "weights").unlink()
+    assert record_in(beside, True, no_weights=True).kernels.keys() == with_file.kernels.keys()
+
+
+def test_operators_that_stay_in_single_precision_get_casts(tmp_path: Path) -> None:
+    """As the converter has it: TopK is one."""
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["x"], ["r"]), onnx.helper.make_node("TopK", ["r", "k"], ["v", "i"])], "top",
+        [value("x", onnx.TensorProto.FLOAT, [4, 100])],
+        [value("v", onnx.TensorProto.FLOAT, [4, 5]), value("i", onnx.TensorProto.INT64, [4, 5])],
+        [onnx.numpy_helper.from_array(np.array([5]), "k")])
+    path = tmp_path / "top.onnx"
+    onnx.save(onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)]), path)
+    record = record_in(path, True)
+    types = {kernel.op_type: kernel.dtype for kernel in record.kernels.values()}
+    assert (types["Relu"], types["TopK"]) == ("float16", "float32")
+    assert "Cast" in types
+
+
+def test_what_can_not_be_converted_is_refused(single: Path, tmp_path: Path) -> None:
+    onnx.save(small_model(dtype="float16"), tmp_path / "half.onnx")
+    with pytest.raises(UserError, match=r"half\.onnx: nothing in it is float32"):
+        record_in(tmp_path / "half.onnx", True)
+    with pytest.raises(UserError, match="a record's types are fixed"):
+        record_of(record_in(single, False), flavour_of("cuda"), dtype="fp16")
+    with pytest.raises(UserError, match="dtype='int8'"):
+        record_of(single, flavour_of("cuda"), dtype="int8")  # type: ignore[arg-type]
+    assert analysis.record_of(single, flavour_of("cuda"), {}, False).model == "net"
+
+
+def test_the_command_prints_a_row_beside_the_other(torch_models: dict[str, Path]) -> None:
+    path = next(iter(torch_models.values()))
+    done = run_script("inference/predict_model_latency.py", "--model", path, "--target", TARGET, "--dtype", "fp16", "--json")
+    assert done.returncode == 0, done.stderr
+    usual, half = json.loads(done.stdout)
+    assert half["model"] == f"{usual['model']}_fp16"
+    assert half["peak_memory_mib"] < usual["peak_memory_mib"]
+    assert half["latency_ms"] == pytest.approx(predict(path, target=TARGET, dtype="fp16").latency_ms)
+    wrong = run_script("inference/predict_model_latency.py", "--model", path, "--dtype", "fp16", "--trace", "t.json")
+    assert wrong.returncode == 2
+    assert "--dtype adds a row that is predicted" in wrong.stderr
