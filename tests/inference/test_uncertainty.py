@@ -35,7 +35,8 @@ def graph(path: Path, nodes: list[onnx.NodeProto], inputs: dict[str, list[Any]],
           weights: dict[str, np.ndarray], opset: int = 20) -> Path:
     graph_inputs, graph_outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in of.items()]
                                    for of in (inputs, outputs))
-    constants = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()]
+    constants = [numpy_helper.from_array(value if value.dtype.kind == "i" else value.astype(np.float32), name)
+                 for name, value in weights.items()]
     body = helper.make_graph(nodes, path.stem, graph_inputs, graph_outputs, constants)
     onnx.save(helper.make_model(body, opset_imports=[helper.make_opsetid("", opset)], ir_version=10), path)
     return path
@@ -67,18 +68,19 @@ def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_an_operator_that_was_never_measured_is_a_rough_estimate(tmp_path: Path) -> None:
-    nodes = [helper.make_node("LRN", ["x"], ["n"], size=5), helper.make_node("Flatten", ["n"], ["f"]),
-             helper.make_node("Relu", ["f"], ["y"])]
-    path = graph(tmp_path / "lrn.onnx", nodes, {"x": [32, 64, 56, 56]}, {"y": [32, 64 * 56 * 56]}, {})
+    nodes = [helper.make_node("ReverseSequence", ["x", "lengths"], ["n"], time_axis=0, batch_axis=1),
+             helper.make_node("Flatten", ["n"], ["f"]), helper.make_node("Relu", ["f"], ["y"])]
+    path = graph(tmp_path / "reversed.onnx", nodes, {"x": [32, 64, 56, 56]}, {"y": [32, 64 * 56 * 56]},
+                 {"lengths": np.full(64, 32)})
     done = command("--workspace", tmp_path, "--model", path, "--target", H200, "--json", "--fail-on-rough")
     assert done.returncode == EXIT_ROUGH, done.stderr
     (answer,) = json.loads(done.stdout)
     assert answer["rough_estimate"]
-    assert answer["estimated_operators"] == ["LRN"]
+    assert answer["estimated_operators"] == ["ReverseSequence"]
     low, high = answer["interval_ms"]
     assert low < answer["latency_ms"]
     assert high > 1.5 * answer["latency_ms"]
-    assert "rough estimate: LRN: never measured" in done.stderr
+    assert "rough estimate: ReverseSequence: never measured" in done.stderr
     assert "Flatten" not in done.stderr
     table = command("--workspace", tmp_path, "--model", path, "--target", H200)
     assert table.returncode == 0
@@ -109,7 +111,7 @@ def test_an_operator_known_at_another_rank_is_doubtful(tmp_path: Path) -> None:
     assert odd.kernel_count["estimated"] == 0
     assert odd.rough_estimate
     assert not usual.rough_estimate
-    assert odd.interval_ms[1] / odd.latency_ms > 2 * usual.interval_ms[1] / usual.latency_ms
+    assert odd.interval_ms[1] / odd.latency_ms > 1.5 * usual.interval_ms[1] / usual.latency_ms
 
 
 @pytest.mark.slow
@@ -180,7 +182,8 @@ def test_ranges_are_learned_from_left_out_operators(workspace: Workspace) -> Non
     uncertainty = read_uncertainty(workspace.predictors(TARGET))
     assert uncertainty_path(workspace.predictors(TARGET)).is_file()
     assert uncertainty.forms is not None
-    assert any(forms == ("float32 of rank 4",) for name, forms in uncertainty.forms.items() if name.startswith("Conv"))
+    assert any("float32 of rank 4, dense, window to 3" in forms for name, forms in uncertainty.forms.items()
+               if name.startswith("Conv"))
     for kind, learned in uncertainty.ranges["run"].items():
         assert learned.low <= 1.0 <= learned.high
         if learned.operators < 3:

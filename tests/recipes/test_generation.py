@@ -13,7 +13,7 @@ import pytest
 from command import run_script
 from conftest import Once
 
-from graph_model.simulation.pipeline import PipelineCosts, Tracks
+from graph_model.simulation.pipeline import PipelineCosts, Runs, Tracks
 from records.generations import Generation, measured_models, step_record_file
 from records.kernel_record_files import read_model_record
 from training.composition.fitted import GraphReplay, read_composition
@@ -109,18 +109,21 @@ def test_without_records_the_command_to_make_them_is_named(tmp_path: Path) -> No
     assert "Traceback" not in done.stderr
 
 
-def captured_step(family: str, launches: float, gpu_ms: float, words: int, pace: float) -> MeasuredStep:
+REPLAYED = PipelineCosts(node_ms=0.0, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=0.0001, lead_ms=0.0, end_ms=0.0)
+
+
+def captured_step(family: str, nodes: int, words: int, pace: float) -> MeasuredStep:
     """A made-up token of a CUDA graph: 0.4 µs after each launch, 50 µs of a host at its pace, 80 µs for a million logits."""
-    tracks = Tracks(np.array([gpu_ms]), np.array([launches]), np.array([1]))
-    measured_ms = gpu_ms + 0.4e-3 * launches + 0.05 * pace + 0.08e-6 * words
-    return MeasuredStep(point(family=family), "token", tracks, (), words=words, layers=1, measured_ms=measured_ms, pace=pace)
+    tracks = Tracks(np.full(nodes, 0.003), np.ones(nodes), np.ones(nodes, dtype=int))
+    (run_ms,) = Runs([(tracks, 1.0, None)]).latencies_ms(REPLAYED.model_copy(update={"gap_ms": 0.0004}))
+    return MeasuredStep(point(family=family), "token", tracks, (), words=words, layers=1,
+                        measured_ms=float(run_ms) + 0.05 * pace + 0.08e-6 * words, pace=pace)
 
 
 def test_what_a_captured_token_takes_is_learned() -> None:
-    replay = GraphReplay(models=1, costs=PipelineCosts(node_ms=0.0, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=0.0001,
-                                                       lead_ms=0.0, end_ms=0.0))
-    steps = [captured_step(f"m{number % 4}", 20.0 * (number % 9), 0.1 + 0.1 * (number % 5), 32000 * (1 + number % 3),
-                           1.0 + 0.25 * (number % 7)) for number in range(36)]
+    replay = GraphReplay(models=1, costs=REPLAYED)
+    steps = [captured_step(f"m{number % 4}", 5 + 40 * (number % 9), 64000 * (1 + 3 * (number % 3)), 1.0 + 0.25 * (number % 7))
+             for number in range(36)]
     learned = fit_captured(steps, replay)
     assert (learned.gap_ms, learned.step_ms, learned.million_logits_ms) == pytest.approx((0.0004, 0.05, 0.08), rel=0.1)
     assert learned.left_out is not None
