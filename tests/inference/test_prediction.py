@@ -231,7 +231,7 @@ def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRe
 
     assert interval("9.19.1.2", True) == (pytest.approx([0.9, 1.2], rel=1e-4), False)
     assert interval("9.20.0.1", True) == (pytest.approx([0.9 ** 2, 1.2 ** 2], rel=1e-4), True)
-    assert interval("9.20.0.1", False) == (pytest.approx([0.4 ** 2, 1.0], rel=1e-2), True)  # the interval includes the prediction
+    assert interval("9.20.0.1", False) == (pytest.approx([0.4 ** 2, 1.0], rel=1e-2), True)  # it includes the prediction
     monkeypatch.setattr(targets, "local_targets", lambda: ())  # on another machine the prediction is for the measured cuDNN
     assert interval("9.20.0.1", True)[0] == pytest.approx([0.9, 1.2], rel=1e-4)
 

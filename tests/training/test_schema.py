@@ -62,7 +62,7 @@ def test_a_schema_of_two_features() -> None:
 def test_the_kernels_own_schema() -> None:
     """The shipped boosters were trained on these names in this order."""
     for label in read_sidecar(next(SHIPPED.glob("*/predictors.json")).parent).labels.values():
-        assert label.features == ("kernel 4", *KERNEL_FEATURES.names)
+        assert label.features == ("kernel 5", *KERNEL_FEATURES.names)
     kernel = conv(batch=2, channels=16, side=32, out=64)
     (values,) = KERNEL_FEATURES.matrix([kernel])
     assert values[KERNEL_FEATURES.index("log_flops")] == math.log2(1 + kernel.flops)
@@ -101,7 +101,7 @@ def test_predictors_of_another_schema_are_refused(rows: TrainingSet, tmp_path: P
         "target": TARGET, "created": "", "dataset_sha256": "", "metrics": rows.metrics, "idle_load": rows.idle_load,
         "load_range": dict.fromkeys(rows.metrics, (0.0, 1.0)), "loaded_rows": 0, "dtypes": (), "held_out": (), "config": {},
         "machines": (), "feature_range": ()})
-    with pytest.raises(UserError, match=r"the predictors of label run read feature schema two 1, this one kernel 4 \(they "
+    with pytest.raises(UserError, match=r"the predictors of label run read feature schema two 1, this one kernel 5 \(they "
                                         r"differ in: activation, .*train again: python training/train_kernel_model\.py"):
         read_predictors(tmp_path)
 
