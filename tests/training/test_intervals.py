@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx.parser
 import pytest
 from conftest import small_model
+from forgotten_types import forget
 from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
 
 from graph_model.simulation.pipeline import OffGpu
@@ -168,7 +170,7 @@ def test_cases_of_held_out_models(workspace: Workspace) -> None:
         assert [case.sources.host for case in of] == pytest.approx(host)
 
 
-def test_a_prediction_takes_its_calibrated_interval() -> None:
+def test_a_prediction_takes_its_calibrated_interval(tmp_path: Path) -> None:
     """Its ends follow from the reach of its sources. An unknown pace still widens it, and so does a doubtful kernel."""
     used = fitted_for(Workspace(), H200).composition
     wide, narrow = (used.model_copy(update={"calibrated": CalibratedInterval(
@@ -181,10 +183,11 @@ def test_a_prediction_takes_its_calibrated_interval() -> None:
         low, high = (end / prediction.latency_ms for end in prediction.interval_ms)
         assert (math.log(low), math.log(high)) == pytest.approx((-2 * always, 3 * always), rel=0.15)
     unmeasured = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 20]> g (float[32,256,56,56] x, int64[256] n) => (float[32,256,56,56] y) {'
-        "a = Relu(x) y = ReverseSequence <time_axis = 0, batch_axis = 1> (a, n)}")
-    doubtful = predict(unmeasured, target=H200, composition=narrow, host_pace=1.0)
-    assert doubtful.estimated_operators == ("ReverseSequence",)
+        '<ir_version: 10, opset_import: ["" : 20]> g (float[32,256,56,56] x) => (float[32,256,56,56] y) {'
+        "a = Relu(x) y = LRN <size = 5> (a)}")
+    forget(Workspace(tmp_path), H200, "LRN")
+    doubtful = predict(unmeasured, workspace=tmp_path, target=H200, composition=narrow, host_pace=1.0)
+    assert doubtful.estimated_operators == ("LRN",)
     assert doubtful.interval_ms[1] > 1.2 * doubtful.latency_ms
     short = small_model()
     at_usual_pace, at_unknown_pace = (predict(short, target=H200, composition=narrow, host_pace=pace) for pace in (1.0, None))

@@ -289,7 +289,7 @@ def test_predictors_that_were_read_predict_while_new_ones_are_saved(folder: Path
     known, reading = read_predictors(folder), read_predictors(folder)
     before = known.predict(NEW, {}, "run").latency_ms
     about = {name: getattr(known.sidecar, name) for name in sidecar.Sidecar.model_fields
-             if name not in ("version", "packages", "measured", "measured_sha256", "labels")}
+             if name not in ("version", "packages", "measured", "measured_sha256", "labels", "doubt")}
     sidecar.save_predictors(folder, {"kernel_time": known.kernel_model("kernel_time")}, {"kernel_time": ()}, {}, about)
     assert reading.predict(NEW, {}, "run").latency_ms == before
     new = read_predictors(folder).sidecar

@@ -11,7 +11,7 @@ from records.kernel_costs import copied_tables, einsum_product
 from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor
 from records.kernel_types import channels_last
 from records.operators import operator_row
-from training.kernels.form_features import FORM_GROUPS, form_features
+from training.kernels.form_features import FORM_CODES, FORM_GROUPS, form_features
 from training.kernels.language_features import LANGUAGE_GROUPS, language_features
 from training.kernels.schema import FeatureSchema
 
@@ -101,7 +101,7 @@ KERNEL_FEATURES = FeatureSchema("kernel", 5, {
     "operation": ("op_class", "layout", "dtype", "bits"),
     **FORM_GROUPS,
     **LANGUAGE_GROUPS,
-}, kernel_features)
+}, kernel_features, FORM_CODES | {"m_alignment", "n_alignment"})
 
 
 def _is_convolution(kernel: Kernel) -> bool:

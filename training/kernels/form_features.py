@@ -16,6 +16,7 @@ from records.operators import operator_row
 FORM_GROUPS: Mapping[str, tuple[str, ...]] = {
     "form": ("axes", "axis_size", "axis_size_out", "log_behind_axes", "broadcast_axes", "log_steps", "mode", "out_rank"),
     "volume": ("depth", "kernel_depth", "last_stride")}
+FORM_CODES = frozenset({"axes", "broadcast_axes", "mode", "out_rank"})  # sets of axes, and places in a list
 MODES = ("constant", "reflect", "edge", "wrap", "nearest", "linear", "cubic", "asymmetric", "half_pixel", "align_corners",
          "pytorch_half_pixel", "reverse", "bidirectional")
 MODE_ATTRIBUTES = ("mode", "coordinate_transformation_mode", "direction")

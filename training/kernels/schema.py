@@ -32,12 +32,14 @@ class FeatureSchema(Generic[T]):
         groups: names of the features by group, in the order of the values. The name of a feature that is a logarithm to base 2
             begins with `log_`.
         compute: returns the values of one unit, one for each name.
+        codes: names of features whose values are no sizes, so that none lies beyond another (`times_beyond`).
     """
 
     name: str
     version: int
     groups: Mapping[str, tuple[str, ...]]
     compute: Callable[[T], Sequence[float]]
+    codes: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
@@ -104,7 +106,8 @@ def times_beyond(schema: FeatureSchema, features: Floats, low: Floats, high: Flo
         features: kernels × the schema's features.
         low, high: of the training, by feature.
     """
-    beyond = (features < low - SLACK) | (features > high + SLACK)
+    sized = np.array([name not in schema.codes for name in schema.names], dtype=bool)
+    beyond = sized & ((features < low - SLACK) | (features > high + SLACK))
     sizes, least, most = (np.where(schema.logarithmic, values, np.log2(1.0 + np.abs(values)))
                           for values in (features, low, high))
     doublings = np.where(beyond, np.maximum(sizes - most, least - sizes), 0.0).max(axis=1)
