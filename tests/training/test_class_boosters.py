@@ -33,7 +33,7 @@ from training.kernels.uncertainty import ranges_of
 from utils.paths import ROOT, Workspace
 
 CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_rate=0.3), folds=2,
-                        xgboost_class=XgboostSettings(trees=60, learning_rate=0.2))
+                        xgboost_class=XgboostSettings(trees=300, learning_rate=0.1, column_share=0.8))
 EACH = 60
 ELEMENTWISE, REDUCTIONS = ("Relu", "Sigmoid", "Neg", "Exp"), ("ReduceMean", "ReduceSum", "ReduceMax")
 SLOW = 5.0  # time of a reduction over that of an elementwise operator with as many bytes
@@ -96,7 +96,7 @@ def test_an_unknown_operator_takes_as_long_as_its_class(rows: TrainingSet, made:
         errors = np.abs(estimated(model, kernels, rows) / truth - 1)
         bare = dataclasses.replace(model, boosters={})
         assert np.median(errors) < 0.03
-        assert np.median(errors) < 0.3 * np.median(np.abs(estimated(bare, kernels, rows) / truth - 1))
+        assert np.median(errors) < 0.2 * np.median(np.abs(estimated(bare, kernels, rows) / truth - 1))
 
 
 def test_an_operator_without_a_class_takes_as_long_as_all(rows: TrainingSet) -> None:

@@ -18,7 +18,7 @@ from training.kernels.settings import LAUNCHES
 
 KERNELS = draw_kernels(30)
 RECORDS = [chain(name, KERNELS[begin:begin + 10]) for begin, name in ((0, "anet_x"), (10, "bnet_x"), (20, "cnet_x"))]
-MEASURED = {kernel.id: {"run": 0.1 + 0.01 * place, GPU_LABEL: 0.02 + 0.002 * place, LAUNCHES: 1.0}
+MEASURED = {kernel.id: {"run": 0.1 + 0.01 * place, GPU_LABEL: 0.01 + 0.001 * place, LAUNCHES: 1.0}
             for place, kernel in enumerate(KERNELS)}
 WRONG = 3.0  # predicted over measured time of held-out kernels
 
