@@ -319,8 +319,8 @@ def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
                    f"{models['Model'].nunique():,} models and batch sizes ({files_of_models:,} model files) in "
                    f"{len(models):,} sessions"):
         assert stated in page
-    assert len(read_header(whole).machines) == 24
-    assert "twenty-four H200s" in page
+    assert len(read_header(whole).machines) == 27
+    assert "twenty-seven H200s" in page
 
 
 @pytest.mark.parametrize("name", TORCH_MODELS)
@@ -343,7 +343,7 @@ def test_shipped_predictors_are_of_the_shipped_dataset() -> None:
     assert {machine.device_name for machine in sidecar.machines} == {"NVIDIA H200"}
     assert set(sidecar.labels) == {"gpu", "launches"}
     floats = {name for name in sidecar.dtypes if "int" not in name and name != "bool"}
-    assert floats == {"bfloat16", "float16", "float32"}
+    assert floats == {"bfloat16", "float16", "float32", "float64"}
     shipped = [path for path in (SHIPPED / TARGET).rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in [*shipped, *(ROOT / "recipes" / "h200").glob("*.tar.xz")])
     assert size < 80e6
