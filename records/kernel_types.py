@@ -51,11 +51,11 @@ def canonical(op_type: str, domain: str, opset: int, attributes: Mapping[str, An
         return version, *unchanged
     for name, value in list(translated.items()):
         if name not in newer.attributes:
-            if name not in schema.attributes or value != _default(schema, name):
+            if name not in schema.attributes or value != default_of(schema, name):
                 return version, *unchanged
             del translated[name]
     for name in newer.attributes:
-        if name not in translated and name not in schema.attributes and (value := _default(newer, name)) is not None:
+        if name not in translated and name not in schema.attributes and (value := default_of(newer, name)) is not None:
             translated[name] = value
     return (reference, translated, given) if _takes(newer, given) else (version, *unchanged)
 
@@ -76,7 +76,7 @@ def _first_version(op_type: str) -> int:
                if schema.name == op_type and not schema.domain)
 
 
-def _default(schema: OpSchema, name: str) -> Any:
+def default_of(schema: OpSchema, name: str) -> Any:
     """The default value of an attribute as plain data; None where there is none."""
     value = schema.attributes[name].default_value
     if not value.type:

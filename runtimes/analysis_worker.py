@@ -22,10 +22,9 @@ import runtimes.ort.graph.analysis  # noqa: F401 - loaded before the first model
 from runtimes import runtime_named
 from runtimes.analysis import AnyPath, Failure, Note, Reply, Task
 from runtimes.ort.building.kernel_models import kernel_in
-from runtimes.ort.graph.half_precision import as_half
 from runtimes.ort.graph.interface import interface_of
 from runtimes.ort.graph.parsing import document, kept_in, parse_graph
-from runtimes.ort.graph.source import dynamic_names, read_source, without_weights
+from runtimes.ort.graph.source import dynamic_names, read_source, reading
 from utils.errors import UserError
 from utils.lazy import onnx, onnxruntime
 from utils.model_graphs import weight_files
@@ -127,8 +126,7 @@ def answer(line: bytes) -> str:
     """The reply to a task."""
     task = Task.model_validate_json(line)
     kept = kept_in(task.kept) if task.kept else nullcontext()
-    with (logged() as notes, kept, without_weights() if task.no_weights else nullcontext(),
-          as_half() if task.half else nullcontext()):
+    with logged() as notes, kept, reading(task.no_weights, task.half):
         try:
             os.chdir(task.folder)
             reply = WORK[task.do](task)

@@ -91,7 +91,7 @@ def record_otherwise(source: Source, record: ModelRecord, static: bool = False, 
     """The record of a model whose Ifs take the branches that its `record` does not assume; None where that assumes none, or
     where there is no model that could be analysed again."""
     dims = record.dims_otherwise
-    if not dims or isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
+    if not dims or not needs_analysis(source):
         return None
     return record_of(source, record.flavour, dims, static, no_weights, dtype)
 

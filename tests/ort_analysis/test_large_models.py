@@ -22,7 +22,7 @@ from runtimes.ort.cuda.reduced_precision import as_single
 from runtimes.ort.graph import constants, parsing
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.nodes import attribute_value
-from runtimes.ort.graph.source import without_weights
+from runtimes.ort.graph.source import reading
 from utils.errors import UserError
 from utils.model_files import array_of, every_tensor, locations
 from utils.model_graphs import is_hollow, read_graph, values_of
@@ -57,7 +57,7 @@ def test_weights_may_be_missing(tmp_path: Path, precision: Precision, device: st
     path.with_name(WEIGHTS).unlink()
     with pytest.raises(UserError, match=rf"{WEIGHTS}, which is missing from .*\(--no-weights\)"):
         analyze(path, device, SMALL.dims(2, 8, 0))
-    with without_weights():
+    with reading(no_weights=True):
         assert analyze(path, device, SMALL.dims(2, 8, 0)) == whole
 
 
@@ -90,7 +90,7 @@ def test_nothing_is_said_where_shapes_depend_on_a_missing_file(tmp_path: Path) -
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.weights", size_threshold=0)
     assert analyze(tmp_path / "m.onnx", "cpu").outputs["y"].shape == (16, 32)  # small values are read
     (tmp_path / "m.weights").unlink()
-    with without_weights(), pytest.raises(UserError, match=r"m\.weights: no such file; .* depends on its to"):
+    with reading(no_weights=True), pytest.raises(UserError, match=r"m\.weights: no such file; .* depends on its to"):
         analyze(tmp_path / "m.onnx", "cpu")
 
 
@@ -112,7 +112,8 @@ def test_half_precision_is_read_where_its_values_decide(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.weights")
     assert analyze(tmp_path / "m.onnx", "cuda").outputs["y"].shape == (4, 256)
     (tmp_path / "m.weights").unlink()
-    with without_weights(), pytest.raises(UserError, match=r"m\.onnx: what it computes depends on its table, whose file is "):
+    with reading(no_weights=True), pytest.raises(
+            UserError, match=r"m\.onnx: what it computes depends on its table, whose file is "):
         analyze(tmp_path / "m.onnx", "cuda")
 
 
@@ -256,7 +257,7 @@ def test_a_weight_that_no_file_can_hold(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"m\.weights: too short for weight w, which takes 4611686018427387904 bytes"):
         analyze(tmp_path / "m.onnx", "cpu")
     (tmp_path / "m.weights").unlink()
-    with without_weights(), pytest.raises(UserError, match=r"a weight of 4\.19e\+06 TiB"):
+    with reading(no_weights=True), pytest.raises(UserError, match=r"a weight of 4\.19e\+06 TiB"):
         analyze(tmp_path / "m.onnx", "cpu")
 
 

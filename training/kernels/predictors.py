@@ -64,6 +64,7 @@ class Predictors:
     admitted: AdmittedEstimators | None = None
     _models: dict[str, KernelModel | Transferred] = field(default_factory=dict, repr=False)
     _doubt: KernelModel | None = field(default=None, repr=False)
+    _doubts: dict[str, float] = field(default_factory=dict, repr=False)
     _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
 
@@ -168,8 +169,15 @@ class Predictors:
             return {}
         if self._doubt is None:
             self._doubt = open_estimator(self.sidecar.doubt, KernelModel, self.folder, REMEDY)
-        factors = predict_kernels(self._doubt, kernels, self.features_of(kernels), tuple(self.sidecar.idle_load.values()))
-        return {kernel.id: max(math.log(factor), 0.0) for kernel, factor in zip(kernels, factors.tolist(), strict=True)}
+        doubts = {kernel.id: self._doubts.get(kernel.id) for kernel in kernels}  # first, since another thread may clear them
+        if new := list({kernel.id: kernel for kernel in kernels if doubts[kernel.id] is None}.values()):
+            factors = predict_kernels(self._doubt, new, self.features_of(new), tuple(self.sidecar.idle_load.values()))
+            found = {kernel.id: max(math.log(factor), 0.0) for kernel, factor in zip(new, factors.tolist(), strict=True)}
+            if len(self._doubts) > REMEMBERED_KERNELS:
+                self._doubts.clear()
+            self._doubts.update(found)
+            doubts |= found
+        return {name: doubt for name, doubt in doubts.items() if doubt is not None}
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:

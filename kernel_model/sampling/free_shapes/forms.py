@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kernel_model.sampling.draws import without_large_weights
+from kernel_model.sampling.free_shapes.products import GATES
 from kernel_model.sampling.free_shapes.sizes import (
     ABSENT,
     OPSET,
@@ -28,7 +29,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
 )
 from records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, type_code
-from records.kernel_types import describe_kernel
+from records.kernel_types import default_of, describe_kernel
 from records.operators import TABLE
 from utils.errors import UserError
 from utils.lazy import onnx
@@ -44,7 +45,6 @@ COMPARED = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 BINARY = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "PRelu", *COMPARED, "And", "Or", "Xor")
 REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
               "ReduceLogSum", "ReduceLogSumExp")
-GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
 def inferred(op_type: str, inputs: Sequence[KernelInput], **attributes: Any) -> Kernel:
@@ -71,9 +71,8 @@ def _schema(op_type: str) -> Any:
 @functools.cache
 def _defaults(op_type: str) -> dict[str, Any]:
     """The attributes of an operator that have a default value, as ONNX Runtime writes them out."""
-    values = {name: onnx.helper.get_attribute_value(attribute.default_value)
-              for name, attribute in _schema(op_type).attributes.items() if attribute.default_value.type}
-    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+    schema = _schema(op_type)
+    return {name: value for name in schema.attributes if (value := default_of(schema, name)) is not None}
 
 
 def any_size(generator: Generator, most: float = 8192.0) -> int:

@@ -4,8 +4,7 @@ which is that of onnxconverter-common. Operators that it leaves in single precis
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from utils.errors import UserError
@@ -14,23 +13,6 @@ from utils.model_files import locations
 from utils.model_graphs import hollow
 
 SUFFIX = "_fp16"  # of the model's name
-_wanted = False  # whether models are read in half precision (`as_half`)
-
-
-@contextmanager
-def as_half() -> Iterator[None]:
-    """While the block runs, models are read in half precision."""
-    global _wanted
-    before, _wanted = _wanted, True
-    try:
-        yield
-    finally:
-        _wanted = before
-
-
-def is_wanted() -> bool:
-    """Whether models are read in half precision."""
-    return _wanted
 
 
 def in_half(proto: onnx.ModelProto, shown: str) -> onnx.ModelProto:

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from runtimes.ort.graph.bodies import body_sizes, made_within, steering_inputs
 from runtimes.ort.graph.constants import read_by_value
 from runtimes.ort.graph.fitting_sizes import fitting_sizes
-from runtimes.ort.graph.half_precision import SUFFIX, in_half, is_wanted
+from runtimes.ort.graph.half_precision import SUFFIX, in_half
 from runtimes.ort.graph.nodes import bodies_of
 from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
 from utils import files
@@ -40,21 +40,30 @@ from utils.paths import as_file_name
 log = get_logger("parser")
 DEFAULT_DIMS = TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=1, lt=2**63)]])
 TENSOR_FIELDS = ("name", "data_type", "external_data")
-_missing_ok = False  # whether files of weights may be missing (`without_weights`)
 MOST_CALLED = 50_000  # nodes; ONNX Runtime takes half a minute to write so many calls out
 DEEPEST_CALLS = 100  # functions; ONNX Runtime runs out of stack at some thousands
 OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
 
 
+class _Reading(NamedTuple):
+    """How models are read: whether files of their weights may be missing, and whether their floats are in half precision."""
+
+    no_weights: bool = False
+    half: bool = False
+
+
+_reading = _Reading()
+
+
 @contextmanager
-def without_weights() -> Iterator[None]:
-    """While the block runs, the files of models' weights may be missing."""
-    global _missing_ok
-    before, _missing_ok = _missing_ok, True
+def reading(no_weights: bool = False, half: bool = False) -> Iterator[None]:
+    """While the block runs, the files of models' weights may be missing, or models are read in half precision."""
+    global _reading
+    before, _reading = _reading, _Reading(no_weights, half)
     try:
         yield
     finally:
-        _missing_ok = before
+        _reading = before
 
 
 @dataclass(frozen=True)
@@ -254,7 +263,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     given = dict(dims or {})
     if isinstance(model, Path):
         shown, stem = str(model), model.stem
-        proto = read_graph(model, _missing_ok)
+        proto = read_graph(model, _reading.no_weights)
         digest = files.kept_sha256(model)
     else:
         proto, shown, stem = model, name or model.graph.name or "model", name or model.graph.name or "model"
@@ -262,12 +271,12 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         if any(map(locations, every_tensor(model))):
             proto = onnx.ModelProto()
             proto.CopyFrom(model)
-            find_tensors(proto, Path(as_file_name(shown)), _missing_ok)
+            find_tensors(proto, Path(as_file_name(shown)), _reading.no_weights)
     check_sound(proto, shown)
     if not proto.graph.node:
         kind = kind_of_file(model) if isinstance(model, Path) else ""
         raise UserError(f"{shown}: no ONNX model with nodes in it ({f'this is {kind}' if kind else 'an empty graph'})")
-    if is_wanted():
+    if _reading.half:
         proto, name, digest = in_half(proto, shown), f"{name or stem}{SUFFIX}", f"{digest}{SUFFIX}"
     unread = {tensor.name for tensor in proto.graph.initializer if is_hollow(tensor)}
     if unread and (decisive := sorted(unread & read_by_value(proto.graph))):
