@@ -75,9 +75,9 @@ def part(h200_workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) ->
         kernels[entry["kernel"]["id"]] = entry["kernel"]["type"], holder, line
     types = {kernels[name][0] for name in wanted & kernels.keys()}
     first = {from_json(line)["kernel"]["id"] for line in files.read_lines(kernels_path(h200_workspace.dataset(TARGET)))}
-    drawn_freely = (name for name, (kernel_type, holder, _) in kernels.items()
-                    if holder == "none" and kernel_type in types and name in first)
-    wanted |= set(islice(drawn_freely, FURTHER))
+    drawn_freely = [name for name, (kernel_type, holder, _) in kernels.items()
+                    if holder == "none" and kernel_type in types and name in first]
+    wanted |= set(islice(drawn_freely, 0, None, max(len(drawn_freely) // FURTHER, 1)))  # of all types: they are sorted by name
     kernels_path(folder).write_text("".join(f"{line}\n" for name, (*_, line) in kernels.items() if name in wanted))
     kept, timed = [], set[str]()
     for block in read_journal(folder):
@@ -89,8 +89,8 @@ def part(h200_workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) ->
     (workspace.root / "whole" / COUNTS).write_text(json.dumps(Counter(kernels[name][1] for name in timed)))
     write_tables(folder, header, kept)
     (workspace.root / "few.yaml").write_text(
-        "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"
-        "xgboost: {trees: 60}\nforest: {trees: 3}\n")
+        "folds: 4\nxgboost_gpu: {trees: 240, depth: 8, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"
+        "xgboost: {trees: 60}\nforest: {trees: 12}\n")
     learn(workspace, "learn")
     return workspace
 
