@@ -14,13 +14,16 @@ from command import run_script
 from conftest import Once
 
 from graph_model.simulation.pipeline import PipelineCosts, Runs, Tracks
+from kernel_model.sampling.free_shapes import sizes
 from records.generations import Generation, measured_models, step_record_file
 from records.kernel_record_files import read_model_record
 from training.composition.fitted import GraphReplay, read_composition
+from training.composition.intervals import KNOWN, CalibratedInterval
+from training.energy.learned import Part
 from training.fit_generation import errors
 from training.kernels.predictors import read_predictors
 from training.kernels.sidecar import read_sidecar
-from training.llm.fitting import fit_captured
+from training.llm.fitting import fit_captured, intervals_of
 from training.llm.learned import read_generation
 from training.llm.measured_steps import MeasuredStep, measured_steps, step_time
 from utils import files
@@ -116,7 +119,7 @@ def captured_step(family: str, nodes: int, words: int, pace: float) -> MeasuredS
     """A made-up token of a CUDA graph: 0.4 µs after each launch, 50 µs of a host at its pace, 80 µs for a million logits."""
     tracks = Tracks(np.full(nodes, 0.003), np.ones(nodes), np.ones(nodes, dtype=int))
     (run_ms,) = Runs([(tracks, 1.0, None)]).latencies_ms(REPLAYED.model_copy(update={"gap_ms": 0.0004}))
-    return MeasuredStep(point(family=family), "token", tracks, (), words=words, layers=1,
+    return MeasuredStep(point(family=family), "token", tracks, (), {}, words=words, layers=1,
                         measured_ms=float(run_ms) + 0.05 * pace + 0.08e-6 * words, pace=pace)
 
 
@@ -137,6 +140,22 @@ def test_what_a_captured_token_takes_is_learned() -> None:
     graph = with_graph.composition(composition, "token").cuda_graph
     assert graph is not None
     assert graph.costs.gap_ms == learned.gap_ms
+
+
+def test_an_interval_is_fitted_to_errors_with_their_doubts() -> None:
+    """Made-up tokens that err as much as their only kernel is doubted: an interval as wide as their doubt holds them."""
+    kernel = sizes.kernel("Relu", (sizes.tensor("float32", 4, 8),), [(4, 8)])
+    steps, predicted_ms = [], {}
+    for number in range(24):
+        doubt, run = 0.05 * (1 + number % 4), Part(kernel, 1.0, 1.0, 1.0)
+        step = MeasuredStep(point(family=f"m{number % 4}", token_probe_us=[[300.0]]), "token",
+                            Tracks(np.ones(1), np.ones(1), np.ones(1, dtype=int)), (run,),
+                            {kernel.id: KNOWN._replace(doubt=doubt)}, words=1, layers=1, measured_ms=np.exp(doubt), pace=1.0)
+        steps.append(step)
+        predicted_ms[id(step)] = 1.0
+    of_others = CalibratedInterval(reach={"doubt": 1.0}, low=-4.0, high=4.0, left_out="family", families=9)
+    fitted = intervals_of(steps, predicted_ms, of_others)["token"]
+    assert (fitted.low, fitted.high, fitted.coverage) == pytest.approx((-1.0, 1.0, 1.0))
 
 
 @pytest.mark.slow

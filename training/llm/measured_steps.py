@@ -20,9 +20,10 @@ from records.generations import (
     measured_models,
     step_record_file,
 )
-from records.kernel_record import ModelRecord
+from records.kernel_record import Kernel, ModelRecord
 from records.kernel_record_files import read_model_record
 from records.measurement import GPU_LABEL
+from training.composition.intervals import KNOWN, Novelty
 from training.energy.learned import Part
 from training.kernels.predictors import Predictors
 from training.kernels.settings import LAUNCHES
@@ -43,6 +44,7 @@ class MeasuredStep:
         phase: which step.
         tracks: of its run, with predicted times of kernels.
         parts: the kernels of the run that the device runs.
+        novelties: how they differ from those that were learned from, by id; those that do not differ are left out.
         words, layers: logits for each sequence, and layers with a cache.
         measured_ms: its median time.
         pace: how many times as long as usual the host took meanwhile, a ratio.
@@ -53,6 +55,7 @@ class MeasuredStep:
     phase: Phase
     tracks: Tracks
     parts: tuple[Part, ...]
+    novelties: Mapping[str, Novelty]
     words: int
     layers: int
     measured_ms: float
@@ -105,13 +108,14 @@ def measured_steps(workspace: Workspace, predictors: Predictors, usual_us: float
     kernels = {kernel.id: kernel for _, _, record in found for kernel in record.kernels.values()}
     times, launches = (dict(zip(kernels, predictors.predict(list(kernels.values()), {}, label, strict=True).latency_ms,
                                 strict=True)) for label in (GPU_LABEL, LAUNCHES))
+    novelties = _novelties(list(kernels.values()), predictors)
     steps = []
     for point, phase, record in found:
         measured_ms, probe_us = step_time(point, phase)
         tracks, parts = _run(record, times, launches)
         words = max(tensor.shape[-1] for name, tensor in record.outputs.items() if "logits" in name)
         steps.append(MeasuredStep(
-            point, phase, tracks, parts, words=words,
+            point, phase, tracks, parts, novelties, words,
             layers=sum(record.kernel_of(node).op_type == OPERATOR for node in record.nodes), measured_ms=measured_ms,
             pace=1.0 if probe_us is None else probe_us / usual_us, counted=counted))
     return steps
@@ -132,6 +136,13 @@ def _recorded(workspace: Workspace, captured: bool) -> Iterator[tuple[Generation
                 if not path.is_file():
                     raise UserError(f"{path}: missing; make it with: {RECORD} --workspace {workspace.root}")
                 yield point, phase, read_model_record(path)
+
+
+def _novelties(kernels: Sequence[Kernel], predictors: Predictors) -> dict[str, Novelty]:
+    """How kernels differ from those of the training, as a prediction sees it; all their operators were measured."""
+    beyond, doubts = predictors.beyond_range(kernels), predictors.doubts([kernel for kernel in kernels if kernel.moves_data])
+    return {name: (Novelty("beyond", beyond[name]) if name in beyond else KNOWN)._replace(doubt=doubts.get(name, 0.0))
+            for name in beyond.keys() | doubts.keys()}
 
 
 def _run(record: ModelRecord, times: Mapping[str, float], launches: Mapping[str, float]) -> tuple[Tracks, tuple[Part, ...]]:
