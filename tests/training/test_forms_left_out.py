@@ -12,7 +12,7 @@ from kernel_model.sampling.cliffs import Cliff, Timed
 from kernel_model.sampling.free_shapes.forms import inferred
 from kernel_model.sampling.free_shapes.sizes import tensor
 from records.kernel_types import form_of
-from training.kernels.form_table import cliff_rows, form_report, form_rows, left_out_rows, markdown
+from training.kernels.form_table import cliff_rows, form_report, form_rows, left_out_rows, markdown, never_measured
 from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.training_set import read_training_set
@@ -84,3 +84,8 @@ def test_the_page() -> None:
     page = markdown("here", forms, left_out_rows([left_out("Conv", "a", [1.0])]), cliffs)
     assert "3 kernels in 3 forms, 0 of which have at least 12 kernels." in page
     assert "1 pairs of neighbours are left" in page
+    assert "| 30.2 | Conv_" in page
+    missing = never_measured({"Conv", "Relu"})
+    assert {"Gemm", "Softmax"} <= set(missing)
+    assert not {"Conv", "FusedConv", "Relu", "Reshape", "If", "QLinearConv"} & set(missing)  # the last is the CPU provider's
+    assert f"{len(missing)} operators that ONNX Runtime's CUDA provider has were never measured: " in page

@@ -4,7 +4,7 @@ cliffs between neighbours."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 from kernel_model.sampling.cliffs import LEAST_HEIGHT, Cliff, NothingBetween, Timed, between, find_cliffs, timed_kernels
 from records.kernel_types import form_of
 from records.measurement import GPU_LABEL
+from records.operators import CONTROL_FLOW, VIEWS, operator_row
+from runtimes.ort.cuda.placement import cuda_operators
 from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
@@ -56,6 +58,11 @@ def form_rows(timed: Sequence[Timed]) -> Rows:
     return table
 
 
+def never_measured(types: Collection[str]) -> list[str]:
+    """The operators of ONNX Runtime's CUDA provider that move data and are not among the kernel types that were measured."""
+    return sorted(name for name in cuda_operators() - VIEWS - CONTROL_FLOW if (operator_row(name).base or name) not in types)
+
+
 def cliff_rows(cliffs: Sequence[Cliff]) -> Rows:
     """One row per cliff: how many times as long the slower kernel takes as its work explains, both kernels with their times and
     the CUDA kernels that ran, and whether the edge is known, with no kernel between."""
@@ -86,6 +93,8 @@ def _edge(cliff: Cliff) -> str:
 def markdown(target: str, forms: Rows, left_out: Rows, cliffs: Sequence[Cliff]) -> str:
     """The page about the forms of a target."""
     by_type = Counter(cliff.slower.kernel.type for cliff in cliffs)
+    missing, highest = never_measured({row["type"] for row in forms}), cliff_rows(cliffs[:HIGHEST])
+    digits = [{name: f"{value:.3g}" if isinstance(value, float) else value for name, value in row.items()} for row in highest]
     kernels, of_forms, covered = (sum(row[name] for row in forms) for name in ("kernels", "forms", f"with_{ENOUGH}_kernels"))
     return "\n".join([
         "# Forms and cliffs", "",
@@ -103,10 +112,12 @@ def markdown(target: str, forms: Rows, left_out: Rows, cliffs: Sequence[Cliff]) 
         f"more; a cliff is where it takes {LEAST_HEIGHT:g} times that, or more. {len(cliffs):,} pairs of neighbours are left "
         "(each kernel is in one at most). The edge is *known* where no kernel lies between the two; some can't be drawn.", "",
         *(["By type: " + ", ".join(f"{name} {count}" for name, count in by_type.most_common()) + ".", ""] if cliffs else []),
-        f"The {min(HIGHEST, len(cliffs))} highest:", "", markdown_table(cliff_rows(cliffs[:HIGHEST])), "",
+        f"The {len(highest)} highest:", "", markdown_table(digits), "",
         "## Measured forms", "",
         f"{kernels:,} kernels in {of_forms:,} forms, {covered:,} of which have at least {ENOUGH} kernels.", "",
-        markdown_table(forms), ""])
+        markdown_table(forms), "",
+        "## Not covered", "",
+        f"{len(missing)} operators that ONNX Runtime's CUDA provider has were never measured: {', '.join(missing)}.", ""])
 
 
 def form_report(workspace: Workspace, target: str, config: TrainingConfig, page: Path | None, show: Show) -> dict[str, Any]:
