@@ -1,9 +1,9 @@
 """How much memory a session really holds on this machine, compared with the prediction.
 
-Opens each model in a process of its own with ONNX Runtime's defaults and runs it four times with made-up inputs. On a CPU,
-the memory held is the largest resident memory during the runs. On a GPU (--device cuda, tensors on the device) it is the
-device's memory in use after them; nothing else may use the GPU meanwhile. What was in use after ONNX Runtime had run a tiny
-model is subtracted. Prints one row per model; writes nothing. Linux only.
+Opens each model in a process of its own with ONNX Runtime's defaults and runs it four times with made-up inputs. The memory
+held is that at the peak of the runs, beyond what was held after a tiny model had run: on a CPU the process's resident memory,
+on a GPU (--device cuda, tensors on the device) the device's memory in use; nothing else may use the GPU meanwhile. Prints one
+row per model; writes nothing. Linux only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from inference.core.memory import peak_memory
-from records.kernel_record import numpy_dtype, session_dtype
+from measuring.held_memory import RESET_PEAK, HeldMemory
 from runtimes import flavour_of
 from runtimes.analysis import own_sizes, record_of
 from runtimes.ort.runner import bind, random_feed
-from runtimes.ort.worker import memory_in_use_mib
 from utils import cli
 from utils.errors import UserError
 from utils.lazy import onnx
@@ -34,43 +31,23 @@ from utils.ort_sessions import open_nodes, open_session
 from utils.paths import ROOT
 
 RUNS = 4
-STATUS, RESET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 EXAMPLES = """
 python inference/memory_error.py --model resnet18.onnx
 python inference/memory_error.py --model resnet18.onnx --dim batch=1,8 --json
 """
 
 
-def resident_mib(peak: bool) -> float:
-    """This process's resident memory in MiB, or its peak since RESET_PEAK was written to."""
-    key = "VmHWM:" if peak else "VmRSS:"
-    return next(int(line.split()[1]) / 1024 for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(key))
-
-
-def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:
-    """How much running `model` adds to the memory in use on the GPU, MiB; call it once per process."""
-    tiny = open_nodes([onnx.helper.make_node("MatMul", ["x", "x"], ["y"])], ["x"], [64, 64], "cuda", "tiny")
-    bind(tiny, random_feed(tiny), "cuda", "device")()
-    before = memory_in_use_mib("cuda")
-    session = open_session(model, "cuda", dims=dims)
-    run_once = bind(session, random_feed(session), "cuda", "device")
+def hold(model: Path, dims: Mapping[str, int], device: str) -> float:
+    """The memory that a session of `model` holds in this process, MiB; call it once per process."""
+    tiny = open_nodes([onnx.helper.make_node("MatMul", ["x", "x"], ["y"])], ["x"], [64, 64], device, "tiny")
+    bind(tiny, random_feed(tiny), device, "device")()
+    memory = HeldMemory(device)
+    session = open_session(model, device, dims=dims)
+    memory.opened()
+    run_once = bind(session, random_feed(session), device, "device")
     for _ in range(RUNS):
         run_once()
-    return memory_in_use_mib("cuda") - before
-
-
-def hold(model: Path, dims: Mapping[str, int]) -> float:
-    """How much running `model` adds to this process at its peak, MiB; call it once per process."""
-    shape = [4]
-    tiny = open_nodes([onnx.helper.make_node("Relu", ["x"], ["y"])], ["x"], shape, "cpu", "tiny")
-    tiny.run(None, {"x": np.zeros(shape, np.float32)})
-    before = resident_mib(peak=False)
-    session = open_session(model, "cpu", dims=dims)
-    inputs = {value.name: np.ones(value.shape, numpy_dtype(session_dtype(value.type))) for value in session.get_inputs()}
-    RESET_PEAK.write_text("5", encoding="ascii")  # the peak while loading does not count
-    for _ in range(RUNS):
-        session.run(None, inputs)
-    return resident_mib(peak=True) - before
+    return memory.peak_mib
 
 
 def held_mib(model: Path, dims: Mapping[str, int], device: str = "cpu") -> float:
@@ -86,9 +63,8 @@ def held_mib(model: Path, dims: Mapping[str, int], device: str = "cpu") -> float
     """
     if not RESET_PEAK.exists():
         raise UserError("resident memory is measured as Linux reports it; this system has no /proc/self/clear_refs")
-    measure = "hold_on_gpu" if device == "cuda" else "hold"
-    program = (f"from pathlib import Path; from inference.memory_error import {measure}; "
-               f"print({measure}(Path({str(model.resolve())!r}), {dict(dims)}))")
+    program = (f"from pathlib import Path; from inference.memory_error import hold; "
+               f"print(hold(Path({str(model.resolve())!r}), {dict(dims)}, {device!r}))")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{model}: its run failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")

@@ -63,7 +63,7 @@ class Operator:
         packed_inputs: inputs of whole numbers that stand for several quantised ones, or for a quantised one: any will do.
         positive_inputs: made-up inputs are positive, since it divides by them or takes roots or logarithms.
         keeps_shape: it has one output, of the first input's shape, as is known without a session.
-        in_place: inputs whose buffer the output may take over (`MayInplace` of ONNX Runtime's kernels).
+        in_place: inputs whose buffer the output may take over (`MayInplace` of ONNX Runtime's kernels for a CPU).
         typed_by_attribute: an attribute gives the type of its floating-point output, not an input.
         random: its output differs from run to run (that of a Dropout only while a network is trained).
 
@@ -390,4 +390,8 @@ TABLE = (
 OPERATORS = {operator.name: operator for operator in TABLE}
 VIEWS = frozenset(operator.name for operator in TABLE if operator.cost == "view")
 COPIES = frozenset(operator.name for operator in TABLE if operator.copies)
+# Of those that may work in place on a CPU: those that the CUDA provider registers so, too (ONNX Runtime's activations.cc). Its
+# arithmetic and other elementwise operators always write to a buffer of their own.
+IN_PLACE_ON_CUDA = frozenset({"Elu", "HardSigmoid", "LeakyRelu", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh",
+                              "ThresholdedRelu"})
 CONTROL_FLOW = frozenset(operator.name for operator in TABLE if operator.bodies)

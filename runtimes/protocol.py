@@ -111,7 +111,7 @@ class Request(Frozen):
 
 
 class Reply(Frozen):
-    """The result of a request: measurements, traced runs, a probe's reading, the memory (MiB) that a session took, or an error
+    """The result of a request: measurements, traced runs, a probe's reading, the memory (MiB) that a session held, or an error
     of the unit itself (the worker goes on). `interrupted`: the error is that the machine or the process lacked something, not
     the unit's. `unusable`: the process can't use its device any more, and is to be replaced."""
 

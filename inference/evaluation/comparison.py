@@ -46,7 +46,7 @@ class Comparison(Frozen):
             if it was not measured.
         canary: time of the canary (a reference workload) before the measurements over its best in the dataset, a ratio: 1 is
             steady.
-        predicted_memory_mib, measured_memory_mib: memory of a run; the measured one is that of opening and running.
+        predicted_memory_mib, measured_memory_mib: that the session holds at the peak of its runs.
         warnings: of the prediction with look-up.
         predicted_energy_j, measured_energy_j, energy_error: of a run (predicted with look-up; the median of sessions), and
             predicted / measured − 1; None where the energy was not measured, or nothing was learned of it.

@@ -5,8 +5,8 @@ with the intermediate tensors alive at the peak, the arena's surplus, and what `
 does not grow where runs share it: onnxruntime-genai makes it for `max_length` tokens before the first run.
 
 On CUDA all of this lies in arenas, one of the session and one of onnxruntime-genai, whose regions double in size from 1 MiB to
-1 GiB and more (inference/llm/arena.py). The surplus is what they hold and do not use. Libraries keep a constant amount besides:
-on an H200 80 requests of 21 models took 148 to 150 MiB more than the arenas' regions wherever these were right.
+1 GiB and more (inference/core/arena.py). The surplus is what they hold and do not use. Libraries keep a constant amount
+besides: on an H200 requests took 148 to 150 MiB more than the arenas' regions wherever these were right, which is 70 of 101.
 
 Not counted: the process or CUDA context itself, and onnxruntime-genai's copies of the last token's logits.
 """
@@ -18,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from inference.core.memory import MIB, peak_memory
+from inference.core.arena import MIB
+from inference.core.memory import peak_memory
 from inference.llm.answers import LlmMemory
-from inference.llm.arena import taken_bytes
 from inference.llm.dimensions import DecoderFile
+from inference.llm.taken_memory import taken_bytes
 from records.kernel_record import ModelRecord
 
 CUDA_LIBRARIES_MIB = 149.0  # beyond the context, with the session's own buffers
@@ -65,9 +66,9 @@ def request_memory(runs: tuple[Run, ...], shares_cache: bool) -> LlmMemory:
 
 
 def _total(memory: LlmMemory) -> LlmMemory:
-    """The same with its peak as the sum of its parts."""
+    """The same with its peak as the sum of its parts, but for what loading leaves (`inference.core.memory`)."""
     return memory.model_copy(update={"peak_mib": memory.weights_mib + memory.cache_mib + memory.activations_mib +
-                                     memory.arena_mib + memory.workspace_mib + memory.loading_mib})
+                                     memory.arena_mib + memory.workspace_mib})
 
 
 def _surplus_mib(runs: tuple[Run, ...], shares_cache: bool, used_mib: float, times: float = 1.0) -> float:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
+from measuring.held_memory import HeldMemory
 from measuring.run_times import Effort
 from records.kernel_record import zeros
 from records.kernel_record_files import read_model_record
@@ -204,20 +204,16 @@ def time_kernels_in_model(request: Request) -> Reply:
 
 
 def time_session(request: Request) -> Reply:
-    """As `time_model`, without a record, and with the memory that opening and running the model took."""
+    """As `time_model`, without a record, and with the memory that the model holds."""
     threads = threads_of(request)
     parsed = parse(Path(request.paths[0]), request.dims, threads)
-    before_mib = memory_in_use_mib()
+    memory = HeldMemory("cpu")
+    memory.opened()
     sessions = model_sessions(parsed, request.effort, threads)
     return Reply(measurements=(Measurement(
         subject="model", id=request.model_name, label="latency", context=request.model_name, place="alone",
         samples_ms=tuple(sample for timed in sessions for sample in timed.runs_ms)),),
-        memory_mib=memory_in_use_mib() - before_mib)
-
-
-def memory_in_use_mib() -> float:
-    """Memory that this process holds, in MiB."""
-    return float(psutil.Process().memory_info().rss) / 2**20
+        memory_mib=memory.peak_mib)
 
 
 def prepare(request: Request) -> Reply:

@@ -7,21 +7,18 @@ echo '{"do": "canary", "device": "cpu", "effort": {}}' | python -m runtimes.ort.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 
 from measuring import gpu_turns
 from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
-from measuring.metrics import nvml
+from measuring.held_memory import HeldMemory
 from measuring.quiet_host import off_the_workers_cores, quiet_samples_ms
 from measuring.run_times import Effort
 from records.kernel_costs import is_control_flow
@@ -67,7 +64,7 @@ CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
 
 
 def time_session(request: Request) -> Reply:
-    """Times a whole model's runs as the request's one label says, and the memory that opening and running it took.
+    """Times a whole model's runs as the request's one label says, with the memory that its session holds.
 
     The label is `latency`, `host_io` (numpy arrays in and out) or `cuda_graph`.
     """
@@ -75,9 +72,10 @@ def time_session(request: Request) -> Reply:
     path, device, effort = Path(request.paths[0]), request.device, request.effort
     # opened first, so that its session does not count as the model's memory
     probe = host_probe(device) if request.watch_host else None
-    before_mib = memory_in_use_mib(device)
+    memory = HeldMemory(device)
     runner = open_runner(path, device, dims=request.dims, io="host" if label == "host_io" else "device",
                          cuda_graph=label == "cuda_graph", static=request.static, inputs=request.inputs_file)
+    memory.opened()
     if probe:
         runner.warm_up(effort.warmup)
         measured = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]._asdict()
@@ -85,16 +83,7 @@ def time_session(request: Request) -> Reply:
         measured = {"samples_ms": runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms}
     name = request.model_name
     return Reply(measurements=(Measurement(subject="model", id=name, label=label, context=name, place="alone", **measured),),
-                 memory_mib=memory_in_use_mib(device) - before_mib)
-
-
-def memory_in_use_mib(device: str) -> float:
-    """Memory that this process holds on the CPU, or that all processes hold on the GPU, in MiB."""
-    if device == "cuda":
-        return nvml.used_memory_mib()
-    with suppress(OSError, AttributeError):  # without malloc_trim, memory figures are rough
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
-    return psutil.Process().memory_info().rss / 2**20
+                 memory_mib=memory.peak_mib)
 
 
 class SharedMemory:

@@ -20,10 +20,10 @@ from forgotten_types import forget
 from test_merged_decoders import merged_decoder
 
 import inference
+from inference.core.arena import Arena
 from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.llm.answers import LlmMemory, LlmPrediction
-from inference.llm.arena import Arena
 from inference.llm.dimensions import Step, decoder_file
 from inference.llm.language_model import language_model
 from inference.llm.memory import largest_batch, longest_context, times_as_many

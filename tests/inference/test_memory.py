@@ -16,7 +16,9 @@ from conftest import TORCH_MODELS
 from onnx import TensorProto, helper, numpy_helper
 
 from inference import memory_error
-from inference.core.memory import Activations, layout_of, live_activations, peak_memory
+from inference.core.arena import MIB, Arena, Block
+from inference.core.buffers import Activations, buffers_of_run, layout_of, layouts_of, live_activations
+from inference.core.memory import peak_memory
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
 from runtimes.ort.graph.analysis import analyze
 from utils.errors import UserError
@@ -49,8 +51,12 @@ def record(nodes: Sequence[tuple[str, str, str]], sizes: dict[str, int], inputs:
         weight_bytes=3 * 2**20, opsets={}, kernels=kernels, nodes=tuple(made))
 
 
+def alive(record: ModelRecord) -> Activations:
+    return live_activations(record, buffers_of_run(record, layouts_of(record)))
+
+
 def peak_kib(*args: object, **kwargs: object) -> float:
-    return live_activations(record(*args, **kwargs)).peak_bytes / KIB  # type: ignore[arg-type]
+    return alive(record(*args, **kwargs)).peak_bytes / KIB  # type: ignore[arg-type]
 
 
 def test_a_tensor_lives_from_its_maker_to_its_last_reader() -> None:
@@ -98,8 +104,50 @@ def test_outputs_stay_and_unread_tensors_go() -> None:
                     {"x": 1, "y": 10, "unread": 5, "b": 20, "z": 4}, ["x"], ["y", "z"]) == 1 + 10 + 20 + 4
 
 
+def test_a_buffer_is_kept_for_the_next_tensor_of_its_shape() -> None:
+    # c gets the buffer of a, which therefore lives while b and e do, although nobody reads a any more
+    nodes = [("Conv", "x", "a"), ("Conv", "a", "b"), ("Conv", "b", "e"), ("Conv", "e", "c"), ("Conv", "c", "y")]
+    sizes = {"x": 1, "a": 10, "b": 20, "e": 25, "c": 10, "y": 2}
+    model = record(nodes, sizes, ["x"], ["y"])
+    assert alive(model).peak_bytes == (1 + 10 + 20 + 25) * KIB
+    assert alive(record(nodes, {**sizes, "c": 11}, ["x"], ["y"])).peak_bytes == (1 + 20 + 25) * KIB
+    run = buffers_of_run(model, layouts_of(model))
+    assert [[name for name, _ in buffers.made] for buffers in run] == [["a"], ["b"], ["e"], [], []]
+    assert [buffers.freed for buffers in run] == [[], [], ["b"], ["e"], ["a"]]
+
+
+def test_on_cuda_arithmetic_has_a_buffer_of_its_own() -> None:
+    model = record([("Conv", "x", "a"), ("Relu", "a", "b"), ("Add", "b w", "c"), ("Conv", "c", "y")],
+                   {"x": 1, "a": 10, "b": 10, "c": 10, "y": 2}, ["x"], ["y"])
+    cuda = model.model_copy(update={"flavour": Flavour(device="cuda", runtime_version="1.31")})
+    assert [alive(each).intermediate_peak_bytes for each in (model, cuda)] == [10 * KIB, 20 * KIB]
+
+
+def test_how_much_of_an_arena_is_in_use() -> None:
+    arena = Arena()
+    first, second = arena.allocate(3 * MIB), arena.allocate(2 * MIB)  # each of a region of 4 MiB; the first one is not split
+    arena.free(first)
+    arena.free(second)
+    assert (arena.taken, arena.used) == (8 * MIB, 5 * MIB)
+    arena.allocate(3 * MIB)
+    assert (arena.taken, arena.used) == (8 * MIB, 5 * MIB)
+    arena.allocate(7 * MIB)
+    assert (arena.taken, arena.used) == (16 * MIB, 12 * MIB)
+
+
+def test_a_tensor_lies_in_the_smallest_gap_of_a_block() -> None:
+    block = Block()
+    places = [block.place(size * KIB) for size in (8, 1, 4, 1)]
+    block.remove(places[0])
+    block.remove(places[2])
+    assert block.place(3 * KIB) == (9 * KIB, 12 * KIB)
+    assert block.place(9 * KIB) == (14 * KIB, 23 * KIB)
+    assert block.size == 23 * KIB
+
+
 def plain_activations(record: ModelRecord) -> Activations:
-    """The same by the definition, node by node in quadratic time: which buffers are read later, and how large they are."""
+    """The same by the definition, node by node in quadratic time: which buffers are read later, and how large they are. No
+    buffer is kept for another tensor."""
     lasting = {*record.inputs, *record.outputs}
     sizes = {name: tensor.bytes for name, tensor in record.inputs.items()}
     buffer_of = {name: name for name in sizes}
@@ -111,7 +159,7 @@ def plain_activations(record: ModelRecord) -> Activations:
 
     for step, node in enumerate(record.nodes):
         kernel = record.kernels[node.kernel_id]
-        layout = layout_of(kernel)
+        layout = layout_of(kernel, record.flavour.device)
         for place, (name, tensor) in enumerate(zip(node.outputs, kernel.outputs, strict=False)):
             shared: list[str] = []
             if place == 0 and name not in lasting:
@@ -127,7 +175,8 @@ def plain_activations(record: ModelRecord) -> Activations:
                                and (caller or first == step or reads_left(name, step)))
                            for step in range(len(record.nodes))] for caller in (False, True))
     inputs_bytes = sum(sizes[name] for name in record.inputs)
-    return Activations(max(inputs_bytes + a + b for a, b in zip(intermediate, lent, strict=True)), max(intermediate))
+    return Activations(max(inputs_bytes + a + b for a, b in zip(intermediate, lent, strict=True)), max(intermediate),
+                       inputs_bytes + lent[-1])
 
 
 @pytest.mark.slow
@@ -135,19 +184,22 @@ def plain_activations(record: ModelRecord) -> Activations:
 @pytest.mark.parametrize("name", TORCH_MODELS)
 def test_whole_models_against_the_definition(torch_models: dict[str, Path], name: str, provider: str) -> None:
     model = analyze(torch_models[name], provider)
-    assert live_activations(model) == plain_activations(model)
-    layouts = {kernel_id: layout_of(kernel) for kernel_id, kernel in model.kernels.items()}
-    assert peak_memory(model, layouts=layouts) == peak_memory(model)
+    without_reuse = model.model_copy(update={"flavour": model.flavour.model_copy(update={"runtime": "tvm"})})
+    assert alive(without_reuse) == plain_activations(without_reuse)
+    assert alive(model).lent_bytes == alive(without_reuse).lent_bytes
+    assert alive(model).peak_bytes >= alive(without_reuse).peak_bytes
+    assert peak_memory(model, layouts=layouts_of(model)) == peak_memory(model)
 
 
 def test_the_parts_add_up() -> None:
-    # x and y are the caller's; a (4 MiB) is the arena's, which keeps it twice
-    model = record([("Conv", "x", "a"), ("Conv", "a", "y")], {"x": 1024, "a": 4096, "y": 2048}, ["x"], ["y"])
+    # x and y are the caller's; a, b and c are the arena's: 4, 3 and 2 MiB in a region each, then a block of 7 MiB in a fourth
+    model = record([("Conv", "x", "a"), ("Conv", "x a", "b"), ("Conv", "a b", "c"), ("Conv", "c", "y")],
+                   {"x": 1024, "a": 4096, "b": 3072, "c": 2048, "y": 2048}, ["x"], ["y"])
     memory = peak_memory(model)
-    assert memory.model_dump() == {
-        "weights_mib": 3, "activations_mib": 1 + 4 + 2, "arena_mib": 4, "workspace_mib": 0, "loading_mib": 2,
-        "peak_mib": 3 + 7 + 4 + 2}
-    assert peak_memory(model, 5.0).peak_mib == 16 + 5
+    assert memory.model_dump() == pytest.approx({
+        "weights_mib": 3, "activations_mib": 1 + 9, "arena_mib": 2 + 9, "workspace_mib": 2.444, "loading_mib": 2,
+        "peak_mib": 3 + 10 + 11 + 2.444})
+    assert peak_memory(model, 5.0).peak_mib == pytest.approx(24 + 5)
 
 
 def test_on_cuda_the_arena_and_the_libraries_take_more() -> None:
