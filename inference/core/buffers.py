@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from records.kernel_record import DTYPE_BYTES, Kernel, ModelRecord, Node
 from records.operators import IN_PLACE_ON_CUDA, operator_row
-from runtimes import runtime_named
 
 BLOCKED_DOMAIN = "com.microsoft.nchwc"
 MIB = 2**20
@@ -94,15 +93,17 @@ class NodeBuffers(NamedTuple):
     freed: list[str]
 
 
-def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], apart: Collection[str] = ()) -> list[NodeBuffers]:
+def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], apart: Collection[str] = (),
+                   keeps: bool = True) -> list[NodeBuffers]:
     """The buffers of each node of a run.
 
     Args:
         record: the model.
         layouts: of its kernels by id.
         apart: tensors that are left out, since the caller counts them: the caches of a language model.
+        keeps: whether a buffer is kept for the next tensor of its shape, as ONNX Runtime's planner does it.
     """
-    planned = _Plan(record, frozenset(apart))
+    planned = _Plan(record, frozenset(apart), keeps)
     for place, node in enumerate(record.nodes):
         planned.add(place, node, layouts[node.kernel_id])
     for buffer, place in planned.last_use.items():
@@ -118,11 +119,10 @@ class _Plan:
         last_use: of each intermediate buffer: the place of the last node that needs it.
     """
 
-    def __init__(self, record: ModelRecord, apart: frozenset[str]) -> None:
+    def __init__(self, record: ModelRecord, apart: frozenset[str], keeps: bool) -> None:
         self.nodes: list[NodeBuffers] = []
         self.last_use: dict[str, int] = {}
-        self._apart = apart
-        self._keeps = runtime_named(record.flavour.runtime).keeps_arena  # ONNX Runtime's planner keeps buffers, too
+        self._apart, self._keeps = apart, keeps
         self._bytes = {name: tensor.bytes for name, tensor in record.inputs.items() if name not in apart}
         self._buffer_of = {name: name for name in self._bytes}  # tensor name -> the tensor that its buffer is named after
         self._lasting = {*record.inputs, *record.outputs}
@@ -181,9 +181,9 @@ class _Plan:
         return None
 
 
-def layouts_of(record: ModelRecord) -> dict[str, Layout]:
-    """How the kernels of a model use memory, by id."""
-    return {name: layout_of(kernel, record.flavour.device) for name, kernel in record.kernels.items()}
+def layouts_of(record: ModelRecord, device: str = "cpu") -> dict[str, Layout]:
+    """How the kernels of a model use memory on a device, by id."""
+    return {name: layout_of(kernel, device) for name, kernel in record.kernels.items()}
 
 
 def live_activations(record: ModelRecord, run: Sequence[NodeBuffers], apart: Collection[str] = ()) -> Activations:

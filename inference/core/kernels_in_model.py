@@ -124,8 +124,7 @@ def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict
                                        if origin == "predicted" and kernel.moves_data]) if used.label == GPU_LABEL else {}
     uncertainties = kernel_uncertainties(kernels.values(), times.provenance, fitted, used.label, doubts)
     on_gpu, host = conditions.device == "cuda", fitted.host
-    return {key: KernelInModel(time_ms, cast("Provenance", provenance), count, node_kind(kernel),
-                               layout_of(kernel, conditions.device),
+    return {key: KernelInModel(time_ms, cast("Provenance", provenance), count, node_kind(kernel), layout_of(kernel),
                                uncertainties.get(kernel.id), waits=on_gpu and waits_inside(kernel),
                                host_ms=host.wait_ms(kernel) if on_gpu else 0.0, doubt=doubts.get(kernel.id, 0.0))
             for (key, kernel), time_ms, provenance, count in zip(

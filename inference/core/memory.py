@@ -14,7 +14,8 @@ On CUDA the arena takes whole regions from the device, each twice as large as th
 that are in no record, and cuDNN and cuBLAS keep code and scratch of their own. These are two constants, fitted on an H200 to
 12 torchvision models at batches of 1 to 64 (36 cases; ONNX Runtime 1.31, cuDNN 9.19; `inference/memory_error.py --device
 cuda`). With each model held out of the fit, the median error is 13 %, 29 of 36 are within 30 %, and the worst are −41 and
-+135 %.
++135 %. They hold for activations that are counted without the buffers that the planner keeps, and with arithmetic in place.
+Language models have no such constants: their arena is simulated (inference/llm/taken_memory.py).
 
 TVM plans one place for each intermediate tensor beforehand: nothing is kept twice, and loading leaves nothing.
 
@@ -78,7 +79,8 @@ def peak_memory(record: ModelRecord, workspace_mib: float | None = None, layouts
     """
     if layouts is None:
         layouts = layouts_of(record)
-    run = buffers_of_run(record, layouts, apart)
+    on_cpu = record.flavour.device == "cpu" and runtime_named(record.flavour.runtime).keeps_arena
+    run = buffers_of_run(record, layouts, apart, keeps=on_cpu)
     activations, of_nodes = live_activations(record, run, apart), [layouts[node.kernel_id] for node in record.nodes]
     arena, workspace, loading = _surplus(record, activations, run, of_nodes)
     if workspace_mib is None:

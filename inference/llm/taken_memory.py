@@ -65,7 +65,7 @@ def taken_bytes(record: ModelRecord, file: DecoderFile, shares_cache: bool, time
             if name in tensors:
                 genai.allocate(int(times * tensors[name].bytes))
     places: dict[str, tuple[int, int]] = {}
-    for node, (made, _, freed) in zip(record.nodes, buffers_of_run(record, layouts_of(record), apart), strict=True):
+    for node, (made, _, freed) in zip(record.nodes, buffers_of_run(record, layouts_of(record, "cuda"), apart), strict=True):
         kernel = record.kernel_of(node)
         places |= {name: session.allocate(int(times * size)) for name, size in made}
         if scratch := scratch_bytes(kernel):
