@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from inference.core.arena import MIB
 from records.kernel_record import DTYPE_BYTES, Kernel, ModelRecord, Node
 from records.operators import IN_PLACE_ON_CUDA, operator_row
 
 BLOCKED_DOMAIN = "com.microsoft.nchwc"
-MIB = 2**20
 # bytes that stay in the heap for each byte of a weight: of a convolution, of one-byte integers, and of others
 ONCE_LOADED_CONV, ONCE_LOADED_INT8, ONCE_LOADED = 1.8, 1.0, 0.5
 MMAPPED_BYTES = 32 * MIB  # of a weight: glibc maps those apart and gives them back (mallopt(3), M_MMAP_THRESHOLD)
