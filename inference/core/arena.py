@@ -121,8 +121,8 @@ class Block:
         self.size = 0
         self._alive: list[tuple[int, int]] = []  # start and end of each tensor, in the order of their places
 
-    def place(self, size: int) -> tuple[int, int]:
-        """Places a tensor of `size` bytes; returns what `remove` takes."""
+    def allocate(self, size: int) -> tuple[int, int]:
+        """Places a tensor of `size` bytes; returns what `free` takes."""
         size = -(-size // ALIGNED) * ALIGNED
         at, smallest, end = self._alive[-1][1] if self._alive else 0, math.inf, 0
         for start, behind in self._alive:
@@ -134,6 +134,6 @@ class Block:
         self.size = max(self.size, at + size)
         return placed
 
-    def remove(self, placed: tuple[int, int]) -> None:
+    def free(self, placed: tuple[int, int]) -> None:
         """Ends the life of a tensor."""
         self._alive.remove(placed)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from inference.core.arena import MIB
+from inference.core.arena import MIB, Arena, Block
 from records.kernel_record import DTYPE_BYTES, Kernel, ModelRecord, Node
 from records.operators import IN_PLACE_ON_CUDA, operator_row
 
@@ -109,6 +109,24 @@ def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], apart: Co
     for buffer, place in planned.last_use.items():
         planned.nodes[place].freed.append(buffer)
     return planned.nodes
+
+
+def lay_out(store: Arena | Block, run: Iterable[NodeBuffers], scratch_bytes: Iterable[int], times: float = 1.0) -> None:
+    """Allocates the buffers of a run, node by node, in an arena or a block, and frees them.
+
+    Args:
+        store: where.
+        run: the buffers of each node.
+        scratch_bytes: what each node takes while it runs.
+        times: how many times as large as in `run` the buffers are.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    for buffers, scratch in zip(run, scratch_bytes, strict=True):
+        places |= {name: store.allocate(int(times * size)) for name, size in buffers.made}
+        if scratch:
+            store.free(store.allocate(scratch))
+        for name in buffers.freed:
+            store.free(places.pop(name))
 
 
 class _Plan:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from inference.core.arena import MIB, Arena, Block
-from inference.core.buffers import Activations, Layout, NodeBuffers, buffers_of_run, layouts_of, live_activations
+from inference.core.buffers import Activations, Layout, NodeBuffers, buffers_of_run, lay_out, layouts_of, live_activations
 from records.kernel_record import ModelRecord
 from runtimes import runtime_named
 from utils.fingerprint import Machine, Target
@@ -115,15 +115,8 @@ def used_by_runs(run: Sequence[NodeBuffers], scratch_bytes: Sequence[int]) -> in
         scratch_bytes: of each node.
     """
     arena, block = Arena(), Block()
-    alive: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
-    for buffers, scratch in zip(run, scratch_bytes, strict=True):
-        alive |= {name: (arena.allocate(size), block.place(size)) for name, size in buffers.made}
-        if scratch:
-            arena.free(arena.allocate(scratch))
-        for name in buffers.freed:
-            in_arena, in_block = alive.pop(name)
-            arena.free(in_arena)
-            block.remove(in_block)
+    lay_out(arena, run, scratch_bytes)
+    lay_out(block, run, [0] * len(run))
     if block.size:
         arena.allocate(block.size)
     if largest := max(scratch_bytes, default=0):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from inference.core.arena import Arena
-from inference.core.buffers import buffers_of_run, layouts_of
+from inference.core.buffers import buffers_of_run, lay_out, layouts_of
 from inference.llm.dimensions import DecoderFile
 from records.attention import attended_by
 from records.kernel_record import DTYPE_BYTES, Kernel, ModelRecord
@@ -64,12 +64,7 @@ def taken_bytes(record: ModelRecord, file: DecoderFile, shares_cache: bool, time
         for name in names:
             if name in tensors:
                 genai.allocate(int(times * tensors[name].bytes))
-    places: dict[str, tuple[int, int]] = {}
-    for node, (made, _, freed) in zip(record.nodes, buffers_of_run(record, layouts_of(record, "cuda"), apart), strict=True):
-        kernel = record.kernel_of(node)
-        places |= {name: session.allocate(int(times * size)) for name, size in made}
-        if scratch := scratch_bytes(kernel):
-            session.free(session.allocate(int(times * scratch) if attended_by(kernel) else scratch))
-        for name in freed:
-            session.free(places.pop(name))
+    kernels = [record.kernel_of(node) for node in record.nodes]
+    scratch = [int(times * scratch_bytes(kernel)) if attended_by(kernel) else scratch_bytes(kernel) for kernel in kernels]
+    lay_out(session, buffers_of_run(record, layouts_of(record, "cuda"), apart), scratch, times)
     return Taken(session.taken, genai.taken)

@@ -137,11 +137,11 @@ def test_how_much_of_an_arena_is_in_use() -> None:
 
 def test_a_tensor_lies_in_the_smallest_gap_of_a_block() -> None:
     block = Block()
-    places = [block.place(size * KIB) for size in (8, 1, 4, 1)]
-    block.remove(places[0])
-    block.remove(places[2])
-    assert block.place(3 * KIB) == (9 * KIB, 12 * KIB)
-    assert block.place(9 * KIB) == (14 * KIB, 23 * KIB)
+    places = [block.allocate(size * KIB) for size in (8, 1, 4, 1)]
+    block.free(places[0])
+    block.free(places[2])
+    assert block.allocate(3 * KIB) == (9 * KIB, 12 * KIB)
+    assert block.allocate(9 * KIB) == (14 * KIB, 23 * KIB)
     assert block.size == 23 * KIB
 
 
