@@ -320,9 +320,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="kernels of no model, sizes drawn from the usual ranges, those of earlier calls too (default: 0)")
     parser.add_argument("--free-kind", choices=list(TABLES), default="networks",
                         help="what they are the operators of: networks of all kinds; language models as ONNX Runtime runs "
-                             "them, with sizes around those of families of 0.5 to 14 billion parameters; or any operator in "
+                             "them, with sizes around those of families of 0.5 to 14 billion parameters; any operator in "
                              "forms that are rare: of any rank, along any axes, with any groups and wide windows, of odd and "
-                             "huge sizes (default: networks)")
+                             "huge sizes; or standard: what ONNX's own sets have for language models since 23, quantised "
+                             "networks, and networks in bfloat16 (default: networks)")
     parser.add_argument("--errors", type=Path, metavar="FILE",
                         help="what training wrote to training/kernel_errors: --count further kernels, those of earlier calls "
                              "not counted, around those that are predicted worst")

@@ -390,8 +390,9 @@ TABLE = (
 OPERATORS = {operator.name: operator for operator in TABLE}
 VIEWS = frozenset(operator.name for operator in TABLE if operator.cost == "view")
 COPIES = frozenset(operator.name for operator in TABLE if operator.copies)
-# Of those that may work in place on a CPU: those that the CUDA provider registers so, too (ONNX Runtime's activations.cc). Its
-# arithmetic and other elementwise operators always write to a buffer of their own.
-IN_PLACE_ON_CUDA = frozenset({"Elu", "HardSigmoid", "LeakyRelu", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh",
-                              "ThresholdedRelu"})
+# On CUDA these may work in the buffer of their first input: activations, as they are registered (ONNX Runtime's
+# activations.cc), and ScatterND. That Gelu, HardSwish and QuickGelu are among them follows from the blocks of an H100's
+# sessions. Arithmetic and other elementwise operators always write to a buffer of their own.
+IN_PLACE_ON_CUDA = frozenset({"Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "QuickGelu", "Relu", "ScatterND", "Selu",
+                              "Sigmoid", "Softplus", "Softsign", "Tanh", "ThresholdedRelu"})
 CONTROL_FLOW = frozenset(operator.name for operator in TABLE if operator.bodies)

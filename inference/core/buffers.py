@@ -10,12 +10,12 @@ buffer for each shape in a layer throughout.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from inference.core.arena import MIB, Arena, Block
+from inference.core.scratch import scratch_bytes
 from records.kernel_record import DTYPE_BYTES, Kernel, ModelRecord, Node
 from records.operators import IN_PLACE_ON_CUDA, operator_row
 
@@ -23,7 +23,6 @@ BLOCKED_DOMAIN = "com.microsoft.nchwc"
 # bytes that stay in the heap for each byte of a weight: of a convolution, of one-byte integers, and of others
 ONCE_LOADED_CONV, ONCE_LOADED_INT8, ONCE_LOADED = 1.8, 1.0, 0.5
 MMAPPED_BYTES = 32 * MIB  # of a weight: glibc maps those apart and gives them back (mallopt(3), M_MMAP_THRESHOLD)
-COPYING = {"BiasGelu", "FastGelu"}
 Kind = tuple[float, tuple[int, ...]]  # bytes of an element, and shape: one buffer fits all tensors of a kind
 
 
@@ -38,7 +37,7 @@ class Activations(NamedTuple):
 
 class Layout(NamedTuple):
     """How a kernel uses memory: bytes and kind of each output, whether it only renames its first input, the inputs in whose
-    buffers it may work, its scratch on a CPU, and what loading its weights leaves in the heap there."""
+    buffers it may work, its scratch, and what loading its weights leaves in the heap there."""
 
     output_bytes: tuple[int, ...]
     output_kinds: tuple[Kind, ...]
@@ -51,12 +50,14 @@ class Layout(NamedTuple):
 def layout_of(kernel: Kernel, device: str = "cpu") -> Layout:
     """How a kernel uses memory on a device (`cpu` or `cuda`); the same in every model that holds it."""
     row = operator_row(kernel.op_type)
-    in_place = row.in_place if device == "cpu" or kernel.op_type in IN_PLACE_ON_CUDA else ()
-    if kernel.domain == BLOCKED_DOMAIN and row.sum_input is not None:
+    in_place = row.in_place
+    if device == "cuda":
+        in_place = (0,) if kernel.op_type in IN_PLACE_ON_CUDA else ()
+    elif kernel.domain == BLOCKED_DOMAIN and row.sum_input is not None:
         in_place = (row.sum_input,)
     return Layout(tuple(tensor.bytes for tensor in kernel.outputs),
                   tuple((DTYPE_BYTES.get(tensor.dtype, 4), tensor.shape) for tensor in kernel.outputs), not kernel.moves_data,
-                  in_place, _scratch_bytes(kernel), _loading_bytes(kernel))
+                  in_place, scratch_bytes(kernel, device), _loading_bytes(kernel))
 
 
 def _loading_bytes(kernel: Kernel) -> float:
@@ -64,19 +65,6 @@ def _loading_bytes(kernel: Kernel) -> float:
     of_floats = ONCE_LOADED_CONV if "Conv" in kernel.op_type else ONCE_LOADED
     return sum(size * (ONCE_LOADED_INT8 if tensor.dtype in ("int8", "uint8") else of_floats)
                for tensor in kernel.inputs if tensor.constant and (size := tensor.bytes) < MMAPPED_BYTES)
-
-
-def _scratch_bytes(kernel: Kernel) -> int:
-    """What a kernel takes on a CPU while it runs: a transposed convolution the columns that it multiplies out before it adds
-    them up, for one image (ONNX Runtime's conv_transpose.cc: col_buffer), a Gelu with a bias a copy (bias_gelu.cc: tmp_data); 0
-    for other kernels."""
-    if kernel.op_type in COPYING:
-        return kernel.outputs[0].bytes
-    if kernel.op_type != "ConvTranspose" or len(kernel.inputs) < 2 or len(kernel.inputs[1].shape) < 3:
-        return 0
-    image, weights = kernel.inputs[0], kernel.inputs[1]
-    per_pixel = math.prod(weights.shape[1:]) * (image.bytes // max(image.elements, 1))
-    return per_pixel * math.prod(image.shape[2:])
 
 
 class NodeBuffers(NamedTuple):

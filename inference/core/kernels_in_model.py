@@ -124,7 +124,8 @@ def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict
                                        if origin == "predicted" and kernel.moves_data]) if used.label == GPU_LABEL else {}
     uncertainties = kernel_uncertainties(kernels.values(), times.provenance, fitted, used.label, doubts)
     on_gpu, host = conditions.device == "cuda", fitted.host
-    return {key: KernelInModel(time_ms, cast("Provenance", provenance), count, node_kind(kernel), layout_of(kernel),
+    return {key: KernelInModel(time_ms, cast("Provenance", provenance), count, node_kind(kernel),
+                               layout_of(kernel, conditions.device),
                                uncertainties.get(kernel.id), waits=on_gpu and waits_inside(kernel),
                                host_ms=host.wait_ms(kernel) if on_gpu else 0.0, doubt=doubts.get(kernel.id, 0.0))
             for (key, kernel), time_ms, provenance, count in zip(
@@ -144,7 +145,7 @@ def _control_flow_kernel(kernel: Kernel, device: str, reads_condition: bool) -> 
     """What a Loop, If or Scan contributes with each trip, in addition to the nodes of its body; `reads_condition`: the host
     reads from the GPU whether it goes on."""
     on_gpu = device == "cuda"
-    return KernelInModel(trip_ms(kernel, device, reads_condition), "predicted", 0.0, NodeKind.OWN, layout_of(kernel),
+    return KernelInModel(trip_ms(kernel, device, reads_condition), "predicted", 0.0, NodeKind.OWN, layout_of(kernel, device),
                          KernelUncertainty("control flow", Span(*RANGE), CERTAIN, False), on_host=on_gpu,
                          waits=reads_condition)
 
@@ -152,7 +153,7 @@ def _control_flow_kernel(kernel: Kernel, device: str, reads_condition: bool) -> 
 def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict[Placed, KernelInModel]:
     """What copies, and kernels of the CPU provider, contribute in a CUDA session."""
     host = conditions.fitted.host
-    contributions = {key: KernelInModel(host.copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
+    contributions = {key: KernelInModel(host.copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel, "cuda"),
                                         on_host=on_host(kernel, key[1]), waits=to_host(kernel))
                      for key, kernel in kernels.items() if is_copy(kernel)}
     on_cpu = {key: kernel for key, kernel in kernels.items() if key not in contributions}
@@ -167,5 +168,6 @@ def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -
         if time.provenance == "estimated":
             uncertainty = KernelUncertainty("on the CPU", Span(*host_range(kernel)), CERTAIN, True)
         contributions[key] = KernelInModel(time.time_ms, cast("Provenance", time.provenance), 0.0,
-                                           node_kind(kernel, on_gpu=False), layout_of(kernel), uncertainty, on_host=True)
+                                           node_kind(kernel, on_gpu=False), layout_of(kernel, "cuda"), uncertainty,
+                                           on_host=True)
     return contributions

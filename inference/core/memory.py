@@ -10,12 +10,9 @@ afterwards, but glibc keeps what lies under its greatest mmap threshold of 32 Mi
 `malloc_trim`. How much stays depends on the order of loading and differs by tens of per cent from run to run: up to twice the
 weights of a convolutional network, half of those of others. So it is told apart (`loading_mib`) and is not in the peak.
 
-On CUDA the arena takes whole regions from the device, each twice as large as the one before. cuDNN asks it for workspaces
-that are in no record, and cuDNN and cuBLAS keep code and scratch of their own. These are two constants, fitted on an H200 to
-12 torchvision models at batches of 1 to 64 (36 cases; ONNX Runtime 1.31, cuDNN 9.19; `inference/memory_error.py --device
-cuda`). With each model held out of the fit, the median error is 13 %, 29 of 36 are within 30 %, and the worst are −41 and
-+135 %. They hold for activations that are counted without the buffers that the planner keeps, and with arithmetic in place.
-Language models have no such constants: their arena is simulated (inference/llm/taken_memory.py).
+On CUDA the arena takes whole regions from the device, and holds the weights, too; cuBLAS and cuDNN keep code and scratch of
+their own (cuda_memory.py). Which regions it takes depends on the order of loading, which differs from session to session: with
+the next region twice as large, a session may hold a third more or less than another one of the same model.
 
 TVM plans one place for each intermediate tensor beforehand: nothing is kept twice, and loading leaves nothing.
 
@@ -29,6 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from inference.core.arena import MIB, Arena, Block
 from inference.core.buffers import Activations, Layout, NodeBuffers, buffers_of_run, lay_out, layouts_of, live_activations
+from inference.core.cuda_memory import LIBRARIES_MIB, taken_bytes
 from records.kernel_record import ModelRecord
 from runtimes import runtime_named
 from utils.fingerprint import Machine, Target
@@ -36,9 +34,6 @@ from utils.frozen import Frozen
 
 SESSION_BYTES, NODE_BYTES = 2.4 * MIB, 0.011 * MIB  # of a CPU's session: of any, and for each node
 LOADED_BASE_BYTES = 2 * MIB  # that loading leaves in the heap, of the graph itself
-CUDA_ARENA = 3.0  # times the activations: the arena's surplus, with cuDNN's workspaces in it
-CUDA_LIBRARIES_BYTES = 160 * MIB  # what cuDNN and cuBLAS keep
-CUDA_LIBRARY_USERS = ("Conv", "Pool", "MatMul", "Gemm", "Attention", "LSTM", "GRU", "RNN", "Einsum")  # in the operator's name
 
 
 class Memory(Frozen):
@@ -47,8 +42,8 @@ class Memory(Frozen):
     Attributes:
         weights_mib: constants of the optimised graph.
         activations_mib: inputs, outputs and intermediate tensors alive at the peak.
-        arena_mib: the arena's surplus: what the first run took and later runs do not use; on CUDA with cuDNN's workspaces.
-        workspace_mib: on a CPU the session's graph and kernels; on CUDA what cuDNN and cuBLAS keep.
+        arena_mib: the arena's surplus: what the first run took and later runs do not use; on CUDA whole regions.
+        workspace_mib: on a CPU the session's graph and kernels; on CUDA what cuBLAS and cuDNN keep.
         loading_mib: what loading leaves in the heap of a CPU's process, free again but not given back; 0 on CUDA.
         peak_mib: the sum of all but what loading leaves.
     """
@@ -78,9 +73,8 @@ def peak_memory(record: ModelRecord, workspace_mib: float | None = None, layouts
         apart: tensors that are left out, since the caller counts them: the caches of a language model.
     """
     if layouts is None:
-        layouts = layouts_of(record)
-    on_cpu = record.flavour.device == "cpu" and runtime_named(record.flavour.runtime).keeps_arena
-    run = buffers_of_run(record, layouts, apart, keeps=on_cpu)
+        layouts = layouts_of(record, record.flavour.device)
+    run = buffers_of_run(record, layouts, apart, keeps=runtime_named(record.flavour.runtime).keeps_arena)
     activations, of_nodes = live_activations(record, run, apart), [layouts[node.kernel_id] for node in record.nodes]
     arena, workspace, loading = _surplus(record, activations, run, of_nodes)
     if workspace_mib is None:
@@ -97,9 +91,9 @@ def _surplus(record: ModelRecord, activations: Activations, run: Sequence[NodeBu
     if not runtime_named(record.flavour.runtime).keeps_arena:
         return 0.0, 0.0, 0.0
     if record.flavour.device == "cuda":
-        operators = {kernel.op_type for kernel in record.kernels.values()}
-        libraries = any(user in operator for operator in operators for user in CUDA_LIBRARY_USERS)
-        return CUDA_ARENA * activations.peak_bytes, CUDA_LIBRARIES_BYTES if libraries else 0, 0.0
+        inputs = sum(tensor.bytes for tensor in record.inputs.values())
+        taken = taken_bytes(record, run, of_nodes) + inputs
+        return max(taken - record.weight_bytes - activations.peak_bytes, 0.0), LIBRARIES_MIB * MIB, 0.0
     used = activations.lent_bytes + used_by_runs(run, [layout.scratch_bytes for layout in of_nodes])
     return (max(used - activations.peak_bytes, 0),
             SESSION_BYTES + NODE_BYTES * len(record.nodes),

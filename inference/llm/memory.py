@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from inference.core.arena import MIB
+from inference.core.cuda_memory import LIBRARIES_MIB
 from inference.core.memory import peak_memory
 from inference.llm.answers import LlmMemory
 from inference.llm.dimensions import DecoderFile
-from inference.llm.taken_memory import taken_bytes
+from inference.llm.taken_memory import taken_by_generation
 from records.kernel_record import ModelRecord
 
-CUDA_LIBRARIES_MIB = 149.0  # beyond the context, with the session's own buffers
 MOST_SEQUENCES = 2**20  # of a batch that is asked about
 CLOSE = 0.01  # of a context: how much longer one might fit
 TRIES = 12  # of a search; each analyses the model once more
@@ -59,7 +59,7 @@ def request_memory(runs: tuple[Run, ...], shares_cache: bool) -> LlmMemory:
     activations, arena, workspace, loading = (max(getattr(memory, name) or 0.0 for memory in memories) for name in (
         "activations_mib", "arena_mib", "workspace_mib", "loading_mib"))
     if runs[0].record.flavour.device == "cuda":
-        workspace = CUDA_LIBRARIES_MIB
+        workspace = LIBRARIES_MIB
         arena = _surplus_mib(runs, shares_cache, weights + cache + activations)
     return _total(LlmMemory(weights_mib=weights, cache_mib=cache, activations_mib=activations, arena_mib=arena,
                             workspace_mib=workspace, loading_mib=loading, peak_mib=0.0))
@@ -76,7 +76,7 @@ def _surplus_mib(runs: tuple[Run, ...], shares_cache: bool, used_mib: float, tim
     sessions: dict[Path, int] = {}
     genai = 0
     for run in runs:
-        taken = taken_bytes(run.record, run.file, shares_cache, times)
+        taken = taken_by_generation(run.record, run.file, shares_cache, times)
         sessions[run.file.path], genai = max(sessions.get(run.file.path, 0), taken.session), max(genai, taken.genai)
     return max((sum(sessions.values()) + genai) / MIB - used_mib, 0.0)
 

@@ -18,8 +18,11 @@ from onnx import TensorProto, helper, numpy_helper
 from inference import memory_error
 from inference.core.arena import MIB, Arena, Block
 from inference.core.buffers import Activations, buffers_of_run, layout_of, layouts_of, live_activations
+from inference.core.cuda_memory import LIBRARIES_MIB
 from inference.core.memory import peak_memory
+from inference.core.scratch import scratch_bytes
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from records.kernel_types import describe_kernel
 from runtimes.ort.graph.analysis import analyze
 from utils.errors import UserError
 from utils.fingerprint import Flavour
@@ -188,7 +191,7 @@ def test_whole_models_against_the_definition(torch_models: dict[str, Path], name
     assert alive(model, keeps=False) == plain
     assert alive(model).lent_bytes == plain.lent_bytes
     assert alive(model).peak_bytes >= plain.peak_bytes
-    assert peak_memory(model, layouts=layouts_of(model)) == peak_memory(model)
+    assert peak_memory(model, layouts=layouts_of(model, model.flavour.device)) == peak_memory(model)
 
 
 def test_the_parts_add_up() -> None:
@@ -202,13 +205,34 @@ def test_the_parts_add_up() -> None:
     assert peak_memory(model, 5.0).peak_mib == pytest.approx(24 + 5)
 
 
-def test_on_cuda_the_arena_and_the_libraries_take_more() -> None:
-    model = record([("Conv", "x", "a"), ("Conv", "a", "y")], {"x": 1024, "a": 4096, "y": 2048}, ["x"], ["y"])
-    flavour = Flavour(device="cuda", runtime_version="1.31")
-    assert peak_memory(model.model_copy(update={"flavour": flavour})).model_dump() == {
-        "weights_mib": 3, "activations_mib": 7, "arena_mib": 21, "workspace_mib": 160, "loading_mib": 0, "peak_mib": 191}
-    relu = record([("Relu", "x", "y")], {"x": 1024, "y": 1024}, ["x"], ["y"])
-    assert peak_memory(relu.model_copy(update={"flavour": flavour})).workspace_mib == 0  # neither cuDNN nor cuBLAS
+def test_on_cuda_the_arena_takes_whole_regions() -> None:
+    # 4 MiB for a and as many for y; then the block of the second run fits where a was, but y needs a further region, of 8 MiB,
+    # since the first one is still there
+    model = record([("Add", "x", "a"), ("Add", "a", "y")], {"x": 1024, "a": 4096, "y": 4096}, ["x"], ["y"])
+    cuda = model.model_copy(update={"flavour": Flavour(device="cuda", runtime_version="1.31")})
+    assert peak_memory(cuda).model_dump() == {
+        "weights_mib": 3, "activations_mib": 9, "arena_mib": 16 + 1 - 9 - 3, "workspace_mib": LIBRARIES_MIB, "loading_mib": 0,
+        "peak_mib": 16 + 1 + LIBRARIES_MIB}
+
+
+def conv(dtype: str, channels: int, window: int, groups: int = 1, stride: int = 1) -> Kernel:
+    """A convolution of an image of 32 × 32."""
+    made = 64 if groups == 1 else channels
+    image, out = (1, channels, 32, 32), (1, made, 32 // stride, 32 // stride)
+    return describe_kernel("Conv", "", 20, {"group": groups, "strides": [stride] * 2}, [
+        KernelInput(dtype=dtype, shape=image),
+        KernelInput(dtype=dtype, shape=(made, channels // groups, window, window), constant=True)],
+        [Tensor(dtype=dtype, shape=out)])
+
+
+def test_scratch_on_cuda() -> None:
+    dense = 4 * (64 * 32 * 32 + 64 * 64 * 9 + 64 * 32 * 32)
+    assert [scratch_bytes(kernel, "cuda") for kernel in (
+        conv("float32", 64, 3), conv("float32", 64, 1), conv("float32", 64, 3, groups=64), conv("float32", 3, 3),
+        conv("float32", 3, 16, stride=16))] == [dense, 0, 0, 0, 0]
+    assert scratch_bytes(conv("float32", 3, 7), "cuda") == 4 * (3 * 32 * 32 + 64 * 3 * 49 + 64 * 32 * 32)
+    assert scratch_bytes(conv("float16", 64, 3), "cuda") == dense / 2
+    assert scratch_bytes(conv("float32", 64, 3)) == 0  # on a CPU
 
 
 def test_memory_left_after_loading_depends_on_the_kind_of_weight() -> None:

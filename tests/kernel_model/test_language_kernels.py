@@ -11,9 +11,9 @@ from command import run_script
 
 from kernel_model.kernel_sampler import footprint_mib, sample_free
 from kernel_model.sampling.draws import on_cpu, on_cuda
-from kernel_model.sampling.free_shapes import language
+from kernel_model.sampling.free_shapes import language, standard
 from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, Generator, indices, kernel, tensor
-from kernel_model.sampling.free_shapes.table import LANGUAGE, Draw, draw_free_kernel
+from kernel_model.sampling.free_shapes.table import LANGUAGE, STANDARD, Draw, draw_free_kernel
 from records.attention import attended_by, with_lengths
 from records.kernel_record import Kernel
 from runtimes.ort.building.dummy_data import dummy_tensor
@@ -50,7 +50,8 @@ def small_draw(draw: Draw, dtype: str, generator: Generator) -> Kernel:
                 if footprint_mib(kernel) < 64 and kernel.flops < 2e9 and on_cpu(kernel))
 
 
-@pytest.mark.parametrize("draw", [draw for draw, _ in LANGUAGE if draw is not language.packed_attention])
+@pytest.mark.parametrize("draw", [draw for draw, _ in (*LANGUAGE, *STANDARD)
+                                  if draw not in (language.packed_attention, standard.in_bfloat16)])
 def test_draws_run_on_the_cpu(draw: Draw, small: None, tmp_path: Path) -> None:
     """They give the shapes that they describe, and no NaN; only CUDA has attention of packed rows."""
     generator = np.random.default_rng(1)
@@ -174,3 +175,11 @@ def test_all_keys_of_made_up_attention_count(shape: tuple[int, ...], wanted: lis
     texts = [tensor("float32", 2, count, 32) for count in (6, 9, 9)]
     described = kernel("MultiHeadAttention", [*texts, ABSENT, tensor("int32", *shape)], [(2, 6, 32)], CONTRIB, num_heads=4)
     assert dummy_tensor(described, 4).reshape(-1).tolist() == wanted
+
+
+def test_networks_in_bfloat16_have_operators_that_cuda_runs() -> None:
+    generator = np.random.default_rng(0)
+    drawn = [standard.in_bfloat16("float32", 2, generator) for _ in range(200)]
+    assert {kernel.dtype for kernel in drawn} == {"bfloat16"}
+    assert all(kernel.opset >= 22 for kernel in drawn if kernel.op_type == "Conv")
+    assert {kernel.op_type for kernel in drawn if on_cuda(kernel)} >= {"Conv", "Gemm", "MatMul", "AveragePool", "Softmax"}

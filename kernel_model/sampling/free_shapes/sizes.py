@@ -144,7 +144,7 @@ ABSENT = KernelInput(dtype="")  # an optional input that is left out
 
 
 def kernel(op_type: str, inputs: Sequence[KernelInput], outputs: Sequence[Sequence[int] | Tensor], domain: str = "",
-           **attributes: Any) -> Kernel:
-    """A described kernel; an output that is given as a shape has the type of the first input."""
+           opset: int = OPSET, **attributes: Any) -> Kernel:
+    """A described kernel; an output that is given as a shape has the type of the first input. `opset` is of ONNX's own set."""
     made = [output if isinstance(output, Tensor) else Tensor(dtype=inputs[0].dtype, shape=tuple(output)) for output in outputs]
-    return describe_kernel(op_type, domain, 1 if domain == CONTRIB else OPSET, attributes, inputs, made)
+    return describe_kernel(op_type, domain, 1 if domain == CONTRIB else opset, attributes, inputs, made)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from kernel_model.sampling.free_shapes import elementwise, forms, language, movement, products, reductions
+from kernel_model.sampling.free_shapes import elementwise, forms, language, movement, products, reductions, standard
 from kernel_model.sampling.free_shapes.sizes import Generator
 from records.kernel_record import Kernel
 
@@ -52,7 +52,10 @@ FORMS: tuple[tuple[Draw, float], ...] = (  # as often as libraries have algorith
     (forms.unary, 110), (forms.binary, 130), (forms.choice, 25), (forms.cast, 50), (forms.transpose, 50), (forms.join, 30),
     (forms.cut, 30), (forms.part, 40), (forms.pad, 30), (forms.repeat, 30), (forms.taken, 40), (forms.resize, 35),
     (forms.matrix_product, 90), (forms.gemm, 60), (forms.recurrent, 40))
-Kind = Literal["networks", "language", "forms"]
+STANDARD: tuple[tuple[Draw, float], ...] = (
+    (standard.attention, 340), (standard.norm, 40), (standard.rotary, 40), (standard.integer_product, 120),
+    (standard.quantised_activation, 80), (standard.quantised_weight, 80), (standard.in_bfloat16, 200))
+Kind = Literal["networks", "language", "forms", "standard"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Table:
 
 TABLES: dict[Kind, Table] = {"networks": Table(DRAWS, ("float32", "float16")),
                              "language": Table(LANGUAGE, ("float16", "float16", "bfloat16")),
-                             "forms": Table(FORMS, ("float32", "float16"))}
+                             "forms": Table(FORMS, ("float32", "float16")),
+                             "standard": Table(STANDARD, ("float16", "float32", "bfloat16"))}
 
 
 def draw_free_kernel(batch: int, generator: Generator, kind: Kind = "networks", dtypes: Sequence[str] = ()) -> Kernel:
