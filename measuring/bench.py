@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 from pydantic import Field
 
 from measuring.metrics.source import MetricSource, Window, values
-from records.measurement import DRIFT_ADMITTED
+from records.measurement import BUSY_ADMITTED, DRIFT_ADMITTED
 from records.probe_reading import ProbeReading
 from utils.errors import UserError
 from utils.frozen import Frozen
@@ -28,7 +29,8 @@ class Steadiness(Frozen):
     Attributes:
         drift: the largest drift (`Block.drift`, a ratio) of a steady block.
         attempts, attempts_under_load: how often an unsteady block is measured at most, on an idle and on a loaded device.
-        patience_s: how long to wait before a block on an idle device for the machine to be as fast as at its best.
+        patience_s: how long to wait before a block on an idle device for the machine to be as fast as at its best, and a CPU
+            free of other work.
     """
 
     drift: float = Field(DRIFT_ADMITTED, gt=0)
@@ -48,6 +50,8 @@ class Bench:
         source: of the device's metrics; None where none are read.
         window_s: how long the window of metrics before a block is.
         probe: reads how long tiny work waits for what else runs on the device; None where that is not read.
+        busy: the share of the processors' time that other work takes now, of a CPU that is to be idle; None where that does not
+            matter.
         steadiness: how steady the machine must be.
 
     Raises:
@@ -60,6 +64,7 @@ class Bench:
     source: MetricSource | None = None
     window_s: float = 0.5
     probe: Callable[[], ProbeReading | None] = lambda: None
+    busy: Callable[[], float] | None = None
     steadiness: Steadiness = field(default_factory=Steadiness)
 
     def __post_init__(self) -> None:
@@ -69,6 +74,7 @@ class Bench:
 
 
 PAUSE_S = 0.5
+LOOK_S = 0.25  # at what else a CPU does
 
 
 @dataclass
@@ -80,11 +86,15 @@ class Canary:
             takes more runs.
         loaded: whether other work is kept running on the device.
         best_ms: the shortest time so far; 0 while none is known, and under load, where it varies.
+        busy: the share of the processors' time that other work takes now; None where that does not matter. Work that pauses
+            may miss the canary's runs.
     """
 
     run_ms: Callable[[bool], Sequence[float]]
     loaded: bool = False
     best_ms: float = 0.0
+    busy: Callable[[], float] | None = None
+    in_vain: int = 0  # how often in a row it waited without the machine's becoming steady
 
     def now_ms(self) -> float:
         """The time now: the median of a few runs; under load the mean of more runs, because the load comes in bursts."""
@@ -100,21 +110,34 @@ class Canary:
         `wait_until_steady` does."""
         if self.loaded:
             return self.now_ms()
-        return wait_until_steady(self.now_ms, self.best_ms, tolerance, patience_s)
+        patience_s /= 2**self.in_vain  # a machine that is always disturbed does not hold everything up
+        began_s, best_ms = time.monotonic(), self.best_ms
+        found_ms = wait_until_steady(self.now_ms, best_ms, tolerance, patience_s, self.busy)
+        self.in_vain = self.in_vain + 1 if time.monotonic() - began_s >= patience_s > 0 else 0
+        return found_ms
 
 
-def wait_until_steady(time_ms: Callable[[], float], reference_ms: float, tolerance: float, patience_s: float) -> float:
-    """Times the canary until the machine is as fast as at its best, or until patience ends; returns the last time in ms.
+def busy_share() -> float:
+    """The share of all processors' time, 0–1, that something takes while this process looks on."""
+    return float(psutil.cpu_percent(LOOK_S)) / 100.0
+
+
+def wait_until_steady(time_ms: Callable[[], float], reference_ms: float, tolerance: float, patience_s: float,
+                      busy: Callable[[], float] | None = None) -> float:
+    """Times the canary until the machine is as fast as at its best and does nothing else, or until patience ends; returns the
+    last time in ms.
 
     Args:
         time_ms: times the canary.
         reference_ms: the canary's time on the machine at its best; 0 where that is not known: no waiting.
         tolerance: how much slower still counts as steady, a ratio.
         patience_s: how long to wait at most.
+        busy: the share of the processors' time that other work takes now; None: what else runs does not matter.
     """
     until = time.monotonic() + patience_s
     found_ms = time_ms()
-    while reference_ms and found_ms > reference_ms * (1 + tolerance) and time.monotonic() < until:
+    while time.monotonic() < until and ((reference_ms and found_ms > reference_ms * (1 + tolerance))
+                                        or (busy is not None and patience_s and busy() > BUSY_ADMITTED)):
         pause(PAUSE_S)
         found_ms = time_ms()
     return found_ms

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
-from measuring.bench import Bench, Canary, close_window, open_window, read_window
+from measuring.bench import Bench, Canary, MetricsWindow, close_window, open_window, read_window
 from measuring.pending import Planned, Unit
 from measuring.stress import Stress, stress
 from records.backgrounds import COMPUTE, Background
 from records.blocks import Block, Journal
-from records.measurement import BELOW_BEST, BUSY_ADMITTED, Measurement
+from records.measurement import BELOW_BEST, BUSY_ADMITTED, CPU_BUSY, Measurement
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -52,12 +52,13 @@ class RunningLoad:
 
 def idle(bench: Bench, best_canary_ms: float = 0.0) -> RunningLoad:
     """An idle device; `best_canary_ms` is the shortest time that the canary ever took on it, 0 where that is not known."""
-    return RunningLoad(Canary(bench.canary_ms, best_ms=best_canary_ms), Stress(0.0, None))
+    return RunningLoad(Canary(bench.canary_ms, best_ms=best_canary_ms, busy=bench.busy), Stress(0.0, None))
 
 
 def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: RunningLoad,
                   attempt: int = 1) -> Block:
-    """One block, measured once: window, probe, canary, units with a second window around them, canary.
+    """One block, measured once: canary, window, probe, units with a second window around them, canary. On an idle CPU a third
+    window follows, and the busier one of the first and the third counts.
 
     Args:
         bench: what is measured with.
@@ -69,15 +70,18 @@ def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Meas
     Raises:
         UserError: metrics, probe or canary can't be read, or the stressor has ended.
     """
+    before_ms = under.canary.steady_ms(bench.steadiness.drift + BELOW_BEST, bench.steadiness.patience_s)
     background = read_window(bench.source, bench.window_s)
     probe = bench.probe()
-    before_ms = under.canary.steady_ms(bench.steadiness.drift + BELOW_BEST, bench.steadiness.patience_s)
     opened = open_window(bench.source)
     measurements = tuple(time_units())
     during = close_window(bench.source, opened)
+    after_ms = under.canary.now_ms()
+    if under.canary.busy is not None:
+        background = max(background, read_window(bench.source, bench.window_s), key=_busy)
     block = Block(level=under.level, background_name=under.background, key=key, background=background.means,
                   background_s=round(background.seconds, 6), during=during.means, during_s=round(during.seconds, 6),
-                  canary_before_ms=before_ms, canary_after_ms=under.canary.now_ms(), canary_best_ms=under.canary.best_ms,
+                  canary_before_ms=before_ms, canary_after_ms=after_ms, canary_best_ms=under.canary.best_ms,
                   drift_admitted=bench.steadiness.drift, attempts=attempt, stress=under.stress.reached(), probe=probe,
                   machine=bench.machine_uuid, measurements=measurements)
     if block.unsteady:
@@ -85,6 +89,10 @@ def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Meas
                   100 * block.drift, block.canary_before_ms, block.canary_after_ms,
                   f"; {block.busy:.0%} busy with other work" if block.busy > BUSY_ADMITTED else "")
     return block
+
+
+def _busy(window: MetricsWindow) -> float:
+    return window.means.get(CPU_BUSY, 0.0)
 
 
 def without_interrupted(block: Block) -> tuple[Block, dict[str, str]]:
@@ -163,7 +171,8 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
             continue
         best_ms = best_canary_ms(block for block in measured if block.machine == bench.machine_uuid)
         with start(level, background) as stressor:
-            under = RunningLoad(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
+            under = RunningLoad(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms,
+                                       None if level else bench.busy), stressor, *load)
             _LoadMeasured(bench, time_units, under, journal, totals, stop_at_s).measure(todo)
     if totals.interrupted:
         log.warning("%d units were interrupted: the machine lacked disk space, memory or open files, or a process could not "

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers, energy_batches
-from measuring.bench import Bench, Steadiness
+from measuring.bench import Bench, Steadiness, busy_share
 from measuring.metrics.source import MetricSource
 from measuring.pending import chunks
 from measuring.run_times import Effort
@@ -190,7 +190,8 @@ def open_bench(config: CollectorConfig, device: str, machine_uuid: str, source: 
     """
     return Bench(device, machine_uuid, partial(_canary_ms, workers.worker, device), source, config.window_s,
                  partial(_probe, config, device, workers.worker),
-                 Steadiness(drift=config.canary_drift, attempts=config.attempts,
+                 busy=busy_share if device == "cpu" else None,
+                 steadiness=Steadiness(drift=config.canary_drift, attempts=config.attempts,
                             attempts_under_load=config.attempts_under_load, patience_s=config.patience_s))
 
 

@@ -24,7 +24,7 @@ from inference.evaluation.evaluated_models import EvaluatedModel, Failures, mode
 from inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked, read_metrics
 from inference.live.prometheus import server_for
 from inference.sharing.co_runner import probe_of, probed
-from measuring.bench import Canary
+from measuring.bench import Canary, busy_share
 from measuring.loads import describe_load
 from measuring.metrics.source import MetricSource, values
 from measuring.run_times import Effort
@@ -240,7 +240,8 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
                 if not loaded:  # a process's first session loads the runtime: this time and memory are not the model's
                     time_session(model, worker, device, run_mode, 0.0, watch_host=False, inputs=plan.inputs)
                     loaded = True
-                canary = Canary(partial(worker.canary_ms, device), best_ms=best_canary_ms)
+                canary = Canary(partial(worker.canary_ms, device), best_ms=best_canary_ms,
+                                busy=busy_share if device == "cpu" and model.idle else None)
                 before_ms = canary.steady_ms(STEADY, plan.patience_s)
                 if best_canary_ms:
                     model.canaries.append(before_ms / best_canary_ms)

@@ -34,7 +34,7 @@ from typing import Any
 from inference.core.host_pace import ratio_of
 from inference.core.targets import fitted_for
 from inference.evaluation.evaluate import LEAST_RUNS, MOST_RUNS, PATIENCE_S, STEADY, WARMUP, MeasuringPlan
-from measuring.bench import Canary
+from measuring.bench import Canary, busy_share
 from measuring.run_times import Effort
 from measuring.worker_process import WorkerFailed
 from recipes.kinds.judgement import (
@@ -150,7 +150,7 @@ def wait_until_best(plan: MeasuringPlan, best_canary_ms: float) -> None:
     """Waits until the machine is as fast as at its best, when the canary took `best_canary_ms`; for `plan.patience_s` seconds
     at most."""
     with measuring("cpu"), Worker(plan.timeout_s) as worker:
-        Canary(partial(worker.canary_ms, "cpu"), best_ms=best_canary_ms).steady_ms(STEADY, plan.patience_s)
+        Canary(partial(worker.canary_ms, "cpu"), best_ms=best_canary_ms, busy=busy_share).steady_ms(STEADY, plan.patience_s)
 
 
 def measured(model: MadeModel, path: Path, step: Step, plan: MeasuringPlan, best_canary_ms: float) -> StepResult:
@@ -158,7 +158,7 @@ def measured(model: MadeModel, path: Path, step: Step, plan: MeasuringPlan, best
     began, samples_ms, canaries_ms = time.monotonic(), list[float](), list[float]()
     outcome, message = "answered", ""
     with measuring("cpu"), Worker(plan.timeout_s) as worker:
-        canary = Canary(partial(worker.canary_ms, "cpu"), best_ms=best_canary_ms)
+        canary = Canary(partial(worker.canary_ms, "cpu"), best_ms=best_canary_ms, busy=busy_share)
         try:
             for _ in range(plan.rounds):
                 canaries_ms.append(canary.steady_ms(STEADY, plan.patience_s))

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,6 +66,25 @@ def test_a_block_waits_until_the_machine_is_at_its_best_again(monkeypatch: pytes
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).canary_before_ms == 1.05
     bench = bench_with([2.0, 2.0])  # no patience: the block is measured and reported as unsteady
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).drift == pytest.approx(0.95)
+
+
+def test_a_block_waits_until_a_cpu_does_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("measuring.bench.PAUSE_S", 0.001)
+    shares = [0.9, 0.5, 0.1]
+    bench = replace(bench_with([1.0] * 4, patience_s=60.0), busy=lambda: shares.pop(0))
+    measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0))
+    assert not shares
+
+
+def test_a_machine_that_is_always_busy_does_not_hold_everything_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("measuring.bench.PAUSE_S", 0.001)
+    canary = Canary(lambda loaded: [1.0], best_ms=1.0, busy=lambda: 0.9)
+    for _ in range(20):
+        canary.steady_ms(0.05, 0.2)
+    assert canary.in_vain == 20  # so the last wait was 2^19 times shorter than the first one
+    canary.busy = lambda: 0.0
+    canary.steady_ms(0.05, 0.2)
+    assert canary.in_vain == 0
 
 
 def test_under_load_the_canary_is_a_mean_and_has_no_best() -> None:
