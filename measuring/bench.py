@@ -75,6 +75,7 @@ class Bench:
 
 PAUSE_S = 0.5
 LOOK_S = 0.25  # at what else a CPU does
+HALVINGS = 4  # of patience, at most
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Canary:
         `wait_until_steady` does."""
         if self.loaded:
             return self.now_ms()
-        patience_s /= 2**self.in_vain  # a machine that is always disturbed does not hold everything up
+        patience_s /= 2 ** min(self.in_vain, HALVINGS)  # a machine that is always disturbed does not hold everything up
         began_s, best_ms = time.monotonic(), self.best_ms
         found_ms = wait_until_steady(self.now_ms, best_ms, tolerance, patience_s, self.busy)
         self.in_vain = self.in_vain + 1 if time.monotonic() - began_s >= patience_s > 0 else 0
