@@ -82,6 +82,7 @@ python inference/predict_model_latency.py --model trees.onnx --measure-missing -
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --dim batch=1,2,4,8 --energy
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --host-pace 1.15 --slo-ms 50
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --dtype fp16
+python inference/predict_model_latency.py --model resnet18.onnx --gpu l40s --dim batch=1,8
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --cuda-graph
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --trace timeline.json
 python inference/predict_model_latency.py --model resnet18.onnx --trace t.json --beside real.json  # needs run_anatomy.py

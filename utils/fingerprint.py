@@ -27,6 +27,7 @@ MACHINE_ID = Path("/etc/machine-id")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux makes a new one at each start
 SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU; a CPU's target says the first
 DEFAULT_RUNTIME = "ort"
+FROM_SHEET = "-from-data-sheet"  # how the name of a device ends that stands for a card by its data sheet
 
 
 class _Frozen(BaseModel):

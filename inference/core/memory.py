@@ -27,9 +27,10 @@ from collections.abc import Collection, Mapping, Sequence
 from inference.core.arena import MIB, Arena, Block
 from inference.core.buffers import Activations, Layout, NodeBuffers, buffers_of_run, lay_out, layouts_of, live_activations
 from inference.core.cuda_memory import LIBRARIES_MIB, taken_bytes
+from records.gpu_catalogue import gpu_memory_mib
 from records.kernel_record import ModelRecord
 from runtimes import runtime_named
-from utils.fingerprint import Machine, Target
+from utils.fingerprint import FROM_SHEET, Machine, Target
 from utils.frozen import Frozen
 
 SESSION_BYTES, NODE_BYTES = 2.4 * MIB, 0.011 * MIB  # of a CPU's session: of any, and for each node
@@ -130,7 +131,7 @@ def device_memory_mib(target: Target, machines: Sequence[Machine]) -> float | No
     """
     if target.flavour.device == "cpu":
         return min((1024 * machine.memory_gib for machine in machines), default=None)
-    return GPU_MEMORY_MIB.get(target.device_name)
+    return GPU_MEMORY_MIB.get(target.device_name) or gpu_memory_mib(target.device_name.removesuffix(FROM_SHEET))
 
 
 def memory_warnings(memory: Memory, there_mib: float | None) -> tuple[str, ...]:

@@ -325,6 +325,8 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
         fit = Span(*used.calibrated.ends(sources_of(run, latency)))
         moved = kernels_span(without_calibrated(run), latency, False) if uncertainties else CERTAIN
     spans = [fit, moved, trips, hosts, short.span]
+    if fitted.sheet_range:
+        spans.append(Span(fitted.sheet_range.low, fitted.sheet_range.high))
     if conditions.shared_gpu and shared:
         spans.append(load_span(conditions.shared_gpu.sharing, conditions.shared_gpu.load_source))
     elif conditions.load:

@@ -40,6 +40,7 @@ from inference.sharing.shared_models import (
 )
 from runtimes import analysis
 from training.energy.learned import EnergyModel, read_energy
+from utils.errors import UserError
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
@@ -154,6 +155,9 @@ class Predictor:
             UserError: there are no predictors for it, or they can't be read; or nothing was learned of its energy, and the
                 message says how to change that.
         """
+        if self.fitted.sheet_range:
+            raise UserError(f"{self.fitted.target.name}: energy is predicted for cards that were measured; a data sheet says "
+                            "how much power a card may take, not how much it takes")
         return read_energy(predictor_folders(self.workspace)[self.fitted.target.name])
 
     def renew(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference.core.from_data_sheet import base_target, carried_predictors, gpu_of_target, sheet_range
 from records.kernel_record import ModelRecord
 from runtimes import local_target, runtime_named
 from training.composition.fitted import Composition, read_composition
@@ -18,11 +19,13 @@ from training.kernels.uncertainty import Uncertainty, read_uncertainty
 from training.sharing.learned import Sharing, read_sharing
 from utils.errors import UserError
 from utils.files import cached
-from utils.fingerprint import CUDNN, Target, has_cuda, package_version, slug
+from utils.fingerprint import CUDNN, FROM_SHEET, Target, has_cuda, package_version, slug
 from utils.model_graphs import MOST_LOADED_BYTES
 from utils.paths import SHIPPED, SIDECAR, Workspace
 
 if TYPE_CHECKING:
+    from records.gpu_catalogue import Gpu
+    from training.data_sheet.saved import Range
     from training.kernels.sidecar import Sidecar
 
 MAKE_PREDICTORS = (
@@ -41,6 +44,7 @@ class Fitted:
         sharing: how the target's GPU takes turns between processes; None where that was not learned.
         other_cudnn: whether this machine has the target's device, but another minor version of cuDNN than was measured.
         notices: what the reader should know about the choice and the versions.
+        sheet_range: how far off times are that were carried over from another card; None for a card that was measured.
     """
 
     target: Target
@@ -51,6 +55,7 @@ class Fitted:
     sharing: Sharing | None = None
     other_cudnn: bool = False
     notices: tuple[str, ...] = ()
+    sheet_range: Range | None = None
 
 
 @functools.cache
@@ -190,6 +195,9 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
         UserError: no predictors, none or several for `name`, several of other devices to choose from, or their files can't be
             read.
     """
+    if gpu := gpu_of_target(name):
+        base = _named(base_target(), sorted(predictor_folders(workspace)), workspace)
+        return carried_over(fitted_for(workspace, base, estimators), gpu)
     name, notices = choose_target(workspace, name)
     folder = predictor_folders(workspace)[name]
     files = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))  # not what is just being written
@@ -207,6 +215,17 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
     return Fitted(sidecar.target, predictors, composition, uncertainty, host, sharing,
                   other_cudnn=other_cudnn(sidecar) is not None,
                   notices=(*notices, versions) if versions else notices)
+
+
+def carried_over(measured: Fitted, gpu: Gpu) -> Fitted:
+    """What was learned of the H200, for a card that was never measured."""
+    target = measured.target.model_copy(update={"device_name": f"{gpu.slug}{FROM_SHEET}"})
+    found = sheet_range(gpu)
+    about = (f"from the data sheet: never measured on {gpu.name}. Times are carried over from {measured.target.device_name}, "
+             f"with its host; kernels of cards that were left out took {found.low:.2g} to {found.high:.2g} times as long as "
+             "predicted")
+    return replace(measured, target=target, predictors=carried_predictors(measured.predictors, target, gpu), sharing=None,
+                   other_cudnn=False, notices=(*measured.notices, about), sheet_range=found)
 
 
 def mismatches(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from inference.llm.dimensions import DecoderFile, Step
 from records.generations import PHASES, Phase
 from training.energy.learned import EnergyModel, energy_path, read_energy
 from training.llm.learned import LearnedGeneration, read_generation, read_generation_energy
+from utils.errors import UserError
 
 if TYPE_CHECKING:
     from inference.core.model_run import PredictedRun
@@ -56,6 +57,9 @@ def learned_of(predictor: Predictor) -> Learned:
         UserError: there are no predictors, or a file can't be read.
     """
     fitted = predictor.fitted
+    if fitted.sheet_range:
+        raise UserError(f"{fitted.target.name}: generation was learned on cards that were measured; from a data sheet, its "
+                        "runs can be predicted one by one (predict_model_latency.py --gpu)")
     folder = predictor_folders(predictor.workspace)[fitted.target.name]
     generation, energy = read_generation(folder), read_generation_energy(folder)
     if energy is None and energy_path(folder).is_file():

@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 
 from utils import logger
 from utils.errors import UserError
+from utils.fingerprint import FROM_SHEET
 from utils.locks import wait_for_locks
 from utils.paths import ROOT, Workspace
 
@@ -118,10 +119,21 @@ def add_model(made: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, 
                       help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
 
 
+def sheet_name(name: str) -> str:
+    """The target that stands for a card by its data sheet."""
+    if not name.strip():
+        raise argparse.ArgumentTypeError("the name of a card is expected, e.g. l40s")
+    return f"{name.strip()}{FROM_SHEET}"
+
+
 def add_target(made: argparse.ArgumentParser) -> None:
-    """`--target`: the device and software to predict for."""
-    made.add_argument("--target", help="whose latency, by name or a part of it, e.g. h200, whose predictors come with Hase "
-                      "(default: this machine, or the only target with predictors)")
+    """`--target` and `--gpu`: the device and software to predict for."""
+    either = made.add_mutually_exclusive_group()
+    either.add_argument("--gpu", dest="target", type=sheet_name, metavar="CARD", help="a GPU that was never measured, from its "
+                        "data sheet, e.g. l40s or rtx-4090 (records/gpus.yaml), or a file with one's own; such answers are "
+                        "marked")
+    either.add_argument("--target", help="whose latency, by name or a part of it, e.g. h200, whose predictors come with Hase "
+                        "(default: this machine, or the only target with predictors)")
 
 
 def add_run_mode(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,111 @@
+"""Times carried over from one card to another: bounds, ratios, and what is learned from pairs of cards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from records.gpu_catalogue import Gpu, gpu_named
+from training.data_sheet.fit import learn
+from training.data_sheet.ratios import BASE
+from training.data_sheet.saved import Range, read_sheet, write_sheet
+from training.data_sheet.tables import COLUMNS, read_tables
+from training.data_sheet.work import (
+    DTYPES,
+    KINDS,
+    REACHED_PEAK,
+    Work,
+    bounds_of,
+    peaks_flop_s,
+    ratio_of_bounds,
+)
+from utils.errors import UserError
+
+
+def card(name: str) -> Gpu:
+    gpu = gpu_named(name)
+    assert gpu is not None
+    return gpu
+
+
+def work(kind: str, dtype: str, flops: float, moved_bytes: float, outputs: float) -> Work:
+    return Work(np.array([flops]), np.array([moved_bytes]), np.array([outputs]), np.array([KINDS.index(kind)]),
+                np.array([DTYPES.index(dtype)]), np.ones(1))
+
+
+def ratio(of: Work, base: str, there: str, times_bound: float = 1.0) -> float:
+    """How many times as long a kernel takes on a card, that takes so many times its longest bound on the base card."""
+    here, bounds = bounds_of(of, card(base)), bounds_of(of, card(there))
+    return float(ratio_of_bounds(of, times_bound * here.longest_s, here, bounds, card(base), card(there))[0])
+
+
+def test_a_large_product_goes_with_the_peak_and_a_large_copy_with_the_bandwidth() -> None:
+    product = work("product", "bfloat16", 2 * 8192.0**3, 3 * 2 * 8192.0**2, 8192.0**2)
+    copy = work("movement", "float16", 0.0, 4e9, 1e9)
+    assert ratio(product, "h200", "a100") == pytest.approx(989 / 312, rel=0.02)
+    assert ratio(copy, "h200", "h100") == pytest.approx(4800 / 3350, rel=0.08)  # the way through the cache is the same
+    assert ratio(copy, "h200", "h200") == ratio(product, "h200", "h200") == 1.0
+
+
+def test_what_fits_into_the_second_cache_does_not_wait_for_memory() -> None:
+    small = work("elementwise", "float32", 1e6, 8e6, 1e6)
+    assert bounds_of(small, card("l40s")).memory_s[0] < 8e6 / 864e9  # 96 MB; less than its memory alone would take
+    assert bounds_of(small, card("t4")).memory_s[0] > 8e6 / 320e9  # 4 MB
+
+
+def test_the_shortest_kernel_goes_with_the_clock() -> None:
+    tiny = work("elementwise", "float32", 100.0, 800.0, 100.0)
+    assert ratio(tiny, "h200", "a100") == pytest.approx(1980 / 1410, rel=0.05)
+
+
+def test_float32_uses_tf32_only_where_there_is_any() -> None:
+    product = work("product", "float32", 1.0, 1.0, 1.0)
+    assert [peaks_flop_s(product, card(name))[0] for name in ("h200", "t4")] == pytest.approx([494.7e12, 8.1e12])
+    plain = work("product", "plain float32", 1.0, 1.0, 1.0)
+    assert peaks_flop_s(plain, card("h200"))[0] == pytest.approx(66.9e12)
+
+
+def made_up_tables(folder: Path, efficiency: dict[str, float]) -> Path:
+    """Large products, each of which takes a share of the card's peak."""
+    rows = [("products", "product", "bfloat16", "MatMul", f"{size}x{depth}", 2.0 * size * size * depth,
+             2.0 * (2 * size * depth + size * size), float(size * size), 1.0, "", name,
+             1e3 * 2.0 * size * size * depth / (card(name).peak_tflop_s("bfloat16") * 1e12 * share))
+            for size in range(4096, 12288, 256) for depth in (4096, 6144, 8192) for name, share in efficiency.items()]
+    path = folder / "tables.csv"
+    pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(path, index=False)
+    return path
+
+
+def test_the_booster_learns_how_far_a_card_stays_behind_its_sheet(tmp_path: Path) -> None:
+    share = {"h200": REACHED_PEAK, "h100": REACHED_PEAK, "a100": 0.9, "l40s": 0.5}
+    table, = read_tables(made_up_tables(tmp_path, share))
+    ratios = learn([table], threads=1)
+    for name in ("a100", "l40s"):
+        carried = ratios.times_ms(table.work, table.ms[BASE], card(BASE), card(name), table.name)
+        assert np.abs(carried / table.ms[name] - 1).mean() < 0.02, name
+    assert ratios.times_ms(table.work, table.ms[BASE], card(BASE), card(BASE)) is table.ms[BASE]
+    write_sheet(tmp_path, ratios, "base", ("h200", "a100"), Range(low=0.9, high=1.1), Range(low=0.8, high=1.3))
+    model, again = read_sheet(tmp_path)
+    assert (model.cards, model.alike.high, model.unlike.low) == (("h200", "a100"), 1.1, 0.8)
+    here = again.times_ms(table.work, table.ms[BASE], card(BASE), card("a100"), table.name)
+    assert here == pytest.approx(ratios.times_ms(table.work, table.ms[BASE], card(BASE), card("a100"), table.name), rel=1e-3)
+    (tmp_path / "booster.npz").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"booster\.npz: is not the one that data_sheet\.json describes"):
+        read_sheet(tmp_path)
+
+
+def test_times_that_can_not_be_are_left_out(tmp_path: Path) -> None:
+    table, = read_tables(made_up_tables(tmp_path, {"h200": 0.7, "b200": 3.8}))  # almost four times its peak
+    assert np.isfinite(table.ms["h200"]).all()
+    assert np.isnan(table.ms["b200"]).all()
+
+
+def test_wrong_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no table of kernels on several cards"):
+        read_tables(tmp_path / "none.csv")
+    (tmp_path / "t.csv").write_text("table,gpu\na,h200\n", encoding="utf-8")
+    with pytest.raises(UserError, match="lacks the columns kind, dtype"):
+        read_tables(tmp_path / "t.csv")

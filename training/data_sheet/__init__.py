@@ -1,0 +1,1 @@
+"""What data sheets and public measurements teach about GPUs that nobody here owns."""

@@ -1,0 +1,50 @@
+"""What was learned of how kernels' times go from one card to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from records.gpu_catalogue import Gpu
+from training.data_sheet.work import KINDS, Floats, Work, bounds_of, features_of, ratio_of_bounds
+from utils.lazy import xgboost
+
+BASE = "h200"  # the card that times are carried over from
+OWN = "onnxruntime"  # the table of Hase's own kernels
+SHORTEST_US = {"products": 2.7, "attention": 9.5, "neusight": 15.0, OWN: 1.1}  # of a launch, as the table was measured
+CORRECTED = ("product", "attention")
+
+
+@dataclass
+class CardRatios:
+    """What was learned of how times go from one card to another: a booster of what the bounds leave."""
+
+    booster: Any = field(repr=False)
+
+    def times_ms(self, work: Work, base_ms: Floats, base: Gpu, gpu: Gpu, table: str = OWN) -> Floats:
+        """The times of kernels on a card, ms, from those on another one.
+
+        Args:
+            work: of the kernels.
+            base_ms: their times on the base card.
+            base, gpu: the cards.
+            table: as which one they were measured.
+        """
+        if base.slug == gpu.slug:
+            return base_ms
+        base_s = base_ms * 1e-3
+        here, there = (bounds_of(work, of, SHORTEST_US[table]) for of in (base, gpu))
+        ratios = ratio_of_bounds(work, base_s, here, there, base, gpu)
+        chosen = corrected(work)
+        if chosen.any():
+            features = features_of(work, base_s, here, there, base, gpu)[chosen]
+            ratios[chosen] *= np.exp(self.booster.predict(xgboost.DMatrix(features)))
+        return np.asarray(base_ms * ratios, dtype=float)
+
+
+def corrected(work: Work) -> npt.NDArray[np.bool_]:
+    """Which kernels the booster corrects."""
+    return np.isin(work.kinds, [KINDS.index(kind) for kind in CORRECTED])

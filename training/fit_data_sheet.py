@@ -1,0 +1,114 @@
+"""Learns what data sheets and public tables say of GPUs that were never measured, and shows how far off that is.
+
+Reads a table of kernels on several GPUs (--tables, as recipes/gpus/derive_tables.py makes it). Each card is left out in turn,
+and predicted from the H200's times: errors by table and size of the kernel, in per cent, beside those of the ratio of rooflines
+alone. Writes training/shipped/data-sheet (or --out), which `--gpu` predicts with. Takes two minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from records.gpu_catalogue import Gpu
+from training.data_sheet.fit import learn
+from training.data_sheet.ratios import BASE, OWN, CardRatios
+from training.data_sheet.saved import FOLDER, Range, write_sheet
+from training.data_sheet.tables import Table, card, read_tables
+from training.data_sheet.work import Floats, Work, peaks_flop_s
+from utils import cli
+from utils.errors import UserError
+
+LONG_MS = 0.05
+BASE_TARGET = "nvidia-h200-cuda-ort1.31-all"
+EXAMPLES = """
+python training/fit_data_sheet.py --tables recipes/gpus/tables.csv.xz --out out/data-sheet
+"""
+
+
+class LeftOut(NamedTuple):
+    """Kernels of a card that nothing was learned of: its table, and measured, predicted and naive times in ms."""
+
+    table: str
+    gpu: Gpu
+    measured_ms: Floats
+    predicted_ms: Floats
+    naive_ms: Floats
+
+
+def naive_ratio(work: Work, base: Gpu, gpu: Gpu) -> Floats:
+    """The ratio of both cards' rooflines."""
+    def roofline_s(of: Gpu) -> Floats:
+        return np.maximum(work.moved_bytes / (of.bandwidth_gb_s * 1e9), work.flops / peaks_flop_s(work, of))
+
+    return np.asarray(roofline_s(gpu) / roofline_s(base))
+
+
+def predicted(table: Table, gpu: Gpu, ratios: CardRatios) -> LeftOut:
+    """The kernels of a card in a table that has the base card, too."""
+    base = card(BASE)
+    both = np.isfinite(table.ms[BASE]) & np.isfinite(table.ms[gpu.slug])
+    work, base_ms = table.work.rows(both), table.ms[BASE][both]
+    return LeftOut(table.name, gpu, table.ms[gpu.slug][both], ratios.times_ms(work, base_ms, base, gpu, table.name),
+                   base_ms * naive_ratio(work, base, gpu))
+
+
+def row(left_out: LeftOut) -> dict[str, Any]:
+    """Errors in per cent: of all kernels, and of long ones."""
+    errors, naive = (np.abs(times / left_out.measured_ms - 1.0) for times in (left_out.predicted_ms, left_out.naive_ms))
+    long = left_out.measured_ms > LONG_MS
+    return {"table": left_out.table, "left_out": left_out.gpu.name, "kernels": len(errors),
+            "MAPE_%": _percent(errors), "median_%": 100 * float(np.median(errors)),
+            f"over_{1e3 * LONG_MS:g}_us_%": _percent(errors[long]), "rooflines_%": _percent(naive),
+            f"rooflines_over_{1e3 * LONG_MS:g}_us_%": _percent(naive[long])}
+
+
+def _percent(errors: Floats) -> float:
+    return round(100 * float(errors.mean()), 1) if len(errors) else float("nan")
+
+
+def range_of(left_out: Sequence[LeftOut]) -> Range:
+    """The multiples of predictions that hold nine of ten times, each table of a card alike."""
+    ends = np.array([np.quantile(of_card.measured_ms / of_card.predicted_ms, (0.05, 0.95)) for of_card in left_out])
+    low, high = np.exp(np.log(ends).mean(axis=0)).tolist()
+    return Range(low=min(low, 1.0), high=max(high, 1.0))
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--tables", type=Path, required=True, help="kernels on several GPUs")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="where what is learned goes (default: what ships with Hase)")
+    args = parser.parse_args()
+    cli.start(args)
+    tables = read_tables(args.tables)
+    names = sorted({name for table in tables if BASE in table.ms for name in table.ms} - {BASE})
+    if not names:
+        raise UserError(f"{args.tables}: no table has {BASE} and another card")
+    found: list[LeftOut] = []
+    for name in cli.progress(names, "cards left out"):
+        ratios = learn(tables, without=(name,))
+        found += [predicted(table, card(name), ratios) for table in tables if BASE in table.ms and name in table.ms]
+    capabilities = {name: card(name).compute_capability for name in (*names, BASE)}
+
+    def alike(of_card: LeftOut) -> bool:
+        return any(capability == of_card.gpu.compute_capability for name, capability in capabilities.items()
+                   if name != of_card.gpu.slug)
+
+    ranges = [range_of([of_card for of_card in found if alike(of_card) == wanted]) for wanted in (True, False)]
+    write_sheet(args.out, learn(tables), BASE_TARGET, (*names, BASE), *ranges)
+    cli.print_rows([row(of_card) for of_card in sorted(found, key=lambda of_card: (of_card.table == OWN, of_card.table))],
+                   args.json, f"errors of cards left out; nine of ten times within {ranges[0].low:.2f} to {ranges[0].high:.2f} "
+                   f"times the prediction, for other compute capabilities {ranges[1].low:.2f} to {ranges[1].high:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
