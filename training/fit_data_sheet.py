@@ -96,14 +96,11 @@ def main() -> int:
     for name in cli.progress(names, "cards left out"):
         ratios = learn(tables, without=(name,))
         found += [predicted(table, card(name), ratios) for table in tables if BASE in table.ms and name in table.ms]
-    capabilities = {name: card(name).compute_capability for name in (*names, BASE)}
-
-    def alike(of_card: LeftOut) -> bool:
-        return any(capability == of_card.gpu.compute_capability for name, capability in capabilities.items()
-                   if name != of_card.gpu.slug)
-
-    ranges = [range_of([of_card for of_card in found if alike(of_card) == wanted]) for wanted in (True, False)]
-    write_sheet(args.out, learn(tables), BASE_TARGET, (*names, BASE), *ranges)
+    own = tuple(sorted({BASE, *(name for table in tables if table.name == OWN for name in table.ms)}))
+    capabilities = {card(name).compute_capability for name in own}
+    ranges = [range_of([of_card for of_card in found if (of_card.gpu.compute_capability in capabilities) == wanted])
+              for wanted in (True, False)]
+    write_sheet(args.out, learn(tables), BASE_TARGET, (*names, BASE), own, *ranges)
     cli.print_rows([row(of_card) for of_card in sorted(found, key=lambda of_card: (of_card.table == OWN, of_card.table))],
                    args.json, f"errors of cards left out; nine of ten times within {ranges[0].low:.2f} to {ranges[0].high:.2f} "
                    f"times the prediction, for other compute capabilities {ranges[1].low:.2f} to {ranges[1].high:.2f}")

@@ -106,11 +106,11 @@ def carried_predictors(measured: Predictors, target: Target, gpu: Gpu, ratios: C
 
 
 def sheet_range(gpu: Gpu, model: SheetModel | None = None) -> Range:
-    """How far off times are that are carried over to a card: less for one that the tables have, or another one of its compute
-    capability, and more where none has its generation."""
+    """How far off times are that are carried over to a card: less for one of the compute capability of a card on which kernels
+    of ONNX Runtime were measured, and more where no table has its generation."""
     model = model or learned()[0]
-    known = [card for name in model.cards if (card := gpu_named(name))]
-    found = model.alike if any(card.compute_capability == gpu.compute_capability for card in known) else model.unlike
+    known, own = ([card for name in names if (card := gpu_named(name))] for names in (model.cards, model.own))
+    found = model.alike if any(card.compute_capability == gpu.compute_capability for card in own) else model.unlike
     if any(card.generation == gpu.generation for card in known):
         return found
     return Range(low=found.low**WIDER, high=found.high**WIDER)

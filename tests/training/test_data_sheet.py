@@ -87,7 +87,7 @@ def test_the_booster_learns_how_far_a_card_stays_behind_its_sheet(tmp_path: Path
         carried = ratios.times_ms(table.work, table.ms[BASE], card(BASE), card(name), table.name)
         assert np.abs(carried / table.ms[name] - 1).mean() < 0.02, name
     assert ratios.times_ms(table.work, table.ms[BASE], card(BASE), card(BASE)) is table.ms[BASE]
-    write_sheet(tmp_path, ratios, "base", ("h200", "a100"), Range(low=0.9, high=1.1), Range(low=0.8, high=1.3))
+    write_sheet(tmp_path, ratios, "base", ("h200", "a100"), ("h200",), Range(low=0.9, high=1.1), Range(low=0.8, high=1.3))
     model, again = read_sheet(tmp_path)
     assert (model.cards, model.alike.high, model.unlike.low) == (("h200", "a100"), 1.1, 0.8)
     here = again.times_ms(table.work, table.ms[BASE], card(BASE), card("a100"), table.name)

@@ -33,7 +33,8 @@ class SheetModel(Frozen):
     Attributes:
         base: the target that times are carried over from.
         cards: those of the tables.
-        alike, unlike: errors for a card of a compute capability that another card of the tables has, and for others.
+        own: those of them on which kernels of ONNX Runtime were measured, and not only products and attention.
+        alike, unlike: errors for cards of the compute capability of one of `own`, and for others.
         booster: numbers of the saved booster; its arrays are in `booster.npz`.
         sha256: of these.
     """
@@ -41,21 +42,23 @@ class SheetModel(Frozen):
     version: int = VERSION
     base: str
     cards: tuple[str, ...]
+    own: tuple[str, ...]
     alike: Range
     unlike: Range
     booster: dict[str, float]
     sha256: str
 
 
-def write_sheet(folder: Path, ratios: CardRatios, base: str, cards: tuple[str, ...], alike: Range, unlike: Range) -> None:
-    """Writes what was learned."""
+def write_sheet(folder: Path, ratios: CardRatios, base: str, cards: tuple[str, ...], own: tuple[str, ...], alike: Range,
+                unlike: Range) -> None:
+    """Writes what was learned; the arguments are those of `SheetModel`."""
     numbers, arrays = as_arrays(ratios.booster)
     packed = io.BytesIO()
     np.savez_compressed(packed, allow_pickle=False, **arrays)
     path = folder / "booster.npz"
     files.write_bytes(path, packed.getvalue())
-    files.write_json(folder / "data_sheet.json", SheetModel(base=base, cards=cards, alike=alike, unlike=unlike, booster=numbers,
-                                                            sha256=files.sha256(path)))
+    files.write_json(folder / "data_sheet.json", SheetModel(
+        base=base, cards=cards, own=own, alike=alike, unlike=unlike, booster=numbers, sha256=files.sha256(path)))
 
 
 def read_sheet(folder: Path = FOLDER) -> tuple[SheetModel, CardRatios]:

@@ -1,0 +1,161 @@
+"""Which device? A model on several GPUs side by side: latency, throughput, memory, and what a million items cost.
+
+A card is named as in records/gpus.yaml (or by a file with one's own). Where predictors of it are in the workspace or ship with
+Hase, they predict; any other card is predicted from its data sheet, which the column `from` says; `this` is this machine.
+Prices are a YAML file of names and prices per hour, in any currency. Rows are sorted by cost, or by latency without prices; a
+card whose memory is too small comes last. With --slo-ms, a column says how likely the latency meets it, by the prediction's
+interval. Prints a table, and draws latency against cost with --plot.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist
+from typing import Annotated, Any
+
+from pydantic import Field, RootModel
+
+from inference.core.answers import Prediction
+from inference.core.predictor import Predictor
+from inference.core.targets import predictor_folders
+from records.gpu_catalogue import gpu_named
+from runtimes.analysis import own_sizes
+from utils import cli, files
+from utils.config import read_config
+from utils.errors import UserError
+from utils.fingerprint import FROM_SHEET, slug
+from utils.lazy import matplotlib
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("compare")
+THIS = "this"
+NORMAL_90 = 1.645  # standard deviations from the middle of a normal distribution to an end of its middle nine tenths
+EXAMPLES = """
+python inference/compare_devices.py --model resnet18.onnx --dim batch=1,8,32 --gpus h200,h100,a100,l4,l40s,rtx-4090
+python inference/compare_devices.py --model resnet18.onnx --gpus h100,l4 --slo-ms 10 --prices prices.yaml  # needs your prices
+"""
+
+
+class Prices(RootModel[dict[str, Annotated[float, Field(gt=0)]]]):
+    """What an hour of each device costs, by its name."""
+
+
+def target_of(name: str, workspace: Workspace) -> str | None:
+    """The target that a device's name stands for: a measured one where there are predictors of it, else its data sheet; None
+    for this machine."""
+    if name == THIS:
+        return None
+    gpu = gpu_named(name)
+    if gpu is not None and (measured := [target for target in sorted(predictor_folders(workspace))
+                                         if target.startswith(f"{slug(gpu.name)}-cuda")]):
+        return measured[0]
+    return f"{name}{FROM_SHEET}"
+
+
+def chance_of(prediction: Prediction, limit_ms: float) -> float:
+    """How likely a latency is within a limit, 0 to 1: the prediction's interval holds the middle nine tenths of what is
+    likely."""
+    low_ms, high_ms = prediction.interval_ms
+    spread = (math.log(high_ms) - math.log(low_ms)) / (2 * NORMAL_90)
+    middle = math.log(prediction.latency_ms)
+    return NormalDist(middle, max(spread, 1e-6)).cdf(math.log(limit_ms))
+
+
+def row(name: str, prediction: Prediction, price: float | None, limit_ms: float | None) -> dict[str, Any]:
+    """A line of the table."""
+    low_ms, high_ms = prediction.interval_ms
+    rate, fits = prediction.items_per_second, prediction.fits_memory
+    source = "data sheet" if FROM_SHEET in prediction.target else "measured card"
+    cost = None if price is None or not rate else price / 3600 * 1e6 / rate
+    return {"device": name, "batch": prediction.batch, "latency (ms)": prediction.latency_ms, "low (ms)": low_ms,
+            "high (ms)": high_ms, "items/s": rate, "peak memory (MiB)": prediction.peak_memory_mib,
+            "fits": "not known" if fits is None else "yes" if fits else "no",
+            **({"a million items": cost} if price is not None else {}),
+            **({f"chance of {limit_ms:g} ms": f"{chance_of(prediction, limit_ms):.0%}"} if limit_ms else {}),
+            "from": source, "rough estimate": "yes" if prediction.rough_estimate else "no"}
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str, limit_ms: float | None) -> None:
+    """Draws latency with its interval against the cost of a million items, or against throughput where there are no prices."""
+    matplotlib.use("Agg")
+    figure, axes = matplotlib.pyplot.subplots(figsize=(8, 5), layout="constrained")
+    across = "a million items" if any("a million items" in line for line in rows) else "items/s"
+    shown = [line for line in rows if line.get(across) and line["fits"] != "no"]
+    for device in dict.fromkeys(line["device"] for line in shown):
+        points = [line for line in shown if line["device"] == device]
+        latency = [line["latency (ms)"] for line in points]
+        off = [[line["latency (ms)"] - line["low (ms)"] for line in points],
+               [line["high (ms)"] - line["latency (ms)"] for line in points]]
+        axes.errorbar([line[across] for line in points], latency, off, marker="o", capsize=3, label=device,
+                      linestyle="--" if points[0]["from"] == "data sheet" else "-")
+    if limit_ms:
+        axes.axhline(limit_ms, color="0.2", linewidth=1, label=f"SLO {limit_ms:g} ms")
+    axes.set(xscale="log", yscale="log", xlabel=across if across == "items/s" else "cost of a million items",
+             ylabel="predicted latency (ms)", title=f"{title}\n(dashed: from the data sheet, never measured)")
+    axes.grid(color="0.9")
+    figure.legend(loc="outside right upper")
+    with files.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)
+    matplotlib.pyplot.close(figure)
+
+
+def compare(predictors: Mapping[str, Predictor], model: Path, sizes: Sequence[Mapping[str, int]], prices: Mapping[str, float],
+            limit_ms: float | None, host_pace: float | None) -> list[dict[str, Any]]:
+    """A line for each device and each of the sizes, the cheapest (or else fastest) first, those that do not fit last."""
+    rows, said = [], set[str]()
+    for name, predictor in cli.progress(list(predictors.items()), "devices"):
+        for dims in sizes:
+            pace = host_pace if predictor.fitted.target.flavour.device == "cuda" else None
+            prediction = predictor.predict(model, dims=dims, host_pace=pace)
+            for warning in prediction.warnings:
+                if warning not in said:
+                    log.warning("%s: %s", name, warning)
+                said.add(warning)
+            rows.append(row(name, prediction, prices.get(name), limit_ms))
+    return sorted(rows, key=lambda line: (line["fits"] == "no", line.get("a million items") or math.inf, line["latency (ms)"]))
+
+
+def names(text: str) -> list[str]:
+    """The devices, by their names."""
+    listed = [name.strip() for name in text.split(",") if name.strip()]
+    if not listed or len(set(listed)) < len(listed):
+        raise argparse.ArgumentTypeError("the names of different devices are expected: --gpus h100,l4,this")
+    return listed
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    cli.add_model(parser)
+    cli.add_dim(parser)
+    parser.add_argument("--gpus", type=names, required=True, metavar="NAME,…",
+                        help="cards of records/gpus.yaml, files with one's own, or `this`")
+    parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="how likely is a latency of at most this?")
+    parser.add_argument("--prices", type=Path, metavar="FILE", help="YAML: prices per hour by the devices' names")
+    parser.add_argument("--host-pace", type=cli.positive, metavar="RATIO",
+                        help="how many times as long as usual the GPUs' host takes to dispatch")
+    parser.add_argument("--plot", type=cli.plot_file, metavar="FILE", help="draw it: a .png, .svg or .pdf")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    prices = read_config(args.prices, Prices).root if args.prices else {}
+    if args.prices and (missing := [name for name in args.gpus if name not in prices]):
+        raise UserError(f"{args.prices}: no price of {', '.join(missing)}; it has {', '.join(prices) or 'none'}")
+    model = workspace.find_model(args.model)
+    predictors = {name: Predictor(workspace, target_of(name, workspace)) for name in args.gpus}
+    rows = compare(predictors, model, own_sizes(model, cli.parse_dims(args.dim)), prices, args.slo_ms, args.host_pace)
+    if args.plot:
+        draw(rows, args.plot, model.stem, args.slo_ms)
+    cli.print_rows(rows, args.json, f"{model.stem} on {len(predictors)} devices")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
