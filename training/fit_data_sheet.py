@@ -2,7 +2,7 @@
 
 Reads a table of kernels on several GPUs (--tables, as recipes/gpus/derive_tables.py makes it). Each card is left out in turn,
 and predicted from the H200's times: errors by table and size of the kernel, in per cent, beside those of the ratio of rooflines
-alone. Writes training/shipped/data-sheet (or --out), which `--gpu` predicts with. Takes two minutes on two cores.
+alone. Writes training/data_sheet/learned (or --out), which `--gpu` predicts with. Takes two minutes on two cores.
 """
 
 from __future__ import annotations

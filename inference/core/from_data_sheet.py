@@ -24,8 +24,9 @@ from training.kernels.settings import LAUNCHES
 from utils.errors import UserError
 from utils.fingerprint import FROM_SHEET, Target, slug
 
-OTHERS = {"mi": "AMD's cards run ROCm or MIGraphX", "gaudi": "Intel's cards run OpenVINO", "tpu": "TPUs do not run it",
-          "trt": "TensorRT compiles kernels of its own", "tensorrt": "TensorRT compiles kernels of its own"}
+OTHERS = {"mi": "AMD's cards run ROCm or MIGraphX", "gaudi": "Intel's cards have providers of their own",
+          "tpu": "TPUs do not run it", "trt": "TensorRT compiles kernels of its own",
+          "tensorrt": "TensorRT compiles kernels of its own"}
 WIDER = 1.5  # times as far, as logarithms, where no table has the card's generation: a choice
 
 

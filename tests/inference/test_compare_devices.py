@@ -45,7 +45,7 @@ def test_wrong_names_and_prices_are_told(torch_models: dict[str, Path], tmp_path
     prices.write_text("h200: -1\n", encoding="utf-8")
     cases: tuple[tuple[tuple[str | Path, ...], str], ...] = (
         (("--gpus", "h200", "--prices", prices), "greater than 0"),
-        (("--gpus", "gaudi3"), "Intel's cards run OpenVINO"), (("--gpus", "h100,h100"), "different devices"))
+        (("--gpus", "gaudi3"), "Intel's cards have providers of their own"), (("--gpus", "h100,h100"), "different devices"))
     for options, message in cases:
         done = run_script("inference/compare_devices.py", "--model", torch_models["resnet18"], *options)
         assert done.returncode in (1, 2)

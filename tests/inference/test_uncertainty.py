@@ -247,9 +247,9 @@ def test_a_model_that_does_not_fit_has_a_warning(tmp_path: Path, capsys: pytest.
         assert prediction.fits_memory == (prediction.peak_memory_mib <= 143771)
         assert ("more memory than the device has" in str(prediction)) != prediction.fits_memory
     assert (fitting.fits_memory, doubtful.fits_memory, too_large.fits_memory) == (True, False, False)
-    assert any("it can't run there: it needs at least 250 GiB" in text for text in too_large.warnings)
-    assert any("it does not fit in the memory: its peak is 400 GiB, and the device has 140.4 GiB" in text and
-               "100 GiB at least" in text for text in doubtful.warnings)
+    assert any("it can't run there: it needs at least 250.1 GiB" in text for text in too_large.warnings)
+    assert any("it does not fit in the memory: its peak is 178.1 GiB, and the device has 140.4 GiB" in text and
+               "100.1 GiB at least" in text for text in doubtful.warnings)
     assert not any("memory" in text for text in fitting.warnings)
     print_predictions([fitting, doubtful], top=0)
     header, *rows = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""What was learned of other cards, as files in training/shipped/data-sheet."""
+"""What was learned of other cards, as files in training/data_sheet/learned."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from training.kernels.boosters import as_arrays, from_arrays
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
-from utils.paths import SHIPPED
 
-FOLDER = SHIPPED / "data-sheet"
+FOLDER = Path(__file__).with_name("learned")
 VERSION = 1
 FIT = "python training/fit_data_sheet.py"
 
