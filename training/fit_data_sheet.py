@@ -2,7 +2,8 @@
 
 Reads a table of kernels on several GPUs (--tables, as recipes/gpus/derive_tables.py makes it). Each card is left out in turn,
 and predicted from the H200's times: errors by table and size of the kernel, in per cent, beside those of the ratio of rooflines
-alone. Writes training/data_sheet/learned (or --out), which `--gpu` predicts with. Takes two minutes on two cores.
+alone, and those of the other kernels once some of the card's are measured (--replay). Writes training/data_sheet/learned (or
+--out), which `--gpu` predicts with. Takes two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from records.gpu_catalogue import Gpu
+from training.data_sheet.adjusted import adjust
 from training.data_sheet.fit import learn
 from training.data_sheet.ratios import BASE, OWN, CardRatios
 from training.data_sheet.saved import FOLDER, Range, write_sheet
@@ -31,17 +33,27 @@ LONG_MS = 0.05
 BASE_TARGET = "nvidia-h200-cuda-ort1.31-all"
 EXAMPLES = """
 python training/fit_data_sheet.py --tables recipes/gpus/tables.csv.xz --out out/data-sheet
+python training/fit_data_sheet.py --tables recipes/gpus/tables.csv.xz --out out/data-sheet --replay 30,300
 """
 
 
+class Replayed(NamedTuple):
+    """Measured and predicted times (ms) of the kernels that are left when some are measured."""
+
+    measured_ms: Floats
+    predicted_ms: Floats
+
+
 class LeftOut(NamedTuple):
-    """Kernels of a card that nothing was learned of: its table, and measured, predicted and naive times in ms."""
+    """Kernels of a card that nothing was learned of: its table, and measured, predicted and naive times in ms; and by the
+    number of kernels that are measured then, those of the others."""
 
     table: str
     gpu: Gpu
     measured_ms: Floats
     predicted_ms: Floats
     naive_ms: Floats
+    replayed: dict[int, Replayed]
 
 
 def naive_ratio(work: Work, base: Gpu, gpu: Gpu) -> Floats:
@@ -52,13 +64,20 @@ def naive_ratio(work: Work, base: Gpu, gpu: Gpu) -> Floats:
     return np.asarray(roofline_s(gpu) / roofline_s(base))
 
 
-def predicted(table: Table, gpu: Gpu, ratios: CardRatios) -> LeftOut:
-    """The kernels of a card in a table that has the base card, too."""
+def predicted(table: Table, gpu: Gpu, ratios: CardRatios, counts: Sequence[int] = ()) -> LeftOut:
+    """The kernels of a card in a table that has the base card, too; and again with so many of them measured."""
     base = card(BASE)
     both = np.isfinite(table.ms[BASE]) & np.isfinite(table.ms[gpu.slug])
-    work, base_ms = table.work.rows(both), table.ms[BASE][both]
-    return LeftOut(table.name, gpu, table.ms[gpu.slug][both], ratios.times_ms(work, base_ms, base, gpu, table.name),
-                   base_ms * naive_ratio(work, base, gpu))
+    work, base_ms, measured_ms = table.work.rows(both), table.ms[BASE][both], table.ms[gpu.slug][both]
+    replayed = {}
+    for count in counts:
+        chosen = np.zeros(len(base_ms), dtype=bool)
+        chosen[np.random.default_rng(0).choice(len(base_ms), min(count, len(base_ms) // 2), replace=False)] = True
+        adjusted = adjust(ratios, work.rows(chosen), base_ms[chosen], measured_ms[chosen], base, gpu, table.name)
+        replayed[count] = Replayed(measured_ms[~chosen], adjusted.times_ms(work.rows(~chosen), base_ms[~chosen], base, gpu,
+                                                                          table.name))
+    return LeftOut(table.name, gpu, measured_ms, ratios.times_ms(work, base_ms, base, gpu, table.name),
+                   base_ms * naive_ratio(work, base, gpu), replayed)
 
 
 def row(left_out: LeftOut) -> dict[str, Any]:
@@ -68,7 +87,17 @@ def row(left_out: LeftOut) -> dict[str, Any]:
     return {"table": left_out.table, "left_out": left_out.gpu.name, "kernels": len(errors),
             "MAPE_%": _percent(errors), "median_%": 100 * float(np.median(errors)),
             f"over_{1e3 * LONG_MS:g}_us_%": _percent(errors[long]), "rooflines_%": _percent(naive),
-            f"rooflines_over_{1e3 * LONG_MS:g}_us_%": _percent(naive[long])}
+            f"rooflines_over_{1e3 * LONG_MS:g}_us_%": _percent(naive[long]), **_of_replay(left_out)}
+
+
+def _of_replay(left_out: LeftOut) -> dict[str, float]:
+    """Errors with some kernels measured, in per cent: of all the others, and of long ones."""
+    columns: dict[str, float] = {}
+    for count, (measured_ms, predicted_ms) in left_out.replayed.items():
+        errors = np.abs(predicted_ms / measured_ms - 1.0)
+        columns |= {f"with_{count}_%": _percent(errors),
+                    f"with_{count}_over_{1e3 * LONG_MS:g}_us_%": _percent(errors[measured_ms > LONG_MS])}
+    return columns
 
 
 def _percent(errors: Floats) -> float:
@@ -86,6 +115,8 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--tables", type=Path, required=True, help="kernels on several GPUs")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where what is learned goes (default: what ships with Hase)")
+    parser.add_argument("--replay", type=cli.counts, default=(), metavar="N,…",
+                        help="also show the errors once so many kernels of the card are measured, e.g. 30,300")
     args = parser.parse_args()
     cli.start(args)
     tables = read_tables(args.tables)
@@ -95,7 +126,8 @@ def main() -> int:
     found: list[LeftOut] = []
     for name in cli.progress(names, "cards left out"):
         ratios = learn(tables, without=(name,))
-        found += [predicted(table, card(name), ratios) for table in tables if BASE in table.ms and name in table.ms]
+        found += [predicted(table, card(name), ratios, args.replay) for table in tables
+                  if BASE in table.ms and name in table.ms]
     own = tuple(sorted({BASE, *(name for table in tables if table.name == OWN for name in table.ms)}))
     capabilities = {card(name).compute_capability for name in own}
     ranges = [range_of([of_card for of_card in found if (of_card.gpu.compute_capability in capabilities) == wanted])

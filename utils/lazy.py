@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     import scipy.special
     import scipy.stats
     import sklearn.ensemble
+    import sklearn.exceptions
+    import sklearn.gaussian_process
     import sklearn.isotonic
     import sklearn.linear_model
     import sklearn.neural_network

@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 
 from records.gpu_catalogue import Gpu, gpu_named
+from training.data_sheet.adjusted import adjust
 from training.data_sheet.fit import learn
-from training.data_sheet.ratios import BASE
+from training.data_sheet.ratios import BASE, CardRatios
 from training.data_sheet.saved import Range, read_sheet, write_sheet
 from training.data_sheet.tables import COLUMNS, read_tables
 from training.data_sheet.work import (
@@ -95,6 +96,23 @@ def test_the_booster_learns_how_far_a_card_stays_behind_its_sheet(tmp_path: Path
     (tmp_path / "booster.npz").write_bytes(b"damaged")
     with pytest.raises(UserError, match=r"booster\.npz: is not the one that data_sheet\.json describes"):
         read_sheet(tmp_path)
+
+
+def test_some_measured_kernels_correct_the_card_and_only_it(tmp_path: Path) -> None:
+    table, = read_tables(made_up_tables(tmp_path, {"h200": REACHED_PEAK, "h100": REACHED_PEAK, "l40s": 0.5}))
+    ratios = learn([table], without=("l40s",), threads=1)  # so that it takes the L40S to be as good as the others
+
+    def error(of: CardRatios, chosen: np.ndarray) -> float:
+        times_ms = of.times_ms(table.work.rows(chosen), table.ms[BASE][chosen], card(BASE), card("l40s"), table.name)
+        return float(np.abs(times_ms / table.ms["l40s"][chosen] - 1).mean())
+
+    few, others = np.arange(0, 90, 9), np.arange(1, 90, 9)
+    adjusted = adjust(ratios, table.work.rows(few), table.ms[BASE][few], table.ms["l40s"][few], card(BASE), card("l40s"),
+                      table.name)
+    assert error(ratios, others) > 0.2
+    assert error(adjusted, others) < 0.03
+    before, after = (of.times_ms(table.work, table.ms[BASE], card(BASE), card("h100"), table.name) for of in (ratios, adjusted))
+    assert np.array_equal(before, after)
 
 
 def test_times_that_can_not_be_are_left_out(tmp_path: Path) -> None:
