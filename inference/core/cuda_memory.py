@@ -29,13 +29,16 @@ def weight_bytes_of(record: ModelRecord) -> Mapping[str, int]:
     """The constants that nodes read from the GPU's memory, in the order in which they first do, with their bytes. A recurrent
     layer keeps its own in the order that cuDNN wants, too."""
     weights: dict[str, int] = {}
+    host_inputs: dict[str, tuple[int, ...]] = {}  # by kernel id
     for node in record.nodes:
         if node.provider != "cuda":
             continue
         kernel = record.kernel_of(node)
-        placed = cuda_kernel(kernel.op_type, kernel.domain, kernel.opset, [tensor.dtype for tensor in kernel.inputs],
-                             [tensor.dtype for tensor in kernel.outputs])
-        on_host = placed.host_inputs if placed else ()
+        if kernel.id not in host_inputs:
+            placed = cuda_kernel(kernel.op_type, kernel.domain, kernel.opset, [tensor.dtype for tensor in kernel.inputs],
+                                 [tensor.dtype for tensor in kernel.outputs])
+            host_inputs[kernel.id] = placed.host_inputs if placed else ()
+        on_host = host_inputs[kernel.id]
         recurrent = operator_row(kernel.op_type).operator_class == "recurrent"
         for place, (name, tensor) in enumerate(zip(node.inputs, kernel.inputs, strict=False)):
             if tensor.constant and place not in on_host:
