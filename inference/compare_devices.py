@@ -38,7 +38,7 @@ from utils.paths import Workspace
 
 log = get_logger("compare")
 THIS = "this"
-NORMAL_90 = 1.645  # standard deviations from the middle of a normal distribution to an end of its middle nine tenths
+INTERVAL = 2 * NormalDist().inv_cdf(0.95)  # the middle nine tenths of a normal distribution, in standard deviations
 EXAMPLES = """
 python inference/compare_devices.py --model resnet18.onnx --dim batch=1,8,32 --gpus h200,h100,a100,l4,l40s,rtx-4090
 python inference/compare_devices.py --model resnet18.onnx --gpus h100,l4 --slo-ms 10 --prices prices.yaml  # needs your prices
@@ -65,7 +65,7 @@ def chance_of(prediction: Prediction, limit_ms: float) -> float:
     """How likely a latency is within a limit, 0 to 1: the prediction's interval holds the middle nine tenths of what is
     likely."""
     low_ms, high_ms = prediction.interval_ms
-    spread = (math.log(high_ms) - math.log(low_ms)) / (2 * NORMAL_90)
+    spread = (math.log(high_ms) - math.log(low_ms)) / INTERVAL
     middle = math.log(prediction.latency_ms)
     return NormalDist(middle, max(spread, 1e-6)).cdf(math.log(limit_ms))
 

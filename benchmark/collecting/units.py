@@ -192,7 +192,7 @@ def open_bench(config: CollectorConfig, device: str, machine_uuid: str, source: 
                  partial(_probe, config, device, workers.worker),
                  busy=busy_share if device == "cpu" else None,
                  steadiness=Steadiness(drift=config.canary_drift, attempts=config.attempts,
-                            attempts_under_load=config.attempts_under_load, patience_s=config.patience_s))
+                                       attempts_under_load=config.attempts_under_load, patience_s=config.patience_s))
 
 
 def _canary_ms(worker: Worker, device: str, loaded: bool) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ KINDS = ("product", "convolution", "attention", "elementwise", "normalisation", 
 PRODUCTS = ("product", "convolution", "attention")  # computed by tensor cores, where the card has them for the type
 DTYPES = ("float32", "float16", "bfloat16", "plain float32")  # the last one: products of float32 without TF32
 REACHED_PEAK, REACHED_BANDWIDTH = 0.7, 0.75  # shares of their sheets that large kernels of six cards reach (medians)
-SHORTEST_US, SHORTEST_MHZ = 1.1, 1980.0  # of a launch on an H200, and its clock
+LAUNCH_US, LAUNCH_MHZ = 1.1, 1980.0  # of a launch on an H200, and its clock
 # The second cache: how much of its size serves repeated work, how sharply what is larger falls out, and bytes that each SM
 # reads from it in a clock. Chosen with the products of six cards (recipes/gpus); 32 to 64 bytes make little difference.
 CACHE_SHARE, CACHE_EDGE, CACHE_BYTES_PER_CLOCK = 0.4, 4.0, 48.0
@@ -87,19 +87,19 @@ class Bounds(NamedTuple):
         return np.maximum(np.maximum(self.memory_s, self.compute_s), self.shortest_s)
 
 
-def bounds_of(work: Work, gpu: Gpu, shortest_us: float = SHORTEST_US) -> Bounds:
+def bounds_of(work: Work, gpu: Gpu, shortest_us: float = LAUNCH_US) -> Bounds:
     """What bounds the kernels' times on a card.
 
     Args:
         work: of the kernels.
         gpu: the card.
-        shortest_us: of a launch, at the clock of SHORTEST_MHZ.
+        shortest_us: of a launch, at the clock of LAUNCH_MHZ.
     """
     beside = work.moved_bytes / (CACHE_SHARE * gpu.l2_mb * 1e6)
     missed = beside**CACHE_EDGE / (1.0 + beside**CACHE_EDGE)
     memory_s = (work.moved_bytes * missed / (gpu.bandwidth_gb_s * 1e9 * REACHED_BANDWIDTH)
                 + work.moved_bytes / (gpu.sms * gpu.boost_mhz * 1e6 * CACHE_BYTES_PER_CLOCK))
-    shortest_s = work.launches * shortest_us * 1e-6 * SHORTEST_MHZ / gpu.boost_mhz
+    shortest_s = work.launches * shortest_us * 1e-6 * LAUNCH_MHZ / gpu.boost_mhz
     return Bounds(memory_s, work.flops / (peaks_flop_s(work, gpu) * REACHED_PEAK), shortest_s)
 
 
