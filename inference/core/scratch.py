@@ -3,8 +3,8 @@
 On a CPU few kernels take anything. On CUDA cuDNN's scratch was measured with 1,424 convolutions alone, each with an arena that
 takes no more than it is asked for (ONNX Runtime 1.31, cuDNN 9.19, an H100). A convolution with a window turns its tensors into
 another layout, and so takes as much as its input, weight and output together (median of 247 dense ones of images 1.0; of 204
-in groups 1.0, a quarter more than 1.3). Pointwise and depthwise ones mostly take nothing (79 and 98 % of them), nor do most that
-cut an image into patches, or that have a small window over its three channels. What recurrent layers, reductions, Einsum and
+in groups 1.0, a quarter more than 1.3). Pointwise and depthwise ones mostly take nothing (79 and 98 % of them), nor do most
+that cut an image into patches or have a small window over its three channels. What recurrent layers, reductions, Einsum and
 attention take was read off a hundred kernels in the same way.
 """
 
