@@ -154,10 +154,11 @@ WINDOWS = (1, 3, 7, 15, 31, 63)  # the widest of each class of windows; the last
 def form_of(kernel: Kernel) -> str:
     """The form of a kernel: what libraries choose algorithms by, other than sizes. `float32 of rank 4`; for a convolution
     its groups and the class of its window too, for a pool the latter; for a softmax or reduction, whether it works along the
-    last axis. For a product the type alone, since its rank matters little."""
+    last axis. For a product the type alone, since its rank matters little; ONNX's own Attention, which does not project, is
+    apart from ONNX Runtime's."""
     row = operator_row(kernel.op_type)
     if row.operator_class == "product":
-        return kernel.dtype
+        return f"{kernel.dtype} by ONNX's definition" if kernel.op_type == "Attention" and not kernel.domain else kernel.dtype
     shape = next((tensor.shape for tensor in kernel.inputs if tensor.dtype), ())
     parts = [f"{kernel.dtype} of rank {len(shape)}"]
     if row.operator_class == "convolution":

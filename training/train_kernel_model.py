@@ -29,12 +29,22 @@ import numpy as np
 
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 from records.dataset_files import collected_targets, read_kernels
+from records.kernel_record import Kernel
 from records.measurement import GPU_LABEL
+from training.data_sheet.carried_rows import WithCarried, with_carried
 from training.kernels.estimators import learning_problem
 from training.kernels.label_training import Trained, train_label
 from training.kernels.predictors import StartFrom
 from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, save_predictors, sidecar_path
+from training.kernels.sidecar import (
+    Carried,
+    Sidecar,
+    TypeErrors,
+    installed_packages,
+    read_sidecar,
+    save_predictors,
+    sidecar_path,
+)
 from training.kernels.targets import Show, add_options, for_each_target
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from training.kernels.uncertainty import save_uncertainty
@@ -55,9 +65,9 @@ python training/train_kernel_model.py --start-from nvidia-h200-cuda-ort1.31-all 
 """
 
 
-def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig) -> Sidecar | None:
-    """The sidecar on disk, if its predictors were trained on the same rows with the same settings and packages, and
-    the file of kernel errors is there; else None."""
+def kept_sidecar(workspace: Workspace, rows: TrainingSet, carried: Carried | None, config: TrainingConfig) -> Sidecar | None:
+    """The sidecar on disk, if its predictors were trained on the same rows (carried ones, too) with the same settings and
+    packages, and the file of kernel errors is there; else None."""
     folder = workspace.predictors(rows.header.target.name)
     if not sidecar_path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
         return None
@@ -65,30 +75,33 @@ def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig
         sidecar = read_sidecar(folder)
     except UserError:  # another version, or damaged: train again
         return None
-    same = (sidecar.dataset_sha256, sidecar.config, sidecar.packages, sidecar.held_out) == (
-        rows.sha256, config.model_dump(mode="json"), installed_packages(), rows.header.held_out)
+    same = (sidecar.dataset_sha256, sidecar.carried, sidecar.config, sidecar.packages, sidecar.held_out) == (
+        rows.sha256, carried, config.model_dump(mode="json"), installed_packages(), rows.header.held_out)
     return sidecar if same else None
 
 
-def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> None:
-    """Writes the error of one label's predictors on each kernel when it is held out of training. `rows` has no kernels that
-    belong to held-out families alone, so neither has the file."""
+def save_errors(workspace: Workspace, rows: TrainingSet, described: Mapping[str, Kernel], trained: Trained) -> None:
+    """Writes the error of one label's predictors on each kernel of the dataset when it is held out of training. `rows` has no
+    kernels that belong to held-out families alone, so neither has the file."""
     header, families = rows.header, dict(zip(rows.ids.tolist(), rows.groups, strict=True))
-    described = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(header.target.name))}
     write_errors(workspace.kernel_errors(header.target.name), KernelErrors(
         target=header.target, label=trained.label, held_out=header.held_out, dataset_sha256=rows.sha256, kernels=tuple(
             KernelError(kernel=described[name], families=tuple(sorted(families[name] - set(header.held_out))),
                         measured_ms=measured, predicted_ms=predicted)
-            for name, (measured, predicted) in trained.times_ms.items())))
+            for name, (measured, predicted) in trained.times_ms.items() if name in described)))
 
 
-def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config: TrainingConfig) -> Sidecar:
+def save(workspace: Workspace, learned: TrainingSet | WithCarried, trained: list[Trained], config: TrainingConfig) -> Sidecar:
     """Writes the predictors of a target, their sidecar, and their errors by kernel. The errors are those of label `gpu`, or of
     the first label where the GPU's time was not measured."""
-    save_uncertainty(workspace, rows, workspace.predictors(rows.header.target.name),
+    rows, carried = (learned.rows, learned) if isinstance(learned, WithCarried) else (learned, None)
+    described = {entry.kernel.id: entry.kernel for entry in read_kernels(
+        workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))}
+    save_uncertainty(rows, [*described.values(), *(carried.kernels.values() if carried else ())],
+                     workspace.predictors(rows.header.target.name),
                      {label.label: label.left_out for label in trained},
                      {label.label: label.forms_left_out for label in trained if label.forms_left_out})
-    save_errors(workspace, rows, next((label for label in trained if label.label == GPU_LABEL), trained[0]))
+    save_errors(workspace, rows, described, next((label for label in trained if label.label == GPU_LABEL), trained[0]))
     header = rows.header
     spans = {name: (float(low), float(high)) for name, low, high in zip(
         rows.metrics, np.nanmin(rows.load, axis=0), np.nanmax(rows.load, axis=0), strict=True)}
@@ -98,7 +111,7 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
         "loaded_rows": int((~rows.idle).sum()), "held_out": header.held_out,
         "machines": tuple(header.machines.values()),
         "feature_range": tuple(zip(rows.features.min(axis=0).tolist(), rows.features.max(axis=0).tolist(), strict=True)),
-        "config": config.model_dump(mode="json")}
+        "config": config.model_dump(mode="json"), "carried": carried.about if carried else None}
     return save_predictors(workspace.predictors(header.target.name), {label.label: label.model for label in trained},
                            {label.label: label.errors for label in trained}, measured_times(workspace, header.target.name),
                            about, next((label.doubt for label in trained if label.doubt), None))
@@ -140,6 +153,9 @@ def main() -> int:
     parser.add_argument("--start-from", metavar="TARGET",
                         help="correct the predictors of another target, which come with Hase or are in this workspace, where "
                              "that lowers the error (default: as the settings say, none)")
+    parser.add_argument("--carried", nargs=2, type=Path, metavar=("WORKSPACE", "TABLES"),
+                        help="also learn forms that only another card's dataset has, in a workspace of its own, carried over "
+                             "by kernels of both cards in a file like recipes/gpus/tables.csv.xz")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = read_config(args.config, TrainingConfig, args.changes)
@@ -149,13 +165,18 @@ def main() -> int:
 
     def train(target: str, show: Show) -> dict[str, Any]:
         rows = read_training_set(workspace, target)
+        carried = with_carried(rows, Workspace(args.carried[0]), args.carried[1]) if args.carried else None
+        if carried:
+            rows = carried.rows
+            log.info("%s: %d kernels more, of forms that it lacks, carried over from %s", target, carried.about.kernels,
+                     carried.about.card)
         log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
         show(head(rows, next(iter(rows.times_ms))), f"{target}: the first rows as numbers")
-        sidecar = None if args.force else kept_sidecar(workspace, rows, config)
+        sidecar = None if args.force else kept_sidecar(workspace, rows, carried.about if carried else None, config)
         if sidecar is None:
             trained = [train_label(rows, label, config, start and start.of(target, label))
                        for label in cli.progress(list(rows.times_ms), f"training {target}")]
-            sidecar = save(workspace, rows, trained, config)
+            sidecar = save(workspace, carried or rows, trained, config)
             log.info("saved %s", sidecar_path(workspace.predictors(target)))
         else:
             log.info("kept %s: nothing changed since", sidecar_path(workspace.predictors(target)))

@@ -49,7 +49,9 @@ part_unpack() {
   tar xJf "$here/host-nvidia-h200.tar.xz" -C "$out"
 }
 part_learn() {
-  hase training/train_kernel_model.py --target "$target" --config "$config"
+  mkdir -p "$out/carried"
+  tar xJf "$here/carried-nvidia-h100.tar.xz" -C "$out/carried" # of an H100, by collect_kernels.sh standard
+  hase training/train_kernel_model.py --target "$target" --config "$config" --carried "$out/carried" "$here/../gpus/tables.csv.xz"
   python training/train_kernel_model.py --workspace "$out/host" --config "$config"
   hase training/fit_host.py --target "$target" --host "$out/host"
   hase training/fit_composition.py --target "$target" --config "$config"

@@ -36,7 +36,7 @@ def learn_doubt(rows: TrainingSet, label: str, left_out_ms: Floats, seed: int) -
     """
     idle = rows.idle & np.isfinite(left_out_ms)
     known = rows.rows(idle)
-    errors = np.minimum(np.abs(np.log(left_out_ms[idle] / known.times_ms[label])), LARGEST)
+    errors = np.minimum(np.abs(np.log(left_out_ms[idle] / known.times_ms[label]) - known.carried_errors), LARGEST)
     types = known.types.tolist()
     codes = encode_types(types, errors)
     booster = train_booster(design_matrix(types, known.features, known.load, codes), errors, SETTINGS, seed)

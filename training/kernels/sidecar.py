@@ -85,6 +85,20 @@ class LabelPredictors(Saved):
         return {name: name for name in self.own_types} | dict.fromkeys(self.forest_types, FOREST)
 
 
+class Carried(Frozen):
+    """Kernels of another card that were carried over, for forms that nobody measured on this one.
+
+    Attributes:
+        card: that measured them.
+        kernels: how many.
+        dataset_sha256: of its kernel table.
+    """
+
+    card: str
+    kernels: int = Field(ge=0)
+    dataset_sha256: str
+
+
 class Sidecar(Frozen):
     """`predictors.json`.
 
@@ -103,6 +117,7 @@ class Sidecar(Frozen):
         measured, measured_sha256: the file of measured idle times.
         labels: by name.
         doubt: how far off the times of label `gpu` may be (`training/kernels/doubt.py`); None where that was not learned.
+        carried: what was learned from kernels of another card; None: nothing.
     """
 
     version: int = SIDECAR_VERSION
@@ -123,6 +138,7 @@ class Sidecar(Frozen):
     measured_sha256: str
     labels: dict[FileName, LabelPredictors] = Field(min_length=1)
     doubt: Saved | None = None
+    carried: Carried | None = None
 
     @model_validator(mode="after")
     def _metrics_agree(self) -> Self:

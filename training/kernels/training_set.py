@@ -57,6 +57,7 @@ class TrainingSet:
             label without any may be missing.
         flops, bytes_moved: of the kernel of each row.
         dtypes: element types of the kernels.
+        carried_errors: of rows that were carried over from another card, an error of that, as a logarithm; 0 for measured rows.
     """
 
     header: DatasetHeader
@@ -78,6 +79,7 @@ class TrainingSet:
     flops: Floats
     bytes_moved: Floats
     dtypes: tuple[str, ...]
+    carried_errors: Floats
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -108,7 +110,7 @@ class TrainingSet:
             collections=tuple(names for names, kept in zip(self.collections, mask, strict=True) if kept), load=self.load[mask],
             times_ms={label: times[mask] for label, times in self.times_ms.items()},
             drifts={label: drifts[mask] for label, drifts in self.drifts.items()}, flops=self.flops[mask],
-            bytes_moved=self.bytes_moved[mask])
+            bytes_moved=self.bytes_moved[mask], carried_errors=self.carried_errors[mask])
 
 
 def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema = KERNEL_FEATURES) -> TrainingSet:
@@ -223,8 +225,7 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
         load=load, metrics=metrics, idle_load=idle_load, times_ms=times_ms, drifts=_drifts(table, times_ms),
         flops=np.array([kernels[name].flops for name in ids], dtype=float),
         bytes_moved=np.array([kernels[name].bytes_read + kernels[name].bytes_written for name in ids], dtype=float),
-        dtypes=tuple(sorted({kernels[name].dtype for name in set(ids)})),
-    )
+        dtypes=tuple(sorted({kernels[name].dtype for name in set(ids)})), carried_errors=np.zeros(len(ids)))
 
 
 def _metrics_of(header: DatasetHeader, table: pd.DataFrame, idle: npt.NDArray[np.bool_]) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ from training.kernels.settings import LAUNCHES
 from training.kernels.sidecar import TRAIN
 from utils import files
 from utils.frozen import Frozen
-from utils.paths import Workspace
 
 if TYPE_CHECKING:
     from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
@@ -175,14 +174,10 @@ def read_uncertainty(folder: Path) -> Uncertainty:
     return files.read_record(path, Uncertainty, UNCERTAINTY_VERSION, TRAIN) if path.exists() else NOTHING_LEARNED
 
 
-def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path,
+def save_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], folder: Path,
                      left_out: Mapping[str, Sequence[LeftOutOperator]],
                      forms_left_out: Mapping[str, Sequence[LeftOutForm]]) -> Uncertainty:
-    """Learns the uncertainty from the dataset of `rows` and its operators and forms that were left out, by label; writes it
-    into `folder`."""
-    from records.dataset_files import read_kernels
-
-    described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))
-    uncertainty = learn_uncertainty(rows, (entry.kernel for entry in described), left_out, forms_left_out)
+    """Learns the uncertainty (the arguments are those of `learn_uncertainty`, by label) and writes it into `folder`."""
+    uncertainty = learn_uncertainty(rows, kernels, left_out, forms_left_out)
     files.write_json(uncertainty_path(folder), uncertainty)
     return uncertainty
