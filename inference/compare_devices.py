@@ -24,6 +24,8 @@ from typing import Annotated, Any
 from pydantic import Field, RootModel
 
 from inference.core.answers import Prediction
+from inference.core.energy import EnergyPrediction
+from inference.core.from_data_sheet import CardPredictors
 from inference.core.predictor import Predictor
 from inference.core.targets import predictor_folders
 from records.gpu_catalogue import gpu_named
@@ -70,14 +72,23 @@ def chance_of(prediction: Prediction, limit_ms: float) -> float:
     return NormalDist(middle, max(spread, 1e-6)).cdf(math.log(limit_ms))
 
 
-def row(name: str, prediction: Prediction, price: float | None, limit_ms: float | None) -> dict[str, Any]:
+def source_of(predictor: Predictor) -> str:
+    """What predictions for a device rest on."""
+    predictors = predictor.fitted.predictors
+    if not isinstance(predictors, CardPredictors):
+        return "measured card"
+    return "corrected data sheet" if predictors.seen_ms else "data sheet"
+
+
+def row(name: str, prediction: Prediction, energy: EnergyPrediction | None, source: str, price: float | None,
+        limit_ms: float | None) -> dict[str, Any]:
     """A line of the table."""
     low_ms, high_ms = prediction.interval_ms
     rate, fits = prediction.items_per_second, prediction.fits_memory
-    source = "data sheet" if FROM_SHEET in prediction.target else "measured card"
     cost = None if price is None or not rate else price / 3600 * 1e6 / rate
     return {"device": name, "batch": prediction.batch, "latency (ms)": prediction.latency_ms, "low (ms)": low_ms,
-            "high (ms)": high_ms, "items/s": rate, "peak memory (MiB)": prediction.peak_memory_mib,
+            "high (ms)": high_ms, "items/s": rate,
+            "J/item": energy.energy_per_item_j if energy else None, "peak memory (MiB)": prediction.peak_memory_mib,
             "fits": "not known" if fits is None else "yes" if fits else "no",
             **({"a million items": cost} if price is not None else {}),
             **({f"chance of {limit_ms:g} ms": f"{chance_of(prediction, limit_ms):.0%}"} if limit_ms else {}),
@@ -96,7 +107,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str, limit_ms: fl
         off = [[line["latency (ms)"] - line["low (ms)"] for line in points],
                [line["high (ms)"] - line["latency (ms)"] for line in points]]
         axes.errorbar([line[across] for line in points], latency, off, marker="o", capsize=3, label=device,
-                      linestyle="--" if points[0]["from"] == "data sheet" else "-")
+                      linestyle="-" if points[0]["from"] == "measured card" else "--")
     if limit_ms:
         axes.axhline(limit_ms, color="0.2", linewidth=1, label=f"SLO {limit_ms:g} ms")
     axes.set(xscale="log", yscale="log", xlabel=across if across == "items/s" else "cost of a million items",
@@ -113,14 +124,21 @@ def compare(predictors: Mapping[str, Predictor], model: Path, sizes: Sequence[Ma
     """A line for each device and each of the sizes, the cheapest (or else fastest) first, those that do not fit last."""
     rows, said = [], set[str]()
     for name, predictor in cli.progress(list(predictors.items()), "devices"):
+        try:
+            _ = predictor.learned_energy
+            energy_known = True
+        except UserError as error:
+            log.warning("%s: no energy: %s", name, error)
+            energy_known = False
         for dims in sizes:
             pace = host_pace if predictor.fitted.target.flavour.device == "cuda" else None
-            prediction = predictor.predict(model, dims=dims, host_pace=pace)
-            for warning in prediction.warnings:
+            run = predictor.run(model, dims=dims, host_pace=pace)
+            energy = predictor.energy(run) if energy_known else None
+            for warning in (*run.prediction.warnings, *(energy.warnings if energy else ())):
                 if warning not in said:
                     log.warning("%s: %s", name, warning)
                 said.add(warning)
-            rows.append(row(name, prediction, prices.get(name), limit_ms))
+            rows.append(row(name, run.prediction, energy, source_of(predictor), prices.get(name), limit_ms))
     return sorted(rows, key=lambda line: (line["fits"] == "no", line.get("a million items") or math.inf, line["latency (ms)"]))
 
 

@@ -99,6 +99,12 @@ class Workspace:
         read by the predictor."""
         return self.root / "training" / "predictors" / target
 
+    @property
+    def data_sheets(self) -> Path:
+        """What measured kernels say of GPUs that are predicted from their data sheets, a file for each. Written by
+        correct_data_sheet; read by the predictor."""
+        return self.root / "training" / "data_sheets"
+
     def kernel_errors(self, target: str) -> Path:
         """The predictors' error on each kernel that was held out. Not in the predictors' folder, since it is not shipped.
         Written by train_kernel_model; read by kernel_sampler."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ENERGY_VERSION = 1
 ABOVE = 1.1  # times the highest mean power that was measured; more is marked, since a device limits its power
+SCALED = 1.6  # how far the energy of a card may be off that is scaled from another one: a choice, since none was measured
 GUESSED = 1.5  # how far an energy may be off where work of the run is of a kind that no measured model had: a choice
 
 
@@ -110,6 +111,10 @@ def _learned_span(learned: EnergyModel, run_energy: RunEnergy, power_w: float) -
                         "may be off")
     else:
         spans.append(Span(learned.interval.low, learned.interval.high))
+    if learned.scaled_from:
+        spans.append(Span(1.0 / SCALED, SCALED))
+        warnings.append(f"rough estimate: the energy is that of {learned.scaled_from}, scaled by the power limits; none was "
+                        "measured on this card")
     if run_energy.guessed:
         spans.append(Span(1.0 / GUESSED, GUESSED))
         warnings.append(f"rough estimate: no model whose energy was measured had work of the kind "

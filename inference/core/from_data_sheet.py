@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +37,13 @@ class CardPredictors(Predictors):
     Attributes:
         ratios: what was learned of other cards.
         base, gpu: the card that was measured, and the one to predict for.
+        seen_ms: times of kernels that were measured on that one, by id.
     """
 
     ratios: CardRatios | None = None
     base: Gpu | None = None
     gpu: Gpu | None = None
+    seen_ms: Mapping[str, float] = field(default_factory=dict)
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
@@ -56,7 +58,7 @@ class CardPredictors(Predictors):
             carried = self.ratios.times_ms(work, np.array([times[name][0] for name in working]), self.base, self.gpu)
             times |= {name: (time, "predicted" if times[name][1] == "measured" else times[name][1])
                       for name, time in zip(working, carried.tolist(), strict=True)}
-        return times
+        return times | ({name: (self.seen_ms[name], "measured") for name in kernels if name in self.seen_ms} if look_up else {})
 
 
 @functools.cache
@@ -90,18 +92,21 @@ def gpu_of_target(target: str | None) -> Gpu | None:
         "sheet (a list `gpus:` like that of records/gpus.yaml)"))
 
 
-def carried_predictors(measured: Predictors, target: Target, gpu: Gpu, ratios: CardRatios | None = None) -> CardPredictors:
-    """The predictors of the H200, for another card.
+def carried_predictors(measured: Predictors, target: Target, gpu: Gpu, ratios: CardRatios,
+                       seen_ms: Mapping[str, float] | None = None) -> CardPredictors:
+    """The predictors of a card that was measured, for another one.
 
     Args:
-        measured: of the H200.
-        target: that stands for the card.
-        gpu: the card.
-        ratios: what was learned of cards; by default what ships with Hase.
+        measured: of the card that was measured.
+        target: that stands for the other card.
+        gpu: the other card.
+        ratios: what was learned of cards.
+        seen_ms: times of kernels that were measured on it, by id.
     """
-    own = {field.name: getattr(measured, field.name) for field in fields(Predictors) if not field.name.startswith("_")}
+    own = {each.name: getattr(measured, each.name) for each in fields(Predictors) if not each.name.startswith("_")}
     own["sidecar"] = measured.sidecar.model_copy(update={"target": target, "machines": ()})
-    carried = CardPredictors(**own, ratios=ratios or learned()[1], base=gpu_named(measured.sidecar.target.device_name), gpu=gpu)
+    carried = CardPredictors(**own, ratios=ratios, base=gpu_named(measured.sidecar.target.device_name), gpu=gpu,
+                             seen_ms=seen_ms or {})
     carried._models = measured._models  # the same boosters, which are read once
     return carried
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from inference.core.arguments import check_calls, checked_dims, checked_target, workspace_at
 from inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
 from inference.core.energy import EnergyPrediction, energy_of
+from inference.core.from_data_sheet import CardPredictors
 from inference.core.kernels_in_model import kernels_in_models
 from inference.core.model_run import PredictedRun, predicted_run
 from inference.core.model_warnings import estimator_warnings, model_warnings, weights_warning
@@ -40,7 +41,7 @@ from inference.sharing.shared_models import (
 )
 from runtimes import analysis
 from training.energy.learned import EnergyModel, read_energy
-from utils.errors import UserError
+from training.energy.scaled import scaled
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
@@ -155,9 +156,9 @@ class Predictor:
             UserError: there are no predictors for it, or they can't be read; or nothing was learned of its energy, and the
                 message says how to change that.
         """
-        if self.fitted.sheet_range:
-            raise UserError(f"{self.fitted.target.name}: energy is predicted for cards that were measured; a data sheet says "
-                            "how much power a card may take, not how much it takes")
+        predictors = self.fitted.predictors
+        if isinstance(predictors, CardPredictors) and predictors.base and predictors.gpu:
+            return scaled(read_energy(predictors.folder), predictors.base, predictors.gpu)
         return read_energy(predictor_folders(self.workspace)[self.fitted.target.name])
 
     def renew(self) -> None:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.core.from_data_sheet import base_target, carried_predictors, gpu_of_target, sheet_range
+from inference.core.from_data_sheet import base_target, carried_predictors, gpu_of_target, learned, sheet_range
 from records.kernel_record import ModelRecord
 from runtimes import local_target, runtime_named
 from training.composition.fitted import Composition, read_composition
 from training.composition.host_side import NOTHING_MEASURED, HostSide, read_host_side
+from training.data_sheet.correction import Correction, read_correction
+from training.data_sheet.saved import Range
 from training.kernels.predictors import Predictors, read_predictors
 from training.kernels.uncertainty import Uncertainty, read_uncertainty
 from training.sharing.learned import Sharing, read_sharing
@@ -25,7 +27,6 @@ from utils.paths import SHIPPED, SIDECAR, Workspace
 
 if TYPE_CHECKING:
     from records.gpu_catalogue import Gpu
-    from training.data_sheet.saved import Range
     from training.kernels.sidecar import Sidecar
 
 MAKE_PREDICTORS = (
@@ -197,7 +198,7 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
     """
     if gpu := gpu_of_target(name):
         base = _named(base_target(), sorted(predictor_folders(workspace)), workspace)
-        return carried_over(fitted_for(workspace, base, estimators), gpu)
+        return carried_over(fitted_for(workspace, base, estimators), gpu, read_correction(workspace, gpu))
     name, notices = choose_target(workspace, name)
     folder = predictor_folders(workspace)[name]
     files = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))  # not what is just being written
@@ -217,15 +218,21 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
                   notices=(*notices, versions) if versions else notices)
 
 
-def carried_over(measured: Fitted, gpu: Gpu) -> Fitted:
-    """What was learned of the H200, for a card that was never measured."""
+def carried_over(measured: Fitted, gpu: Gpu, correction: Correction | None = None) -> Fitted:
+    """What was learned of the H200, for a card of which nothing was measured, or only the kernels of `correction`."""
     target = measured.target.model_copy(update={"device_name": f"{gpu.slug}{FROM_SHEET}"})
-    found = sheet_range(gpu)
-    about = (f"from the data sheet: never measured on {gpu.name}. Times are carried over from {measured.target.device_name}, "
-             f"with its host; kernels of cards that were left out took {found.low:.2g} to {found.high:.2g} times as long as "
-             "predicted")
-    return replace(measured, target=target, predictors=carried_predictors(measured.predictors, target, gpu), sharing=None,
-                   other_cudnn=False, notices=(*measured.notices, about), sheet_range=found)
+    found, ratios = sheet_range(gpu), learned()[1]
+    basis, of_whom = f"from the data sheet: never measured on {gpu.name}", "kernels of cards"
+    if correction:
+        found, ratios = Range(low=correction.low, high=correction.high), correction.ratios(ratios, gpu)
+        basis = f"from the data sheet, corrected by {len(correction.measured_ms):,} kernels that were measured on {gpu.name}"
+        of_whom = "measured kernels"
+    about = (f"{basis}. Times are carried over from {measured.target.device_name}, with its host; {of_whom} that were left out "
+             f"took {found.low:.2g} to {found.high:.2g} times as long as predicted")
+    predictors = carried_predictors(measured.predictors, target, gpu, ratios,
+                                    correction.measured_ms if correction else {})
+    return replace(measured, target=target, predictors=predictors, sharing=None, other_cudnn=False,
+                   notices=(*measured.notices, about), sheet_range=found)
 
 
 def mismatches(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[str]:

@@ -2,7 +2,9 @@
 
 Reads a dataset of that card (--workspace, --target) and learns from the tables without it, so that nothing of the card is known
 but its sheet. Each model is predicted from its record, its kernels as on the H200 (or, with --strict, all predicted), at the
-host pace that was measured with it. Prints a line for each model, and the errors.
+host pace that was measured with it. Prints a line for each model, and the errors. --base carries over from another card, whose
+predictors are in a workspace. With --replay, the errors again once so many kernels of the card are measured: those that tell
+most of the models' kernels, and that none of the models has.
 """
 
 from __future__ import annotations
@@ -13,69 +15,159 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from inference.core.from_data_sheet import carried_predictors, sheet_range
 from inference.core.host_pace import HostPace, ratio_of
 from inference.core.predictor import Predictor
-from inference.core.targets import carried_over
+from inference.core.targets import Fitted, carried_over, fitted_for
+from records.dataset_files import read_kernels
 from records.dataset_tables import read_model_table
+from records.gpu_catalogue import Gpu
 from records.host_pace import paced_rows
+from records.kernel_record import Kernel, ModelRecord
 from records.kernel_record_files import read_model_record, record_path
+from records.measurement import GPU_LABEL
+from training.data_sheet.adjusted import AdjustedRatios, adjust
+from training.data_sheet.choosing import most_useful
 from training.data_sheet.fit import learn
-from training.data_sheet.saved import read_sheet
+from training.data_sheet.ratios import CardRatios
+from training.data_sheet.saved import Range, read_sheet
 from training.data_sheet.tables import card, read_tables
+from training.data_sheet.work import Floats, Work, work_of
+from training.kernels.predictors import Predictors, leaves_gpu_idle
+from training.kernels.settings import LAUNCHES
+from training.kernels.training_set import measured_times
 from utils import cli
 from utils.errors import UserError
+from utils.paths import Workspace
 
+CANDIDATES, WANTED = 3000, 2500  # kernels to choose from, and kernels of the models that they shall tell of
 EXAMPLES = """
 python recipes/gpus/judge_models.py --workspace out/h100 --target nvidia-h100-80gb-hbm3-cuda-ort1.31-all --gpu h100  # needs it
+python recipes/gpus/judge_models.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --gpu h200 \\
+  --base out/h100 nvidia-h100-80gb-hbm3-cuda-ort1.31-all --replay 30,100,300,1000  # needs both
 """
+
+
+class Measured(NamedTuple):
+    """A model as it was measured on the card: its record, latency (ms) and the time of the host's probe (µs)."""
+
+    record: ModelRecord
+    latency_ms: float
+    probe_us: float
+
+
+def measured_models(workspace: Workspace, target: str, fitted: Fitted, most: int) -> list[Measured]:
+    """Models of a dataset, each at all the sizes that were measured, at most so many, drawn by a fixed seed.
+
+    Raises:
+        UserError: no models were measured.
+    """
+    times = paced_rows(read_model_table(workspace, target)).groupby("Model")[["median_ms", "Probe_us"]].median()
+    if times.empty:
+        raise UserError(f"{target}: no models were measured")
+    chosen = times.sample(min(most, len(times)), random_state=0).sort_index()
+    return [Measured(read_model_record(record_path(workspace, fitted.target.flavour, str(name))), float(row["median_ms"]),
+                     float(row["Probe_us"])) for name, row in chosen.iterrows()]
+
+
+def on_base(kernels: Sequence[Kernel], base: Predictors, strict: bool) -> tuple[Work, Floats]:
+    """The work of kernels, and their times on the base card (ms), measured or predicted."""
+    times_ms, launches = (base.predict(kernels, {}, label, strict).latency_ms for label in (GPU_LABEL, LAUNCHES))
+    return work_of(kernels, launches), np.array(times_ms)
+
+
+def working(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Those that give the GPU work."""
+    return [kernel for kernel in kernels if not leaves_gpu_idle(kernel, GPU_LABEL)]
+
+
+def corrected(ratios: CardRatios, models: Sequence[Measured], workspace: Workspace, target: str, base: Predictors, strict: bool,
+              gpu: Gpu, counts: Sequence[int]) -> dict[int, AdjustedRatios]:
+    """The ratios once some of the card's kernels are measured, by their number."""
+    generator, base_gpu = np.random.default_rng(0), card(base.sidecar.target.device_name)
+    of_models = {kernel.id: kernel for model in models for kernel in working(list(model.record.kernels.values()))}
+    times_ms = {name: labels[GPU_LABEL] for name, labels in measured_times(workspace, target).items()
+                if labels.get(GPU_LABEL, 0.0) > 0 and name not in of_models}
+    names = sorted(times_ms)
+    drawn = set(generator.choice(names, min(CANDIDATES, len(names)), replace=False).tolist())
+    candidates = working([entry.kernel for entry in read_kernels(workspace.dataset(target), drawn)])
+    work, base_ms = on_base(candidates, base, strict)
+    of_model, of_model_ms = on_base(list(of_models.values()), base, strict)
+    counted = generator.choice(len(of_model_ms), WANTED, p=of_model_ms / of_model_ms.sum())
+    order = most_useful(work, base_ms, of_model.rows(counted), of_model_ms[counted], base_gpu, max(counts))
+    seen_ms = np.array([times_ms[kernel.id] for kernel in candidates])
+    return {count: adjust(ratios, work.rows(chosen), base_ms[chosen], seen_ms[chosen], base_gpu, gpu)
+            for count in counts if len(chosen := np.array(order[:count]))}
+
+
+def judge(predictor: Predictor, fitted: Fitted, base: Fitted, models: Sequence[Measured]) -> list[dict[str, Any]]:
+    """A line for each model, predicted with what was learned for the card, at the host pace relative to that of the base."""
+    predictor.__dict__["fitted"] = fitted
+    rows = []
+    for record, measured_ms, probe_us in models:
+        predicted = predictor.predict(record, host_pace=HostPace(ratio_of(probe_us, base), "measured"))
+        rows.append({"model": record.model, "measured_ms": measured_ms, "predicted_ms": predicted.latency_ms,
+                     "error_%": 100 * (predicted.latency_ms / measured_ms - 1), "low_ms": predicted.interval_ms[0],
+                     "high_ms": predicted.interval_ms[1]})
+    return rows
+
+
+def summary(predicted: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Errors in per cent."""
+    errors = np.array([abs(row["error_%"]) for row in rows])
+    held = [row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows]
+    widths = [row["high_ms"] / row["low_ms"] for row in rows]
+    return {"predicted": predicted, "models": len(rows), "MAPE_%": float(errors.mean()), "median_%": float(np.median(errors)),
+            "within_10_%": 100 * float((errors <= 10).mean()), "worst_%": float(errors.max()),
+            "held_%": 100 * float(np.mean(held)), "median_high_over_low": float(np.median(widths))}
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", required=True, help="of the dataset")
     parser.add_argument("--gpu", required=True, help="the card that it was measured on")
+    parser.add_argument("--base", nargs=2, metavar=("WORKSPACE", "TARGET"), help="carry over from another card (default: H200)")
     parser.add_argument("--tables", type=Path, default=Path(__file__).with_name("tables.csv.xz"),
                         help="kernels on several GPUs")
-    parser.add_argument("--strict", action="store_true", help="don't look up the kernels' times on the H200")
+    parser.add_argument("--strict", action="store_true", help="don't look up the kernels' times on the base card")
+    parser.add_argument("--replay", type=cli.counts, default=(), metavar="N,…",
+                        help="also with so many kernels of the card measured, e.g. 30,300")
+    parser.add_argument("--most", type=cli.count, default=300, help="models, drawn by a fixed seed (default: 300)")
     args = parser.parse_args()
-    workspace = cli.start(args)
-    gpu = card(args.gpu)
-    measured = paced_rows(read_model_table(workspace, args.target)).groupby("Model")[["median_ms", "Probe_us"]].median()
-    if measured.empty:
-        raise UserError(f"{args.target}: no models were measured")
-    unchanged, sheet = (Predictor(target="h200", workspace=workspace, strict=args.strict) for _ in range(2))
-    base, model = unchanged.fitted, read_sheet()[0]
-    without = model.model_copy(update={"cards": tuple(name for name in model.cards if name != gpu.slug)})
-    fitted = carried_over(base, gpu)
-    ratios = learn(read_tables(args.tables), without=(gpu.slug,))
-    sheet.__dict__["fitted"] = replace(fitted, predictors=carried_predictors(base.predictors, fitted.target, gpu, ratios),
-                                       sheet_range=sheet_range(gpu, without))
-    rows: list[dict[str, Any]] = []
-    for name, times in measured.iterrows():
-        record = read_model_record(record_path(workspace, fitted.target.flavour, str(name)))
-        pace = HostPace(ratio_of(float(times["Probe_us"]), base), "measured")
-        there, here = (predictor.predict(record, host_pace=pace) for predictor in (sheet, unchanged))
-        rows.append({"model": name, "measured_ms": float(times["median_ms"]), "predicted_ms": there.latency_ms,
-                     "error_%": 100 * (there.latency_ms / times["median_ms"] - 1), "low_ms": there.interval_ms[0],
-                     "high_ms": there.interval_ms[1], "as_on_h200_ms": here.latency_ms,
-                     "as_on_h200_%": 100 * (here.latency_ms / times["median_ms"] - 1)})
-    errors = np.array([abs(row["error_%"]) for row in rows])
-    as_here = np.array([abs(row["as_on_h200_%"]) for row in rows])
-    held = np.mean([row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows])
-    summary = {"models": len(rows), "MAPE_%": float(errors.mean()), "median_%": float(np.median(errors)),
-               "within_10_%": 100 * float((errors <= 10).mean()), "worst_%": float(errors.max()), "held_%": 100 * float(held),
-               "as_on_h200_MAPE_%": float(as_here.mean())}
+    workspace, gpu = cli.start(args), card(args.gpu)
+    of_base, base_name = (Workspace(Path(args.base[0])), args.base[1]) if args.base else (workspace, "h200")
+    base = fitted_for(of_base, base_name)
+    base_gpu = card(base.target.device_name)
+    if base_gpu.slug == gpu.slug:
+        raise UserError(f"--gpu {args.gpu}: is the card that times are carried over from; name another one with --base")
+    sheet = read_sheet()[0]
+    known = sheet.model_copy(update={"cards": tuple(name for name in sheet.cards if name != gpu.slug)})
+    ratios = learn(read_tables(args.tables), without=(gpu.slug,), base=base_gpu.slug)
+    models, target = measured_models(workspace, args.target, base, args.most), carried_over(base, gpu).target
+    alone = replace(base, target=target, predictors=carried_predictors(base.predictors, target, gpu, ratios),
+                    sheet_range=sheet_range(gpu, known))
+    ways = {"from the data sheet": alone}
+    if args.replay:
+        for count, adjusted in corrected(ratios, models, workspace, args.target, base.predictors, args.strict, gpu,
+                                         args.replay).items():
+            ways[f"with {count} kernels"] = replace(
+                alone, predictors=carried_predictors(base.predictors, target, gpu, adjusted),
+                sheet_range=Range(low=min(adjusted.low, 1.0), high=max(adjusted.high, 1.0)))
+    ways[f"as on {base_gpu.name}"] = base
+    predictor = Predictor(target=base.target.name, workspace=of_base, strict=args.strict)
+    judged = {way: judge(predictor, fitted, base, models) for way, fitted in cli.progress(list(ways.items()), "judging")}
+    summaries = [summary(way, rows) for way, rows in judged.items()]
     if args.json:
-        cli.print_json({"models": rows, "summary": summary})
+        cli.print_json({"models": judged, "summary": summaries})
     else:
-        cli.print_table(rows, f"models on {gpu.name}, from its data sheet")
-        cli.print_table([summary])
+        cli.print_table(judged["from the data sheet"], f"models on {gpu.name}, from its data sheet")
+        cli.print_table(summaries)
     return 0
 
 

@@ -4,6 +4,9 @@ Reads ONNX files (--model, or what lies in the workspace's model_zoo/models). Me
 kernels of further shapes, the most useful ones first. Trains, fits the composition, and says what error to expect and how to
 predict. On a GPU, training starts from the predictors of another GPU that come with Hase, where that lowers the error.
 
+With --start-from data-sheet, a minute is enough: kernels that tell most of a GPU are measured, besides those of your models, if
+there are any, and correct what is predicted from its data sheet (`--gpu`).
+
 Writes what the phases write, and in benchmark/this_device/spent.json the time that was used. Stopped by Ctrl-C, it goes on when
 it is started again; --minutes is the time of all calls together. With more minutes than before, it measures more, and prefers
 kernels near those that the last training predicted worst.
@@ -26,6 +29,7 @@ from contextlib import suppress
 from typing import Any
 
 from kernel_model.sampling.seeds import read_seeds
+from recipes.this_device.from_data_sheet import build_chosen, correct
 from recipes.this_device.steps import TRAINING_SHARE, Budget, expected_errors, run_json
 from records.dataset_files import header_path
 from records.dataset_tables import read_model_table
@@ -43,11 +47,13 @@ from utils.paths import ROOT, SHIPPED, Workspace, model_files
 log = get_logger("this device")
 LARGEST_GFLOP = {"cpu": 2.0, "cuda": 100.0}  # of a sampled kernel
 FREE_SHARE = {"cpu": 0.0, "cuda": 0.5}  # of the samples, drawn near no model; not on a CPU, where layouts and fusions differ
+DATA_SHEET = "data-sheet"
 FEW_MODELS = 8  # below, the composition is fitted as to a handful
 EXAMPLES = """
 python recipes/this_device/measure_this_device.py --minutes 20 --model resnet18.onnx --dim batch=1,8
 python recipes/this_device/measure_this_device.py --minutes 20 --workspace out/mine
 python recipes/this_device/measure_this_device.py --minutes 40 --device cpu
+python recipes/this_device/measure_this_device.py --minutes 1 --start-from data-sheet  # needs a GPU
 """
 
 
@@ -113,7 +119,12 @@ def measure(workspace: Workspace, device: str, own_kernels: int, budget: Budget)
         run_json(workspace, "kernel_model/kernel_sampler.py", "--count", str(near + count - further), "--free",
                  str(free + further), "--jobs", str(jobs), "--most-gflop", str(LARGEST_GFLOP[device]), "--seed",
                  str(near + free))
-    if not (minutes := budget.measuring_s() / 60):  # drawing samples took the rest
+    return collect(workspace, device, budget)
+
+
+def collect(workspace: Workspace, device: str, budget: Budget) -> dict[str, Any] | None:
+    """Measures what is built while there is time; the collector's totals, or None if no time was left."""
+    if not (minutes := budget.measuring_s() / 60):
         return None
     log.info("%.1f minutes used; measuring for %.1f, then about %.1f for training", budget.used_s() / 60, minutes,
              TRAINING_SHARE * budget.total_s / 60)
@@ -142,9 +153,10 @@ def learn(workspace: Workspace, device: str, args: argparse.Namespace, budget: B
     run_json(workspace, "training/fit_composition.py", "--target", target, *(["--few-models"] if models < FEW_MODELS else []))
 
 
-def prediction_command(workspace: Workspace, target: str, model: Path) -> str:
-    """The command that predicts a model on this device."""
-    words = ["python", "inference/predict_model_latency.py", "--target", target, "--model", model.name]
+def prediction_command(workspace: Workspace, *device: str) -> str:
+    """The command that predicts a model on this device, which the options `device` name."""
+    model = next((path.name for path in model_files([workspace.models])), "model.onnx")
+    words = ["python", "inference/predict_model_latency.py", *device, "--model", model]
     if workspace.root != ROOT:
         words += ["--workspace", os.path.relpath(workspace.root, ROOT) if workspace.root.is_relative_to(ROOT) else str(
             workspace.root)]
@@ -161,24 +173,37 @@ def main() -> int:
                         help="what is measured (default: the GPU, or the CPU where there is none)")
     parser.add_argument("--start-from", metavar="TARGET",
                         help="the target whose predictors training starts from, or: nothing (default: on a GPU, those of "
-                             "another GPU that come with Hase; on a CPU, nothing)")
+                             "another GPU that come with Hase; on a CPU, nothing); data-sheet: nothing is trained, and "
+                             "what the data sheet says is corrected")
+    parser.add_argument("--gpu", metavar="NAME|FILE", help="with --start-from data-sheet, the card (default: by its name)")
     cli.add_dim(parser)
     cli.add_static(parser)
     args = parser.parse_args()
+    if args.gpu and args.start_from != DATA_SHEET:
+        parser.error(f"--gpu goes with --start-from {DATA_SHEET}")
     workspace, device = cli.start(args), resolve_device(args.device)
-    target = local_target(device)
+    target, from_sheet = local_target(device), args.start_from == DATA_SHEET
+    if from_sheet and device != "cuda":
+        raise UserError("--start-from data-sheet: is for GPUs; on a CPU, leave it out")
     with sole_writer(workspace.this_device.parent):
         budget = Budget(workspace.this_device, args.minutes)
         log.info("%s: %.1f minutes, of which %.1f were used before", target.name, args.minutes, budget.spent.seconds / 60)
         try:
-            own_kernels = analyse(workspace, device, args, budget)
-            totals = measure(workspace, device, own_kernels, budget)
-            learn(workspace, device, args, budget)
+            if from_sheet:
+                build_chosen(workspace, target, args.gpu, args.minutes)
+                if args.model or model_files([workspace.models]):
+                    analyse(workspace, device, args, budget)
+                totals = collect(workspace, device, budget)
+                expected, card = correct(workspace, target, args.gpu)
+            else:
+                own_kernels = analyse(workspace, device, args, budget)
+                totals = measure(workspace, device, own_kernels, budget)
+                learn(workspace, device, args, budget)
+                expected = expected_errors(workspace, target.name)
         finally:
             with suppress(OSError):
                 budget.save()
-    expected = expected_errors(workspace, target.name)
-    command = prediction_command(workspace, target.name, model_files([workspace.models])[0])
+    command = prediction_command(workspace, *(("--gpu", card) if from_sheet else ("--target", target.name)))
     if args.json:
         cli.print_json({"target": target.name, "minutes": budget.spent.seconds / 60, "measured": totals, "expected": expected,
                         "predict": command})

@@ -65,9 +65,19 @@ def test_what_nobody_knows_is_refused_by_name(name: str, message: str) -> None:
         fitted_for(Workspace(), f"{name}-from-data-sheet")
 
 
+def test_energy_is_scaled_by_the_power_limits_and_marked(resnet: Path) -> None:
+    h200, h100, l4 = (Predictor(target=name).energy(resnet, host_pace=1.0) for name in (
+        H200, "h100-from-data-sheet", "l4-from-data-sheet"))
+    assert h100.energy_j == pytest.approx(h200.energy_j, rel=0.15)  # the same limit and peak
+    assert l4.idle_j / l4.latency_ms == pytest.approx(h200.idle_j / h200.latency_ms * 72 / 700)
+    assert h200.idle_j / h200.latency_ms < h200.mean_power_w
+    assert 10 < l4.mean_power_w <= 72
+    assert l4.rough_estimate
+    assert any("scaled by the power limits" in warning for warning in l4.warnings)
+    assert l4.interval_j[1] / l4.interval_j[0] > 2 > h200.interval_j[1] / h200.interval_j[0]
+
+
 def test_what_a_data_sheet_can_not_say_is_refused(resnet: Path) -> None:
     predictor = Predictor(target="l4-from-data-sheet")
-    with pytest.raises(UserError, match="energy is predicted for cards that were measured"):
-        predictor.energy(resnet)
     with pytest.raises(UserError, match="l4-from-data-sheet"):
         predictor.curve(resnet)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from records.kernel_record import Kernel
 from records.operators import operator_row
@@ -165,6 +166,7 @@ class EnergyModel(Frozen):
         interval: of predictions with the right latency; None where too few models were held out.
         agreement: mean of the integral of power over the device's counter; None where there is no counter.
         models_sha256: of the table that the models' energies are from.
+        scaled_from: the card that was measured, where this is of another one (training/energy/scaled.py).
     """
 
     version: int = ENERGY_VERSION
@@ -181,6 +183,7 @@ class EnergyModel(Frozen):
     models_sha256: str
     candidates: tuple[EnergyCandidate, ...]
     models: tuple[FittedEnergy, ...]
+    scaled_from: str = Field("", exclude_if=lambda card: not card)
 
     def run_j(self, work: Mapping[str, float]) -> RunEnergy:
         """The energy of a run that does this work; at most what the power limit leaves."""

@@ -1,0 +1,103 @@
+"""Chooses the kernels that tell most of a GPU in a short time: recipes/this_device/kernels.jsonl.xz, the most useful first.
+
+Reads the dataset of the H200 in the workspace. Each kernel of the list lowers most what the earlier ones leave uncertain of the
+kernels of its models, each model counting alike, and of language models (training/data_sheet/choosing.py). Kernels that take
+long or need much memory, which a small card would be slow with, are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kernel_model.kernel_sampler import footprint_mib
+from kernel_model.sampling.draws import on_cuda
+from recipes.this_device.chosen_kernels import CHOSEN, write_chosen
+from records.dataset_files import read_header, read_kernels
+from records.kernel_record import Kernel, ModelRecord
+from records.kernel_record_files import records_in
+from records.measurement import GPU_LABEL
+from training.data_sheet.choosing import most_useful
+from training.data_sheet.tables import card
+from training.data_sheet.work import Floats, Work, work_of
+from training.kernels.settings import LAUNCHES
+from training.kernels.training_set import measured_times
+from utils import cli
+from utils.paths import Workspace
+
+MOST_MS, MOST_MIB = 5.0, 256.0  # of a kernel, on the H200
+FROM, WANTED, LANGUAGE = 3000, 2500, 0.2  # kernels to choose from, wanted ones, and the share of language models in both
+OF_LANGUAGE_MODELS = ("GroupQueryAttention", "MatMulNBits", "MultiHeadAttention", "RotaryEmbedding",
+                      "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
+EXAMPLES = """
+python recipes/this_device/choose_kernels.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --count 1000  # needs it
+"""
+
+
+
+
+def shares_of_models(records: Sequence[ModelRecord], times_ms: Mapping[str, float]) -> dict[str, float]:
+    """The share of each kernel in the time of the models that hold it, summed over the models."""
+    shares: dict[str, float] = {}
+    for record in records:
+        counts = Counter(node.kernel_id for node in record.nodes if node.kernel_id in times_ms)
+        whole_ms = sum(times_ms[name] * count for name, count in counts.items())
+        for name, count in counts.items():
+            shares[name] = shares.get(name, 0.0) + times_ms[name] * count / whole_ms
+    return shares
+
+
+def suits_any_card(kernel: Kernel, time_ms: float) -> bool:
+    """Whether a small card can measure it in a short time, and ONNX Runtime for CUDA runs it."""
+    return 0 < time_ms < MOST_MS and footprint_mib(kernel) < MOST_MIB and on_cuda(kernel) and kernel.moves_data
+
+
+def order(workspace: Workspace, target: str, count: int) -> list[Kernel]:
+    """The most useful kernels of a dataset, the most useful first."""
+    header, generator = read_header(workspace.dataset(target)), np.random.default_rng(0)
+    labels = measured_times(workspace, target)
+    times_ms = {name: labels[name][GPU_LABEL] for name in labels if labels[name].get(GPU_LABEL, 0.0) > 0}
+    shares = shares_of_models(records_in(workspace, header.target.flavour), times_ms)
+    kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(target), set(times_ms))}
+    suited = {name for name in sorted(kernels) if suits_any_card(kernels[name], times_ms[name])}
+    language = [name for name in sorted(suited) if kernels[name].op_type in OF_LANGUAGE_MODELS and name not in shares]
+    of_models = [name for name in sorted(suited) if name in shares]
+    weights = np.array([shares[name] for name in of_models])
+
+    def drawn(number: int, repeated: bool) -> list[str]:
+        """Kernels of models, as often as they count if `repeated`, and of language models."""
+        chosen = generator.choice(of_models, min(round((1 - LANGUAGE) * number), len(of_models)), repeated,
+                                  weights / weights.sum())
+        return [*chosen.tolist(), *generator.choice(language, min(round(LANGUAGE * number), len(language)), False).tolist()]
+
+    def work(names: Sequence[str]) -> tuple[Work, Floats]:
+        return (work_of([kernels[name] for name in names], [labels[name].get(LAUNCHES, 1.0) for name in names]),
+                np.array([times_ms[name] for name in names]))
+
+    candidates = drawn(FROM, False)
+    chosen = most_useful(*work(candidates), *work(drawn(WANTED, True)), card(header.target.device_name), count)
+    return [kernels[candidates[place]] for place in chosen]
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", required=True, help="of the dataset")
+    parser.add_argument("--count", type=cli.count, default=1000, help="kernels (default: 1000)")
+    args = parser.parse_args()
+    kernels = order(cli.start(args), args.target, args.count)
+    write_chosen(kernels)
+    cli.print_rows([{"operator": name, "kernels": count} for name, count in Counter(
+        kernel.op_type for kernel in kernels).most_common()], args.json, f"kernels of {CHOSEN.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
