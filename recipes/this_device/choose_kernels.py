@@ -25,6 +25,7 @@ from records.dataset_files import read_header, read_kernels
 from records.kernel_record import Kernel, ModelRecord
 from records.kernel_record_files import records_in
 from records.measurement import GPU_LABEL
+from records.operators import operator_row
 from training.data_sheet.choosing import most_useful
 from training.data_sheet.tables import card
 from training.data_sheet.work import Floats, Work, work_of
@@ -57,7 +58,8 @@ def shares_of_models(records: Sequence[ModelRecord], times_ms: Mapping[str, floa
 
 def suits_any_card(kernel: Kernel, time_ms: float) -> bool:
     """Whether a small card can measure it in a short time, and ONNX Runtime for CUDA runs it."""
-    return 0 < time_ms < MOST_MS and footprint_mib(kernel) < MOST_MIB and on_cuda(kernel) and kernel.moves_data
+    return (0 < time_ms < MOST_MS and footprint_mib(kernel) < MOST_MIB and on_cuda(kernel) and kernel.moves_data
+            and not operator_row(kernel.op_type).copies)
 
 
 def order(workspace: Workspace, target: str, count: int) -> list[Kernel]:

@@ -153,9 +153,8 @@ def learn(workspace: Workspace, device: str, args: argparse.Namespace, budget: B
     run_json(workspace, "training/fit_composition.py", "--target", target, *(["--few-models"] if models < FEW_MODELS else []))
 
 
-def prediction_command(workspace: Workspace, *device: str) -> str:
+def prediction_command(workspace: Workspace, device: Sequence[str], model: str) -> str:
     """The command that predicts a model on this device, which the options `device` name."""
-    model = next((path.name for path in model_files([workspace.models])), "model.onnx")
     words = ["python", "inference/predict_model_latency.py", *device, "--model", model]
     if workspace.root != ROOT:
         words += ["--workspace", os.path.relpath(workspace.root, ROOT) if workspace.root.is_relative_to(ROOT) else str(
@@ -203,7 +202,8 @@ def main() -> int:
         finally:
             with suppress(OSError):
                 budget.save()
-    command = prediction_command(workspace, *(("--gpu", card) if from_sheet else ("--target", target.name)))
+    model = next((path.name for path in model_files([workspace.models])), "model.onnx")
+    command = prediction_command(workspace, ("--gpu", card) if from_sheet else ("--target", target.name), model)
     if args.json:
         cli.print_json({"target": target.name, "minutes": budget.spent.seconds / 60, "measured": totals, "expected": expected,
                         "predict": command})

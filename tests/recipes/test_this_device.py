@@ -159,8 +159,8 @@ def test_another_gpu_is_where_a_gpu_starts_from() -> None:
 
 def test_the_command_that_predicts() -> None:
     words = ["python", "inference/predict_model_latency.py", "--target", "t", "--model", "a b.onnx"]
-    assert prediction_command(Workspace(), "t", Path("x/a b.onnx")) == " ".join([*words[:-1], "'a b.onnx'"])
-    assert prediction_command(Workspace(ROOT / "out" / "mine"), "t", Path("m.onnx")).endswith("--workspace out/mine")
+    assert prediction_command(Workspace(), ("--target", "t"), "a b.onnx") == " ".join([*words[:-1], "'a b.onnx'"])
+    assert prediction_command(Workspace(ROOT / "out" / "mine"), ("--target", "t"), "m.onnx").endswith("--workspace out/mine")
 
 
 def test_a_script_that_fails_ends_the_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from records.gpu_catalogue import Gpu, gpu_named
 from training.data_sheet.adjusted import adjust
+from training.data_sheet.choosing import most_useful
 from training.data_sheet.fit import learn
 from training.data_sheet.ratios import BASE, CardRatios
 from training.data_sheet.saved import Range, read_sheet, write_sheet
@@ -127,3 +128,12 @@ def test_wrong_tables_are_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("table,gpu\na,h200\n", encoding="utf-8")
     with pytest.raises(UserError, match="lacks the columns kind, dtype"):
         read_tables(tmp_path / "t.csv")
+
+
+def test_the_kernels_to_measure_first_are_like_those_that_are_wanted() -> None:
+    sizes = np.array([1e5, 1.01e5, 1e8, 1.01e8, 1e11])
+    of = Work(sizes, sizes, sizes, np.full(5, KINDS.index("product")), np.zeros(5, dtype=int), np.ones(5))
+    order = most_useful(of, sizes * 1e-8, of.rows(np.array([2, 2, 2, 0])), sizes[[2, 2, 2, 0]] * 1e-8, card(BASE), 3)
+    assert order[0] in (2, 3)  # three of four are like these
+    assert order[1] in (0, 1)
+    assert len(set(order)) == 3

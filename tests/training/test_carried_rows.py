@@ -1,0 +1,102 @@
+"""Kernels of another card in a training set, and in the correction of its data sheet: those that were measured on an H100."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from command import run_script
+from conftest import Once
+
+from inference.core.predictor import Predictor
+from records.dataset_files import header_path, kernel_table_path, kernels_path, read_header
+from training.data_sheet.carried_rows import with_carried
+from training.data_sheet.correction import correction_path, read_correction
+from training.data_sheet.tables import card
+from training.kernels.training_set import read_training_set
+from utils import files
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+pytestmark = pytest.mark.slow
+H100, H200 = "nvidia-h100-80gb-hbm3-cuda-ort1.31-all", "nvidia-h200-cuda-ort1.31-all"
+TABLES = ROOT / "recipes" / "gpus" / "tables.csv.xz"
+
+
+@pytest.fixture(scope="module")
+def h100(once: Once) -> Workspace:
+    """The dataset of an H100 that H200's predictors learn from."""
+    def unpack(folder: Path) -> None:
+        with tarfile.open(ROOT / "recipes" / "h200" / "carried-nvidia-h100.tar.xz") as archive:
+            archive.extractall(folder, filter="data")
+
+    return Workspace(once("carried", unpack))
+
+
+def as_own(h100: Workspace, own: Workspace, without: str) -> None:
+    """A dataset as if an H200 had measured the kernels of an H100, but for those of one operator."""
+    there, here = h100.dataset(H100), own.dataset(H200)
+    header = read_header(there)
+    target = header.target.model_copy(update={"device_name": "NVIDIA H200"})
+    table = pd.read_csv(kernel_table_path(there), low_memory=False)
+    files.write_json(header_path(here), header.model_copy(update={"target": target}))
+    files.write_bytes(kernels_path(here), kernels_path(there).read_bytes())
+    files.write_bytes(kernel_table_path(here), table[table["OpType"] != without].to_csv(index=False).encode())
+
+
+def test_forms_that_a_card_lacks_are_carried_over(h100: Workspace, tmp_path: Path) -> None:
+    as_own(h100, Workspace(tmp_path), "MatMulInteger")
+    rows, there = read_training_set(Workspace(tmp_path), H200), read_training_set(h100, H100)
+    learned = with_carried(rows, h100, TABLES)
+    further = np.arange(len(learned.rows)) >= len(rows)
+    assert set(learned.rows.types[further].tolist()) == {"MatMulInteger"} == {
+        kernel.op_type for kernel in learned.kernels.values()}
+    assert learned.about.card == "NVIDIA H100 80GB HBM3"
+    assert learned.about.kernels == further.sum() == (there.types == "MatMulInteger").sum() > 900
+    assert np.array_equal(learned.rows.times_ms["gpu"][~further], rows.times_ms["gpu"])
+    measured = dict(zip(there.ids.tolist(), there.times_ms["gpu"].tolist(), strict=True))
+    ratios = learned.rows.times_ms["gpu"][further] / [measured[name] for name in learned.rows.ids[further].tolist()]
+    assert 0.9 < np.median(ratios) < 1.02  # an H200 has the same units, and more bandwidth
+    errors = learned.rows.carried_errors
+    assert not errors[~further].any()
+    assert 0.02 < np.abs(errors[further]).mean() < 0.12
+    assert (learned.rows.load[further] == list(rows.idle_load.values())).all()
+    assert len(learned.rows.rows(further)) == further.sum()
+
+
+def test_one_dataset_of_another_card_is_needed(h100: Workspace, tmp_path: Path) -> None:
+    as_own(h100, Workspace(tmp_path), "MatMulInteger")
+    rows = read_training_set(Workspace(tmp_path), H200)
+    with pytest.raises(UserError, match="has 0 datasets of other cards"):
+        with_carried(rows, Workspace(tmp_path), TABLES)
+
+
+def test_measured_kernels_correct_a_data_sheet(h100: Workspace, torch_models: dict[str, Path]) -> None:
+    done = run_script("training/correct_data_sheet.py", "--workspace", h100.root, "--target", H100, "--most", "80", "--json")
+    alone, corrected = json.loads(done.stdout)
+    assert alone["kernels"] == corrected["kernels"] == 80
+    assert corrected["mean_error_%"] < alone["mean_error_%"]
+    correction = read_correction(h100, card("h100"))
+    assert correction is not None
+    assert (correction.target, len(correction.measured_ms)) == (H100, 80)
+    assert correction.low < 1 < correction.high
+    target, model = "h100-from-data-sheet", torch_models["resnet18"]
+    with_it, without = (Predictor(workspace, target).predict(model, host_pace=1.0) for workspace in (h100, Workspace()))
+    assert any("corrected by 80 kernels that were measured on NVIDIA H100" in warning for warning in with_it.warnings)
+    assert with_it.latency_ms == pytest.approx(without.latency_ms, rel=0.2)
+    assert with_it.latency_ms != without.latency_ms
+    files.write_json(correction_path(h100, card("h100")), correction.model_copy(update={"pulls": correction.pulls[1:]}))
+    with pytest.raises(UserError, match="the sizes of known, pulls, means and spreads differ"):
+        read_correction(h100, card("h100"))
+
+
+def test_what_can_not_be_corrected_is_told(h100: Workspace) -> None:
+    done = run_script("training/correct_data_sheet.py", "--workspace", h100.root, "--target", H100, "--gpu", "rtx-9999")
+    assert done.returncode == 1
+    assert "rtx-9999: no such card is known; give its data sheet with --gpu FILE.yaml" in done.stderr
+    done = run_script("training/correct_data_sheet.py", "--workspace", h100.root, "--target", H100, "--gpu", "h200")
+    assert "NVIDIA H200: was measured itself" in done.stderr
