@@ -15,7 +15,10 @@ from command import printed
 from conftest import small_model
 from optional_packages import without
 
+from kernel_model.sampling.seeds import read_seeds
 from recipes.this_device import measure_this_device
+from recipes.this_device.chosen_kernels import read_chosen
+from recipes.this_device.from_data_sheet import build_chosen
 from recipes.this_device.measure_this_device import measure, prediction_command, put_models, shipped_for
 from recipes.this_device.steps import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget, run_json
 from records.dataset_files import header_path, journal_path, read_journal
@@ -155,6 +158,28 @@ def test_another_gpu_is_where_a_gpu_starts_from() -> None:
     assert shipped_for("cuda", "nvidia-a100-cuda-ort1.31-all") == "nvidia-h200-cuda-ort1.31-all"
     assert shipped_for("cuda", "nvidia-h200-cuda-ort1.31-all") is None
     assert shipped_for("cpu", TARGET) is None
+
+
+def test_the_kernels_that_tell_most_of_a_gpu_are_built_in_their_order(tmp_path: Path) -> None:
+    workspace, target = Workspace(tmp_path), local_target("cpu").model_copy(update={"device_name": "NVIDIA L4"})
+    for minutes, count in ((0.02, 6), (0.03, 9)):
+        assert build_chosen(workspace, target, None, minutes) == count
+        chosen = read_chosen(count)
+        folder = workspace.kernel_onnx / target.flavour.name
+        assert {path.stem for path in folder.glob("*.onnx")} == {kernel.id for kernel in chosen}
+        assert read_seeds(folder) == {kernel.id: () for kernel in chosen}
+    assert len({kernel.id for kernel in read_chosen(2000)}) == len(read_chosen(2000)) > 900
+    with pytest.raises(UserError, match="Some CPU: no such card is known"):
+        build_chosen(workspace, target.model_copy(update={"device_name": "Some CPU"}), None, 1)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (("--start-from", "data-sheet"), "--start-from data-sheet: is for GPUs; on a CPU, leave it out"),
+    (("--gpu", "l4"), "--gpu goes with --start-from data-sheet")])
+def test_a_data_sheet_is_for_gpus(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    done = subprocess.run(command(Workspace(tmp_path), *options), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
 
 
 def test_the_command_that_predicts() -> None:
