@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from inference.core.energy import parts_of_run
+from inference.core.from_data_sheet import CardPredictors
 from inference.core.targets import predictor_folders
 from inference.core.uncertainty import hosts_between
 from inference.llm.dimensions import DecoderFile, Step
 from records.generations import PHASES, Phase
 from training.energy.learned import EnergyModel, energy_path, read_energy
+from training.energy.scaled import scaled
 from training.llm.learned import LearnedGeneration, read_generation, read_generation_energy
-from utils.errors import UserError
 
 if TYPE_CHECKING:
     from inference.core.model_run import PredictedRun
@@ -57,13 +58,14 @@ def learned_of(predictor: Predictor) -> Learned:
         UserError: there are no predictors, or a file can't be read.
     """
     fitted = predictor.fitted
-    if fitted.sheet_range:
-        raise UserError(f"{fitted.target.name}: generation was learned on cards that were measured; from a data sheet, its "
-                        "runs can be predicted one by one (predict_model_latency.py --gpu)")
-    folder = predictor_folders(predictor.workspace)[fitted.target.name]
+    predictors = fitted.predictors
+    folder = predictor_folders(predictor.workspace).get(fitted.target.name, predictors.folder)  # that of the base card, if any
     generation, energy = read_generation(folder), read_generation_energy(folder)
     if energy is None and energy_path(folder).is_file():
         energy = read_energy(folder)
+    if isinstance(predictors, CardPredictors) and predictors.base and predictors.gpu:
+        generation = generation and generation.for_limit(predictors.gpu.power_w / predictors.base.power_w)
+        energy = energy and scaled(energy, predictors.base, predictors.gpu)
     return Learned(generation, energy, {} if generation is None else {
         phase: generation.composition(fitted.composition, phase) for phase in PHASES})
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 from command import run_script
+from decoder_models import genai_folder
 
 from inference.core.predictor import Predictor
 from inference.core.targets import fitted_for
+from inference.llm.predicting import predict_language_model
 from utils.errors import UserError
 from utils.paths import Workspace
 
@@ -81,3 +83,17 @@ def test_what_a_data_sheet_can_not_say_is_refused(resnet: Path) -> None:
     predictor = Predictor(target="l4-from-data-sheet")
     with pytest.raises(UserError, match="l4-from-data-sheet"):
         predictor.curve(resnet)
+
+
+@pytest.mark.slow
+def test_generation_on_a_card_by_its_data_sheet(tmp_path: Path) -> None:
+    folder = genai_folder(tmp_path / "model")
+    h200, h100, l4 = (predict_language_model(folder, prompt=512, generate=16, target=name, host_pace=1.0) for name in (
+        H200, "h100-from-data-sheet", "l4-from-data-sheet"))
+    assert h200.ttft.ms == pytest.approx(l4.ttft.ms, rel=0.05)  # a tiny model waits for the host, which is the same
+    assert h200.genai_loop_ms == h100.genai_loop_ms  # the host's
+    assert l4.device_memory_mib == 24 * 1024
+    assert any("from the data sheet: never measured on NVIDIA L4" in warning for warning in l4.warnings)
+    assert h200.energy is not None
+    assert h100.energy is not None
+    assert h100.energy.rough_estimate

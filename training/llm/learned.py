@@ -158,6 +158,14 @@ class LearnedGeneration(Frozen):
         return self.loop.model_copy(update={
             "step_ms": self.captured.step_ms, "sequence_ms": 0.0, "million_logits_ms": self.captured.million_logits_ms})
 
+    def for_limit(self, times: float) -> LearnedGeneration:
+        """What was learned, for a card with `times` the power limit, whose energy is scaled by it (training/energy/scaled.py).
+        The loop is the host's, and stays as it is."""
+        if self.power_limit is None:
+            return self
+        limit = self.power_limit.model_copy(update={"limit_w": times * self.power_limit.limit_w})
+        return self.model_copy(update={"power_limit": limit})
+
 
 def generation_path(folder: Path) -> Path:
     return folder / FILE
