@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from records.gpu_catalogue import Gpu
 from training.data_sheet.adjusted import adjust
@@ -34,6 +35,7 @@ BASE_TARGET = "nvidia-h200-cuda-ort1.31-all"
 EXAMPLES = """
 python training/fit_data_sheet.py --tables recipes/gpus/tables.csv.xz --out out/data-sheet
 python training/fit_data_sheet.py --tables recipes/gpus/tables.csv.xz --out out/data-sheet --replay 30,300
+python training/fit_data_sheet.py --tables recipes/gpus/tables.csv.xz --by generation
 """
 
 
@@ -80,14 +82,25 @@ def predicted(table: Table, gpu: Gpu, ratios: CardRatios, counts: Sequence[int] 
                    base_ms * naive_ratio(work, base, gpu), replayed)
 
 
-def row(left_out: LeftOut) -> dict[str, Any]:
-    """Errors in per cent: of all kernels, and of long ones."""
+def row(left_out: LeftOut, others: Sequence[LeftOut]) -> dict[str, Any]:
+    """Errors in per cent: of all kernels, and of long ones; and how many times lie in the range that other cards give."""
     errors, naive = (np.abs(times / left_out.measured_ms - 1.0) for times in (left_out.predicted_ms, left_out.naive_ms))
     long = left_out.measured_ms > LONG_MS
     return {"table": left_out.table, "left_out": left_out.gpu.name, "kernels": len(errors),
             "MAPE_%": _percent(errors), "median_%": 100 * float(np.median(errors)),
             f"over_{1e3 * LONG_MS:g}_us_%": _percent(errors[long]), "rooflines_%": _percent(naive),
-            f"rooflines_over_{1e3 * LONG_MS:g}_us_%": _percent(naive[long]), **_of_replay(left_out)}
+            f"rooflines_over_{1e3 * LONG_MS:g}_us_%": _percent(naive[long]), **_held(left_out, others), **_of_replay(left_out)}
+
+
+def _held(left_out: LeftOut, others: Sequence[LeftOut]) -> dict[str, float]:
+    """The share of times in the range of the same table's other cards, in per cent, and the range's width; nothing where there
+    is none."""
+    of_table = [other for other in others if other.table == left_out.table and other.gpu.slug != left_out.gpu.slug]
+    if not of_table:
+        return {}
+    found, ratios = range_of(of_table), left_out.measured_ms / left_out.predicted_ms
+    return {"held_%": _percent((ratios >= found.low) & (ratios <= found.high)),
+            "high_over_low": round(found.high / found.low, 2)}
 
 
 def _of_replay(left_out: LeftOut) -> dict[str, float]:
@@ -100,7 +113,7 @@ def _of_replay(left_out: LeftOut) -> dict[str, float]:
     return columns
 
 
-def _percent(errors: Floats) -> float:
+def _percent(errors: npt.NDArray[Any]) -> float:
     return round(100 * float(errors.mean()), 1) if len(errors) else float("nan")
 
 
@@ -117,6 +130,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=FOLDER, help="where what is learned goes (default: what ships with Hase)")
     parser.add_argument("--replay", type=cli.counts, default=(), metavar="N,…",
                         help="also show the errors once so many kernels of the card are measured, e.g. 30,300")
+    parser.add_argument("--by", choices=("card", "generation"), default="card",
+                        help="what is left out: each card, or with it all others of its generation; with generation, nothing "
+                             "is written (default: card)")
     args = parser.parse_args()
     cli.start(args)
     tables = read_tables(args.tables)
@@ -124,17 +140,21 @@ def main() -> int:
     if not names:
         raise UserError(f"{args.tables}: no table has {BASE} and another card")
     found: list[LeftOut] = []
+    every = {name for table in tables for name in table.ms} - {BASE}
     for name in cli.progress(names, "cards left out"):
-        ratios = learn(tables, without=(name,))
+        alike = [other for other in every if args.by == "generation" and card(other).generation == card(name).generation]
+        ratios = learn(tables, without=(name, *alike))
         found += [predicted(table, card(name), ratios, args.replay) for table in tables
                   if BASE in table.ms and name in table.ms]
     own = tuple(sorted({BASE, *(name for table in tables if table.name == OWN for name in table.ms)}))
     capabilities = {card(name).compute_capability for name in own}
     ranges = [range_of([of_card for of_card in found if (of_card.gpu.compute_capability in capabilities) == wanted])
               for wanted in (True, False)]
-    write_sheet(args.out, learn(tables), BASE_TARGET, (*names, BASE), own, *ranges)
-    cli.print_rows([row(of_card) for of_card in sorted(found, key=lambda of_card: (of_card.table == OWN, of_card.table))],
-                   args.json, f"errors of cards left out; nine of ten times within {ranges[0].low:.2f} to {ranges[0].high:.2f} "
+    if args.by == "card":
+        write_sheet(args.out, learn(tables), BASE_TARGET, (*names, BASE), own, *ranges)
+    found.sort(key=lambda of_card: (of_card.table == OWN, of_card.table))
+    cli.print_rows([row(of_card, found) for of_card in found], args.json,
+                   f"errors of each {args.by} left out; nine of ten times within {ranges[0].low:.2f} to {ranges[0].high:.2f} "
                    f"times the prediction, for other compute capabilities {ranges[1].low:.2f} to {ranges[1].high:.2f}")
     return 0
 
