@@ -1,4 +1,4 @@
-"""Chooses the kernels that tell most of a GPU in a short time: recipes/this_device/kernels.jsonl.xz, the most useful first.
+"""Writes recipes/this_device/kernels.jsonl.xz: the kernels that tell most of a GPU in a short time, the most useful first.
 
 Reads the dataset of the H200 in the workspace. Each kernel of the list lowers most what the earlier ones leave uncertain of the
 kernels of its models, each model counting alike, and of language models (training/data_sheet/choosing.py). Kernels that take
