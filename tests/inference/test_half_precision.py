@@ -97,3 +97,17 @@ def test_the_command_prints_a_row_beside_the_other(torch_models: dict[str, Path]
     wrong = run_script("inference/predict_model_latency.py", "--model", path, "--dtype", "fp16", "--trace", "t.json")
     assert wrong.returncode == 2
     assert "--dtype adds a row that is predicted" in wrong.stderr
+
+
+def test_two_operators_in_single_precision_read_one_tensor(tmp_path: Path) -> None:
+    """The converter leaves TopK in single precision, and adds a Cast in front of each."""
+    nodes = [onnx.helper.make_node("Relu", ["x"], ["y"]), *(
+        onnx.helper.make_node("TopK", ["y", f"k{count}"], [f"values{count}", f"places{count}"]) for count in (2, 3))]
+    graph = onnx.helper.make_graph(
+        nodes, "g", [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [4, 8])],
+        [onnx.helper.make_tensor_value_info(f"values{count}", onnx.TensorProto.FLOAT, [4, count]) for count in (2, 3)],
+        [onnx.helper.make_tensor(f"k{count}", onnx.TensorProto.INT64, [1], [count]) for count in (2, 3)])
+    path = tmp_path / "two.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9), path)
+    record = record_in(path, True)
+    assert [record.kernels[node.kernel_id].op_type for node in record.nodes].count("TopK") == 2

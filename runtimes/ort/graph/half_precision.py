@@ -44,6 +44,7 @@ def in_half(proto: onnx.ModelProto, shown: str) -> onnx.ModelProto:
     made = convert_float_to_float16(made, keep_io_types=False)
     types = {value.name: value.type.tensor_type.elem_type for value in made.graph.input}
     _replace(made.graph.input, [value for value in made.graph.input if value.name not in of_file])
+    _replace(made.graph.node, _once_each(made.graph.node))
     for tensor in far:
         added = made.graph.initializer.add()
         added.CopyFrom(tensor)
@@ -51,6 +52,18 @@ def in_half(proto: onnx.ModelProto, shown: str) -> onnx.ModelProto:
             added.data_type = types[tensor.name]
             hollow(added)  # its file holds numbers of another length
     return made
+
+
+def _once_each(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """The nodes, each of them once: the converter adds the same Cast for each operator in single precision that reads it."""
+    casts, kept = set[bytes](), []
+    for node in nodes:
+        if node.op_type == "Cast":
+            if (same := node.SerializeToString(deterministic=True)) in casts:
+                continue
+            casts.add(same)
+        kept.append(node)
+    return kept
 
 
 def _replace(repeated: Any, values: Iterable[Any]) -> None:
