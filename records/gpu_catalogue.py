@@ -27,6 +27,7 @@ FP32_LANES = {6.0: 64, 6.1: 128, 7.0: 64, 7.5: 64, 8.0: 64, 8.6: 128, 8.7: 128, 
 # Multiply-adds with fp16 that the tensor cores of an SM may do in a clock. A card's sheet may give half of it (GeForce, and
 # where sums are in fp32).
 TENSOR_FMAS = {7.0: 512, 7.5: 512, 8.0: 1024, 8.6: 512, 8.7: 1024, 8.9: 512, 9.0: 2048, 10.0: 4096, 10.3: 4096, 12.0: 512}
+SHARES = (1.0, 0.5, 0.25)  # of the tensor cores' peak that a card may have
 TOLERANCE = 0.16  # of a peak: sheets round, and tensor cores may run at another clock than the one that is given
 
 
@@ -75,7 +76,7 @@ class Gpu(Frozen):
             raise ValueError(f"fp16_tflop_s: compute capability {self.compute_capability:g} has "
                              f"{'tensor cores' if fmas else 'no tensor cores'}")
         if self.fp16_tflop_s is not None and fmas is not None and not any(
-                _near(self.fp16_tflop_s, fmas * tflop_s * share) for share in (1.0, 0.5, 0.25)):
+                _near(self.fp16_tflop_s, fmas * tflop_s * share) for share in SHARES):
             raise ValueError(f"fp16_tflop_s {self.fp16_tflop_s:g}: {self.sms} SMs × {fmas} multiply-adds × "
                              f"{self.boost_mhz:g} MHz make {fmas * tflop_s:.4g}, or half or a quarter of that; was it given "
                              "with sparsity?")
@@ -86,11 +87,29 @@ class Gpu(Frozen):
         """Its first short name, or its name as a target has it."""
         return self.aka[0] if self.aka else slug(self.name)
 
+    @property
+    def tensor_share(self) -> float:
+        """The share of what its tensor cores could do that the card lets them do with sums in fp32: half on GeForce cards; 1
+        where it has none."""
+        fmas = TENSOR_FMAS.get(self.compute_capability)
+        if self.fp16_tflop_s is None or fmas is None:
+            return 1.0
+        whole_tflop_s = 2e-6 * fmas * self.sms * self.boost_mhz
+        return next(share for share in SHARES if _near(self.fp16_tflop_s, whole_tflop_s * share))
+
+    def with_tensor_peaks(self, times: float) -> Gpu:
+        """The card with `times` the peaks of its tensor cores."""
+        return self.model_copy(update={name: times * peak for name in ("fp16_tflop_s", "bf16_tflop_s", "tf32_tflop_s")
+                                       if (peak := getattr(self, name)) is not None})
+
+    def tensor_tflop_s(self, dtype: str) -> float | None:
+        """The peak of the tensor cores for products in an element type; None where they don't compute them."""
+        return {"float32": self.tf32_tflop_s, "float16": self.fp16_tflop_s, "bfloat16": self.bf16_tflop_s}.get(dtype)
+
     def peak_tflop_s(self, dtype: str) -> float:
         """The peak of products in an element type, as ONNX Runtime computes them: TF32 for float32 where the card has it,
         tensor cores for half precision, and otherwise the CUDA cores."""
-        of_type = {"float32": self.tf32_tflop_s, "float16": self.fp16_tflop_s, "bfloat16": self.bf16_tflop_s}.get(dtype)
-        return of_type or self.fp32_tflop_s
+        return self.tensor_tflop_s(dtype) or self.fp32_tflop_s
 
 
 def _near(given: float, made: float) -> bool:

@@ -86,7 +86,7 @@ def main() -> int:
     sheet_ms = learned.times_ms(work, base_ms, base_gpu, gpu)
     cli.print_rows([error_row("data sheet alone", sheet_ms, times_ms),
                     error_row("corrected, each left out", times_ms / np.exp(adjusted.left_out), times_ms)], args.json,
-                   f"{gpu.name}: {len(kernels)} measured kernels; nine of ten others within {adjusted.low:.2f} to "
+                   f"{gpu.name}: {len(kernels)} measured kernels; nine of ten models within {adjusted.low:.2f} to "
                    f"{adjusted.high:.2f} times the prediction")
     return 0
 

@@ -222,12 +222,12 @@ def carried_over(measured: Fitted, gpu: Gpu, correction: Correction | None = Non
     """What was learned of the H200, for a card of which nothing was measured, or only the kernels of `correction`."""
     target = measured.target.model_copy(update={"device_name": f"{gpu.slug}{FROM_SHEET}"})
     found, ratios = sheet_range(gpu), learned()[1]
-    basis, of_whom = f"from the data sheet: never measured on {gpu.name}", "kernels of cards"
+    basis, of_whom = f"from the data sheet: never measured on {gpu.name}", "kernels of cards that were left out"
     if correction:
         found, ratios = Range(low=correction.low, high=correction.high), correction.ratios(ratios, gpu)
         basis = f"from the data sheet, corrected by {len(correction.measured_ms):,} kernels that were measured on {gpu.name}"
-        of_whom = "measured kernels"
-    about = (f"{basis}. Times are carried over from {measured.target.device_name}, with its host; {of_whom} that were left out "
+        of_whom = "sums of a few measured kernels, each left out,"
+    about = (f"{basis}. Times are carried over from {measured.target.device_name}, with its host; {of_whom} "
              f"took {found.low:.2g} to {found.high:.2g} times as long as predicted")
     predictors = carried_predictors(measured.predictors, target, gpu, ratios,
                                     correction.measured_ms if correction else {})

@@ -21,7 +21,8 @@ from utils.lazy import sklearn
 MOST_LEFT = 0.8  # of what is left, as a logarithm: what is further off is a wrong label or a cliff
 KIND_APART = 2.0  # how far two kinds lie from each other, in standard deviations of the other features
 OF_CARD, NEARBY, LENGTH, NOISE = 0.05, 0.05, 3.0, 0.02  # what the process expects before it has seen any kernel
-HELD, LEAST_SPREAD = 0.9, 1.645  # share of times that a range holds, and the standard deviations that hold it
+HELD = 0.9  # share of times that a range holds
+SUMMED, DRAWS = 4, 4000  # kernels whose sum stands for a model's time: few, since those of a model are alike; and such sums
 
 
 class Process(NamedTuple):
@@ -56,7 +57,7 @@ class AdjustedRatios(CardRatios):
     Attributes:
         process: what corrects them.
         gpu, table: that it holds for.
-        low, high: the multiples of a prediction between which nine of ten times lie, of kernels that are left out.
+        low, high: the multiples of a prediction between which nine of ten times of models lie.
         left_out: the logarithm of measured over predicted time of each measured kernel, when it is left out; empty where it is
             not known.
     """
@@ -120,15 +121,19 @@ def adjust(ratios: CardRatios, work: Work, base_ms: Floats, measured_ms: Floats,
         learned.fit((features - means) / spreads, left)
     fitted, inverse = learned.kernel_.k1, np.linalg.inv(learned.L_ @ learned.L_.T)
     left_out = learned.alpha_ / np.diag(inverse)
-    low, high = _ends(left_out)
+    low, high = _ends(left_out, measured_ms / np.exp(left_out))
     return AdjustedRatios(ratios.booster, Process(
         learned.X_train_, learned.alpha_, means, spreads, float(fitted.k1.constant_value), float(fitted.k2.k1.constant_value),
         float(fitted.k2.k2.length_scale)), gpu, table, low, high, left_out)
 
 
-def _ends(left_out: Floats) -> tuple[float, float]:
-    """The multiples that hold nine of ten times, from what is left of each measured kernel when it is left out: quantiles, and
-    not less than a normal distribution of that spread would have."""
-    ends = np.quantile(left_out, [(1 - HELD) / 2, (1 + HELD) / 2])
-    normal = LEAST_SPREAD * left_out.std()
-    return float(np.exp(min(ends[0], -normal))), float(np.exp(max(ends[1], normal)))
+def _ends(left_out: Floats, times_ms: Floats) -> tuple[float, float]:
+    """The multiples that hold nine of ten models' times, from what is left of each measured kernel when it is left out.
+
+    A model's time is a sum over kernels, whose errors partly cancel: sums of SUMMED kernels stand for models. Fewer kernels say
+    less of the range, so it is wider.
+    """
+    drawn = np.random.default_rng(0).integers(len(left_out), size=(DRAWS, SUMMED))
+    sums = (np.exp(left_out) * times_ms)[drawn].sum(axis=1) / times_ms[drawn].sum(axis=1)
+    low, high = np.log(np.quantile(sums, [(1 - HELD) / 2, (1 + HELD) / 2])) * (1.0 + 1.0 / np.sqrt(len(left_out)))
+    return float(np.exp(min(low, 0.0))), float(np.exp(max(high, 0.0)))

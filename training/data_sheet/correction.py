@@ -30,7 +30,7 @@ class Correction(Frozen):
         base: the target that times are carried over from.
         created: when.
         known, pulls, means, spreads, of_card, nearby, length: of the process (`Process`).
-        low, high: the multiples of a prediction between which nine of ten times lie, of kernels that are left out.
+        low, high: the multiples of a prediction between which nine of ten times of models lie.
         measured_ms: times of kernels on the card, by id, which are looked up.
     """
 

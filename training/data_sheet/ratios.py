@@ -9,13 +9,25 @@ import numpy as np
 import numpy.typing as npt
 
 from records.gpu_catalogue import Gpu
-from training.data_sheet.work import KINDS, LAUNCH_US, Floats, Work, bounds_of, features_of, ratio_of_bounds
+from training.data_sheet.work import (
+    KINDS,
+    LAUNCH_US,
+    Floats,
+    Work,
+    bounds_of,
+    by_tensor_cores,
+    features_of,
+    peaks_flop_s,
+    ratio_of_bounds,
+)
 from utils.lazy import xgboost
 
 BASE = "h200"  # the card that times are carried over from
 OWN = "onnxruntime"  # the table of Hase's own kernels
 SHORTEST_US = {"products": 2.7, "attention": 9.5, "neusight": 15.0, OWN: LAUNCH_US}  # of a launch, as the table was measured
 CORRECTED = ("product", "attention")
+# The share of the tensor cores' peak that the best large products reach: those of an A100, which has most power for its peak.
+MOST_REACHED = 0.85
 
 
 @dataclass
@@ -35,6 +47,10 @@ class CardRatios:
         """
         if base.slug == gpu.slug:
             return base_ms
+        if gpu.tensor_share < 1.0:
+            # Its tensor cores do less than they could, so they reach more of their peak than a whole card's, which lacks power.
+            whole_ms = CardRatios.times_ms(self, work, base_ms, base, gpu.with_tensor_peaks(1.0 / gpu.tensor_share), table)
+            return np.maximum(whole_ms, 1e3 * by_tensor_cores(work, gpu) / (peaks_flop_s(work, gpu) * MOST_REACHED))
         base_s = base_ms * 1e-3
         here, there = (bounds_of(work, of, SHORTEST_US[table]) for of in (base, gpu))
         ratios = ratio_of_bounds(work, base_s, here, there, base, gpu)

@@ -68,11 +68,21 @@ def work_of(kernels: Sequence[Kernel], launches: Sequence[float]) -> Work:
                 np.maximum(np.array(launches, dtype=float), 1.0))
 
 
+def is_product(work: Work) -> npt.NDArray[np.bool_]:
+    """Which kernels tensor cores compute, where the card has them for the type."""
+    return np.isin(work.kinds, [KINDS.index(kind) for kind in PRODUCTS])
+
+
+def by_tensor_cores(work: Work, gpu: Gpu) -> Floats:
+    """The operations of each kernel that the card's tensor cores do; 0 for kernels that they don't compute."""
+    known = np.array([gpu.tensor_tflop_s(dtype) is not None for dtype in DTYPES])[work.dtypes]
+    return np.where(is_product(work) & known, work.flops, 0.0)
+
+
 def peaks_flop_s(work: Work, gpu: Gpu) -> Floats:
     """The card's peak for each kernel, operations a second."""
     of_products = np.array([gpu.peak_tflop_s(dtype) for dtype in DTYPES])[work.dtypes]
-    is_product = np.isin(work.kinds, [KINDS.index(kind) for kind in PRODUCTS])
-    return np.where(is_product, of_products, gpu.fp32_tflop_s) * 1e12
+    return np.where(is_product(work), of_products, gpu.fp32_tflop_s) * 1e12
 
 
 class Bounds(NamedTuple):

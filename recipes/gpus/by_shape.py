@@ -1,13 +1,13 @@
 """Predicts how long kernels take on a card from their shapes and its data sheet alone, with no time of them on another card.
 
 What bounds a kernel gives its time, and a booster, learned from other cards, by how much it misses that. The booster sees no
-figure of a card, but only what has no unit (bytes over the second cache, waves of blocks over the SMs, the bounds' shares), the
-longest bound and the shape, so that a card may be faster than all that it learned from. Only recipes/gpus/judge_neusight.py uses
-it, which shows how far off it is.
+figure of a card, but only what has no unit (bytes over the second cache, waves of blocks over the SMs, the bounds' shares),
+the longest bound and the shape, so that a card may be faster than all that it learned from. Only recipes/gpus/judge_neusight.py
+uses it, which shows how far off it is.
 
-Products are bounded by power, too. A T4 reaches half of its peak for a few milliseconds, and 37 % in the long run: each operation
-costs energy, and the card's limit pays for so many a second. Of cards of 16 and 12 nm that is 22 pJ; of newer processes less,
-as TSMC says of them (power at the same speed: 7 nm 0.36 of 16 nm, 5 nm 0.7 of 7 nm).
+Products are bounded by power, too. A T4 reaches half of its peak for a few milliseconds, and 37 % in the long run: each
+operation costs energy, and the card's limit pays for so many a second. Of cards of 16 and 12 nm that is 22 pJ; of newer
+processes less, as TSMC says of them (power at the same speed: 7 nm 0.36 of 16 nm, 5 nm 0.7 of 7 nm).
 """
 
 from __future__ import annotations
