@@ -65,7 +65,8 @@ python training/train_kernel_model.py --start-from nvidia-h200-cuda-ort1.31-all 
 """
 
 
-def kept_sidecar(workspace: Workspace, rows: TrainingSet, carried: Carried | None, config: TrainingConfig) -> Sidecar | None:
+def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig,
+                 carried: Carried | None = None) -> Sidecar | None:
     """The sidecar on disk, if its predictors were trained on the same rows (carried ones, too) with the same settings and
     packages, and the file of kernel errors is there; else None."""
     folder = workspace.predictors(rows.header.target.name)
@@ -172,7 +173,7 @@ def main() -> int:
                      carried.about.card)
         log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
         show(head(rows, next(iter(rows.times_ms))), f"{target}: the first rows as numbers")
-        sidecar = None if args.force else kept_sidecar(workspace, rows, carried.about if carried else None, config)
+        sidecar = None if args.force else kept_sidecar(workspace, rows, config, carried.about if carried else None)
         if sidecar is None:
             trained = [train_label(rows, label, config, start and start.of(target, label))
                        for label in cli.progress(list(rows.times_ms), f"training {target}")]
