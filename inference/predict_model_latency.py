@@ -5,6 +5,10 @@ Reads the model (any ONNX file; a bare name is also looked for in model_zoo), or
 kernels dominate. With several sizes of a dynamic dimension it prints one row per size, which helps to choose a batch. Writes
 nothing, except with --trace the predicted timeline, and with --beside a real run in the same file.
 
+Several models (files, folders, patterns; --model may be repeated) have a row each, the fastest first: by latency, or by latency
+per item where batches differ; a line below says which. Each takes those sizes of --dim that it has. A model that can't be
+predicted has an error and no row, and the exit status is 1.
+
 While other work shares the GPU, the latency is a distribution: the row holds its mean and percentiles. --slo-ms says whether an
 objective is met, by how much, and up to which load it still would be. --watch repeats the prediction as the load changes, until
 Ctrl-C, and --export serves the latest one to Prometheus. A prediction that fails has a line too; it is never taken for idle.
@@ -24,7 +28,8 @@ status: 0 done, 1 an error that the message explains, 2 wrong usage, 3 a rough e
 
 With --energy it also prints what a run takes of the device's energy, per run and per item, and the mean power (docs/energy.md).
 
---json prints a list with one object per size, even for a single size; with --watch, one object per line.
+--json prints a list with one object per size, even for a single size; of several models in the order of the rows, and with
+the model's file. With --watch, it prints one object per line.
 """
 
 from __future__ import annotations
@@ -39,15 +44,15 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import itertools
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inference.core.answers import make_monotonic
+from inference.core.answers import Prediction, make_monotonic
 from inference.core.host_pace import PaceAsked
 from inference.core.model_run import trace_of
 from inference.core.predictor import Predictor
+from inference.core.ranking import order_of, said_of_order
 from inference.core.report import log_measured, print_predictions, verdict
 from inference.core.run_modes import RunMode
 from inference.core.targets import local_targets
@@ -55,7 +60,7 @@ from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading
 from inference.live.load_sources import LiveSources
 from inference.sharing.shared_models import PERCENTILE, SloUnderLoad
 from records.host_pace import read_pace
-from runtimes.analysis import optimized_once
+from runtimes.analysis import optimized_once, own_names
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
@@ -65,9 +70,10 @@ from utils.paths import ROOT
 from utils.trace_events import MEASURED, document, read_processes
 
 if TYPE_CHECKING:
-    from inference.core.answers import Prediction
     from inference.core.energy import EnergyPrediction
     from inference.core.model_run import PredictedRun
+    from inference.core.predictor import LoadOptions
+    from inference.core.sources import Precision
 
 log = get_logger("predict")
 
@@ -75,6 +81,7 @@ WATCH_S = 15.0
 EXAMPLES = """
 python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
+python inference/predict_model_latency.py --model model_zoo/models --target nvidia-h200 --dim batch=1,8
 python inference/predict_model_latency.py --model resnet18.onnx --strict --top 10 --json
 python inference/predict_model_latency.py --dag graph_model/model_DAG/*/resnet18_fp32_b16_224x224.json
 python inference/predict_model_latency.py --model resnet18.onnx --measure-missing
@@ -94,11 +101,31 @@ python inference/predict_model_latency.py --model resnet18.onnx --target h200 --
 """
 
 
+class Question(NamedTuple):
+    """A model, and the sizes of its dynamic dimensions at which it is predicted."""
+
+    model: Path
+    sizes: Sequence[dict[str, int]]
+
+
+class Answer(NamedTuple):
+    """A prediction of the file `model`, how it compares with the objective, and its energy; the latter two if asked for."""
+
+    model: Path
+    run: PredictedRun
+    slo: SloUnderLoad | None
+    energy: EnergyPrediction | None
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.run.prediction
+
+
 def options() -> argparse.ArgumentParser:
     """The command's options."""
     parser = cli.parser(__doc__, EXAMPLES)
     source = parser.add_mutually_exclusive_group(required=True)
-    cli.add_model(source, required=False)
+    cli.add_models(source, required=False)
     source.add_argument("--dag", type=Path, metavar="FILE", help="a model's graph of kernels, as dag_critical_path.py wrote "
                         "it; its kernel record must still be there")
     cli.add_dim(parser)
@@ -174,6 +201,46 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--export goes with --watch")
 
 
+def check_several(parser: argparse.ArgumentParser, args: argparse.Namespace, models: Sequence[Path]) -> None:
+    """Ends the command with a usage error if an option is of one model only, and there are several."""
+    for option, given, why in (("--trace", args.trace, "draws one run"), ("--watch", args.watch, "follows one model"),
+                               ("--inputs", args.inputs, "are those of one model")):
+        if given and len(models) > 1:
+            parser.error(f"{option} {why}, and --model names {len(models)}: {', '.join(map(str, models[:3]))}"
+                         f"{', …' if len(models) > 3 else ''}")
+
+
+def questions_of(models: Sequence[Path], sizes: Sequence[dict[str, int]]) -> list[Question]:
+    """Each model with its sizes. One model is asked for all, so that a size that it lacks is an error; of several, each takes
+    those sizes that it has.
+
+    Raises:
+        UserError: none of several models has one of the sizes.
+    """
+    if len(models) == 1:
+        return [Question(models[0], sizes)]
+    names = dict.fromkeys(name for size in sizes for name in size)
+    own = {model: names_in(model, names) for model in models}
+    if unknown := [name for name in names if not any(name in of_model for of_model in own.values())]:
+        raise UserError(f"none of the {len(models)} models has a size named {', '.join(unknown)}: check --dim")
+    return [Question(model, distinct_sizes([{name: size[name] for name in size if name in own[model]} for size in sizes]))
+            for model in models]
+
+
+def names_in(model: Path, names: Sequence[str] | dict[str, None]) -> frozenset[str]:
+    """Those of the names of sizes that stand for one in the file `model`: none in a record, whose sizes are fixed, nor in a
+    file that can't be read, which the prediction says."""
+    try:
+        return frozenset() if model.suffix == ".json" else own_names(model, names)
+    except UserError:
+        return frozenset()
+
+
+def distinct_sizes(sizes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+    """The same without repetitions."""
+    return list({tuple(size.items()): size for size in sizes}.values())
+
+
 def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
     """Logs the command that measures uncertain kernels, if this machine is the target and it would help."""
     uncertain = [prediction for prediction in predictions
@@ -181,7 +248,7 @@ def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]
     if (not uncertain or args.strict or args.measure_missing or uncertain[0].load != "idle"
             or uncertain[0].target not in {target.name for target in local_targets()}):
         return
-    command = ["python", "inference/predict_model_latency.py", "--model", str(args.model), "--measure-missing",
+    command = ["python", "inference/predict_model_latency.py", "--model", *map(str, args.model), "--measure-missing",
                *(["--static"] if args.static else [])]
     for option, values in (("--dim", args.dim), ("--target", [args.target] if args.target else []),
                            ("--workspace", [str(args.workspace)] if args.workspace != ROOT else [])):
@@ -190,7 +257,7 @@ def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]
     log.warning("this machine is the target; have uncertain kernels measured with: %s", shlex.join(command))
 
 
-def watch(args: argparse.Namespace, sources: LiveSources, dims: dict[str, int]) -> int:
+def watch(args: argparse.Namespace, sources: LiveSources, model: Path, dims: dict[str, int]) -> int:
     """Follows the load until Ctrl-C.
 
     Raises:
@@ -204,54 +271,102 @@ def watch(args: argparse.Namespace, sources: LiveSources, dims: dict[str, int]) 
     if sources.asks_prometheus and not sources.fields():
         raise UserError("--watch: the predictors were trained without metrics, so they predict the same under any load")
     predictor, run_mode = sources.predictor, sources.run_mode
-    first = predictor.predict(args.model, dims=dims, static=args.static, run_mode=run_mode, **sources.with_load(LoadReading()))
+    first = predictor.predict(model, dims=dims, static=args.static, run_mode=run_mode, **sources.with_load(LoadReading()))
     for warning in first.warnings:  # whatever can't be used has ended the command by now
         log.warning("%s", warning)
-    follow(predictor.watch(args.model, sources.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
+    follow(predictor.watch(model, sources.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
                            static=args.static, run_mode=run_mode), args.export, args.json)
     return 0
 
 
-def predict_once(args: argparse.Namespace, sources: LiveSources,
-                 sizes: Sequence[dict[str, int]]) -> tuple[list[PredictedRun], list[SloUnderLoad | None]]:
-    """The predictions at each size, and how they compare with the objective, if there is one."""
-    predictor = sources.predictor
-    load = sources.load()
+def predict_all(args: argparse.Namespace, sources: LiveSources, questions: Sequence[Question]) -> tuple[list[Answer], int]:
+    """The answers to all questions, those about several models in their order of rank; and how many models have none.
+
+    Raises:
+        UserError: the load, the host's pace or the predictors can't be used, or the only model can't; or the kernels of one of
+            them can't be measured.
+    """
+    predictor, load = sources.predictor, sources.load()
     with optimized_once():
-        if args.measure_missing:
-            log_measured(predictor.measure_missing(args.model, sizes, static=args.static, inputs=args.inputs))
+        if args.measure_missing:  # before the rest is read: perhaps nothing was learned yet
+            for question in questions:
+                log_measured(predictor.measure_missing(question.model, question.sizes, static=args.static, inputs=args.inputs))
         now = sources.with_load(load)
-        by_type: list[list[PredictedRun]] = []
-        for dtype in (None, "fp16") if args.dtype else (None,):
-            runs = [predictor.run(args.model, dims=dims, static=args.static, run_mode=sources.run_mode, dtype=dtype, **now)
-                    for dims in cli.progress(sizes, "predicting")]
-            in_order = make_monotonic([run.prediction for run in runs])
-            by_type.append([run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)])
-    runs = [run for of_size in zip(*by_type, strict=True) for run in of_size]
-    return runs, [predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["co_runner"])
-                  if args.slo_ms else None for run in runs]
+        if len(questions) == 1:
+            return answers_to(questions[0], args, sources, now), 0
+        answers: list[Answer] = []
+        failed = 0
+        for question in cli.progress(questions, "models"):
+            try:
+                answers += answers_to(question, args, sources, now)
+            except UserError as error:
+                log.error("%s", error)
+                failed += 1
+    return [answers[place] for place in order_of([answer.prediction for answer in answers])], failed
 
 
-def report(args: argparse.Namespace, predictions: Sequence[Prediction], slos: Sequence[SloUnderLoad | None],
-           energies: Sequence[EnergyPrediction]) -> int:
-    """Prints predictions, with their energies if there are any; returns the exit status."""
-    answers: tuple[Prediction | EnergyPrediction, ...] = (*predictions, *energies)
-    for warning in dict.fromkeys(warning for answer in answers for warning in answer.warnings):
-        log.warning("%s", warning)
+def answers_to(question: Question, args: argparse.Namespace, sources: LiveSources, now: LoadOptions) -> list[Answer]:
+    """The answers about one model at each of its sizes.
+
+    Args:
+        question: the model and the sizes.
+        args, sources: the command's.
+        now: what else runs, and the host's pace.
+
+    Raises:
+        UserError: it can't be predicted.
+    """
+    predictor, (model, sizes) = sources.predictor, question
+    by_type: list[list[PredictedRun]] = []
+    precisions: tuple[Precision | None, ...] = (None, "fp16") if args.dtype else (None,)
+    for dtype in precisions:
+        runs = [predictor.run(model, dims=dims, static=args.static, run_mode=sources.run_mode, dtype=dtype, **now)
+                for dims in cli.progress(sizes, "predicting")]
+        in_order = make_monotonic([run.prediction for run in runs])
+        by_type.append([run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)])
+    return [Answer(model, run,
+                   predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["co_runner"])
+                   if args.slo_ms else None,
+                   predictor.energy(run) if args.energy else None)
+            for of_size in zip(*by_type, strict=True) for run in of_size]
+
+
+def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool) -> int:
+    """Prints the answers, of one model or of several; returns the exit status."""
+    predictions, energies = [answer.prediction for answer in answers], [answer.energy for answer in answers if answer.energy]
+    warned = warned_of([*predictions, *energies])
+    for warning, models in warned.items():
+        log.warning("%s%s", f"{cli.first_of(models)}: " if several and len(models) < len(predictions) else "", warning)
     advise_measuring(args, predictions)
     if args.json:
-        more = [{name: record.model_dump(mode="json") for name, record in (("slo", slo), ("energy", energy)) if record}
-                for slo, energy in itertools.zip_longest(slos, energies)]
-        cli.print_json([prediction.model_dump(mode="json") | further
-                        for prediction, further in zip(predictions, more, strict=True)])
+        cli.print_json([as_json(answer, several) for answer in answers])
     else:
-        print_predictions(predictions, args.top, energies, args.show_sum)
-        for prediction, slo in zip(predictions, slos, strict=True):
-            if slo:
-                print(verdict(prediction, slo))
-    if args.fail_on_rough and any(answer.rough_estimate for answer in answers):
+        print_predictions(predictions, args.top, energies, args.show_sum, [answer.model for answer in answers])
+        if several:
+            print(said_of_order(predictions))
+        for answer in answers:
+            if answer.slo:
+                print(verdict(answer.prediction, answer.slo))
+    if args.fail_on_rough and any(one.rough_estimate for of_all in (predictions, energies) for one in of_all):
         return cli.EXIT_ROUGH
-    return cli.EXIT_SLO_MISSED if any(slo and not slo.met for slo in slos) else 0
+    return cli.EXIT_SLO_MISSED if any(answer.slo and not answer.slo.met for answer in answers) else 0
+
+
+def warned_of(answers: Sequence[Prediction | EnergyPrediction]) -> dict[str, list[str]]:
+    """What answers warn of, and the models that do, by their names."""
+    warned: dict[str, list[str]] = {}
+    for answer in answers:
+        for warning in answer.warnings:
+            if answer.model not in warned.setdefault(warning, []):
+                warned[warning].append(answer.model)
+    return warned
+
+
+def as_json(answer: Answer, several: bool) -> dict[str, Any]:
+    """An answer as --json prints it; of several models, with the file."""
+    more = {"slo": answer.slo, "energy": answer.energy}
+    return answer.prediction.model_dump(mode="json") | ({"file": str(answer.model)} if several else {}) | {
+        name: record.model_dump(mode="json") for name, record in more.items() if record}
 
 
 def main() -> int:
@@ -263,8 +378,9 @@ def main() -> int:
     if args.dag:
         from graph_model.simulation.dag import record_of_dag
 
-        args.model = record_of_dag(args.dag, workspace)
-    workspace.find_model(args.model)  # a missing model ends the command before anything is measured
+        args.model = [record_of_dag(args.dag, workspace)]
+    models = list(dict.fromkeys(workspace.find_models(args.model)))  # before anything is measured: one may be missing
+    check_several(parser, args, models)
     if args.machine:
         read_pace(args.machine)
     if __name__ == "__main__":  # the modules stay to the end, so Python need not look through them then either.
@@ -281,14 +397,17 @@ def main() -> int:
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
     if args.watch:
-        return watch(args, sources, sizes[0])
+        return watch(args, sources, models[0], sizes[0])
     if args.energy:
         _ = sources.predictor.learned_energy  # before the predictions: nothing may have been learned
-    runs, slos = predict_once(args, sources, sizes)
-    energies = [sources.predictor.energy(run) for run in runs] if args.energy else []
+    questions = questions_of(models, sizes)
+    answers, failed = predict_all(args, sources, questions)
     if args.trace:
-        write_json(args.trace, document([*trace_of(runs[0])["traceEvents"], *real]))
-    return report(args, [run.prediction for run in runs], slos, energies)
+        write_json(args.trace, document([*trace_of(answers[0].run)["traceEvents"], *real]))
+    status = report(args, answers, len(questions) > 1) if answers else 0
+    if failed:
+        log.error("%d of %d models have no prediction", failed, len(questions))
+    return 1 if failed else status
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -331,11 +331,20 @@ def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, 
     Raises:
         UserError: it can't be read.
     """
-    if not dims:
-        return [{}]
-    check_plain_file(model)
-    names = _ask(Task(do="sizes", folder=Path.cwd(), model=model, names=tuple(dims))).names
+    names = own_names(model, dims)
     return cli.combinations({name: sizes for name, sizes in dims.items() if name in names})
+
+
+def own_names(model: Path, names: Iterable[str]) -> frozenset[str]:
+    """Those of the names of sizes that stand for one in the file `model`.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    if not (asked := tuple(names)):
+        return frozenset()
+    check_plain_file(model)
+    return frozenset(_ask(Task(do="sizes", folder=Path.cwd(), model=model, names=asked)).names)
 
 
 def graph_of(model: Path, device: str, dims: Mapping[str, int], static: bool, no_weights: bool = False) -> dict[str, Any]:

@@ -7,6 +7,7 @@ through `as_file_name`.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -135,7 +136,8 @@ class Workspace:
         )
 
     def find_models(self, names: Iterable[Path]) -> list[Path]:
-        """The model files that `names` (files or folders) stand for; a bare `models` is also looked for in model_zoo.
+        """The model files that `names` stand for: files, folders of them, or patterns such as `zoo/*.onnx`; a bare `models` is
+        also looked for in model_zoo.
 
         Raises:
             UserError: there is no such file, or the folder holds no models.
@@ -144,7 +146,7 @@ class Workspace:
         for name in names:
             folder = next((p for p in (name, self.root / "model_zoo" / name) if os.path.isdir(p)), None)
             if folder is None:
-                models.append(self.find_model(name))
+                models += self._matching(name) or [self.find_model(name)]
                 continue
             inside = model_files([folder])
             if not inside:
@@ -152,6 +154,14 @@ class Workspace:
                                 "python model_zoo/torchvision_exporter.py")
             models += inside
         return models
+
+    def _matching(self, pattern: Path) -> list[Path]:
+        """The models whose paths match a pattern, sorted; a bare one is also looked for among the exported models. Empty where
+        there are none, or where it is no pattern."""
+        if not glob.has_magic(str(pattern)) or os.path.isfile(pattern):
+            return []
+        places = (map(Path, glob.glob(str(place))) for place in (pattern, self.models / pattern))
+        return next((found for paths in places if (found := sorted(filter(is_model_file, paths)))), [])
 
 
 def targets_in(folder: Path, holding: str, none: str) -> list[str]:
@@ -168,10 +178,13 @@ def targets_in(folder: Path, holding: str, none: str) -> list[str]:
 
 def model_files(folders: Iterable[Path], suffixes: Sequence[str] = (".onnx",)) -> list[Path]:
     """The models directly in `folders`, sorted; without ORT's optimised graphs and files that are being written."""
-    return sorted(
-        path for folder in folders for suffix in suffixes for path in folder.glob(f"*{suffix}")
-        if not path.name.endswith(OPTIMIZED_SUFFIX) and not path.name.startswith(".")
-    )
+    return sorted(path for folder in folders for suffix in suffixes for path in folder.glob(f"*{suffix}")
+                  if is_model_file(path, suffixes))
+
+
+def is_model_file(path: Path, suffixes: Sequence[str] = (".onnx", ".json")) -> bool:
+    """Whether a file's name is that of a model or of a record; not of ORT's optimised graph or a file that is being written."""
+    return path.name.endswith(tuple(suffixes)) and not path.name.endswith(OPTIMIZED_SUFFIX) and not path.name.startswith(".")
 
 
 def _checked(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils import cli
@@ -45,13 +46,14 @@ def kernel_rows(prediction: Prediction, top: int) -> list[dict[str, Any]]:
 
 
 def print_predictions(predictions: Sequence[Prediction], top: int, energies: Sequence[EnergyPrediction] = (),
-                      show_sum: bool = False) -> None:
+                      show_sum: bool = False, files: Sequence[Path] = ()) -> None:
     """Prints one row per prediction on stdout and, if there is only one, the kernels with the most time. What the predictions
     hold for goes to stderr.
 
     Args:
         energies: of the predictions, if they are to be printed.
         show_sum: whether the plain α·Σ+β stands beside each prediction.
+        files: of the predictions, in order: a column shows them where predictions of several files have the same name.
     """
     first = predictions[0]
     used = first.composition
@@ -66,10 +68,12 @@ def print_predictions(predictions: Sequence[Prediction], top: int, energies: Seq
     log.info("target %s, %s, load %s; latency = %s", first.target, first.way.description, load, how)
     any_rough = any(prediction.rough_estimate for prediction in predictions)
     all_fit = all(prediction.fits_memory is not False for prediction in predictions)
-    cli.print_table([summary(prediction, show_sum)
+    named = {(prediction.model, file) for prediction, file in zip(predictions, files, strict=False)}
+    ambiguous = len({model for model, _ in named}) < len(named)
+    cli.print_table([({"file": str(files[place])} if ambiguous else {}) | summary(prediction, show_sum)
                      | ({"rough estimate": "yes" if prediction.rough_estimate else "no"} if any_rough else {})
                      | ({} if all_fit else {"fits in memory": "no" if prediction.fits_memory is False else "yes"})
-                     for prediction in predictions], "predicted latency")
+                     for place, prediction in enumerate(predictions)], "predicted latency")
     if energies:
         print()
         cli.print_table([{"model": energy.model, "batch": energy.batch, **energy.columns(),

@@ -119,6 +119,13 @@ def add_model(made: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, 
                       help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
 
 
+def add_models(made: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, required: bool = True) -> None:
+    """`--model`: the models to predict."""
+    made.add_argument("--model", type=Path, nargs="+", action="extend", required=required, metavar="MODEL",
+                      help="ONNX files, kernel records' JSON, folders of models, or patterns such as 'zoo/*.onnx'; a bare name "
+                           "is also looked for in model_zoo (repeatable)")
+
+
 def sheet_name(name: str) -> str:
     """The target that stands for a card by its data sheet."""
     if not name.strip():
