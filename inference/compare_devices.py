@@ -18,12 +18,12 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist
 from typing import Annotated, Any
 
 from pydantic import Field, RootModel
 
 from inference.core.answers import Prediction
+from inference.core.chances import chance_within
 from inference.core.energy import EnergyPrediction
 from inference.core.from_data_sheet import CardPredictors
 from inference.core.predictor import Predictor
@@ -40,7 +40,6 @@ from utils.paths import Workspace
 
 log = get_logger("compare")
 THIS = "this"
-INTERVAL = 2 * NormalDist().inv_cdf(0.95)  # the middle nine tenths of a normal distribution, in standard deviations
 EXAMPLES = """
 python inference/compare_devices.py --model resnet18.onnx --dim batch=1,8,32 --gpus h200,h100,a100,l4,l40s,rtx-4090
 python inference/compare_devices.py --model resnet18.onnx --gpus h100,l4 --slo-ms 10 --prices prices.yaml  # needs your prices
@@ -63,15 +62,6 @@ def target_of(name: str, workspace: Workspace) -> str | None:
     return f"{name}{FROM_SHEET}"
 
 
-def chance_of(prediction: Prediction, limit_ms: float) -> float:
-    """How likely a latency is within a limit, 0 to 1: the prediction's interval holds the middle nine tenths of what is
-    likely."""
-    low_ms, high_ms = prediction.interval_ms
-    spread = (math.log(high_ms) - math.log(low_ms)) / INTERVAL
-    middle = math.log(prediction.latency_ms)
-    return NormalDist(middle, max(spread, 1e-6)).cdf(math.log(limit_ms))
-
-
 def source_of(predictor: Predictor) -> str:
     """What predictions for a device rest on."""
     predictors = predictor.fitted.predictors
@@ -91,7 +81,8 @@ def row(name: str, prediction: Prediction, energy: EnergyPrediction | None, sour
             "J/item": energy.energy_per_item_j if energy else None, "peak memory (MiB)": prediction.peak_memory_mib,
             "fits": "not known" if fits is None else "yes" if fits else "no",
             **({"a million items": cost} if price is not None else {}),
-            **({f"chance of {limit_ms:g} ms": f"{chance_of(prediction, limit_ms):.0%}"} if limit_ms else {}),
+            **({f"chance of {limit_ms:g} ms": f"{chance_within(prediction.latency_ms, prediction.interval_ms, limit_ms):.0%}"}
+               if limit_ms else {}),
             "from": source, "rough estimate": "yes" if prediction.rough_estimate else "no"}
 
 

@@ -9,6 +9,9 @@ Several models (files, folders, patterns; --model may be repeated) have a row ea
 per item where batches differ; a line below says which. Each takes those sizes of --dim that it has. A model that can't be
 predicted has an error and no row, and the exit status is 1.
 
+Below a table of several batches, a line names the best one for throughput, and with --slo-ms the best that keeps to it, with
+the chance that it does, by the interval.
+
 While other work shares the GPU, the latency is a distribution: the row holds its mean and percentiles. --slo-ms says whether an
 objective is met, by how much, and up to which load it still would be. --watch repeats the prediction as the load changes, until
 Ctrl-C, and --export serves the latest one to Prometheus. A prediction that fails has a line too; it is never taken for idle.
@@ -45,10 +48,11 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inference.core.answers import Prediction, make_monotonic
+from inference.core.best_batch import best_batches, said_of_batches
 from inference.core.host_pace import PaceAsked
 from inference.core.model_run import trace_of
 from inference.core.predictor import Predictor
@@ -109,9 +113,11 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A prediction of the file `model`, how it compares with the objective, and its energy; the latter two if asked for."""
+    """A prediction of the file `model`, as it is or in half precision; how it compares with the objective, and its energy, if
+    asked for."""
 
     model: Path
+    dtype: Precision | None
     run: PredictedRun
     slo: SloUnderLoad | None
     energy: EnergyPrediction | None
@@ -317,18 +323,18 @@ def answers_to(question: Question, args: argparse.Namespace, sources: LiveSource
         UserError: it can't be predicted.
     """
     predictor, (model, sizes) = sources.predictor, question
-    by_type: list[list[PredictedRun]] = []
+    by_type: list[list[tuple[Precision | None, PredictedRun]]] = []
     precisions: tuple[Precision | None, ...] = (None, "fp16") if args.dtype else (None,)
     for dtype in precisions:
         runs = [predictor.run(model, dims=dims, static=args.static, run_mode=sources.run_mode, dtype=dtype, **now)
                 for dims in cli.progress(sizes, "predicting")]
         in_order = make_monotonic([run.prediction for run in runs])
-        by_type.append([run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)])
-    return [Answer(model, run,
+        by_type.append([(dtype, run._replace(prediction=prediction)) for run, prediction in zip(runs, in_order, strict=True)])
+    return [Answer(model, dtype, run,
                    predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["co_runner"])
                    if args.slo_ms else None,
                    predictor.energy(run) if args.energy else None)
-            for of_size in zip(*by_type, strict=True) for run in of_size]
+            for of_size in zip(*by_type, strict=True) for dtype, run in of_size]
 
 
 def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool) -> int:
@@ -338,12 +344,21 @@ def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool) -
     for warning, models in warned.items():
         log.warning("%s%s", f"{cli.first_of(models)}: " if several and len(models) < len(predictions) else "", warning)
     advise_measuring(args, predictions)
+    slos, keys = [answer.slo for answer in answers], [(answer.model, answer.dtype) for answer in answers]
+    best = best_batches(predictions, slos, keys)
     if args.json:
-        cli.print_json([as_json(answer, several) for answer in answers])
+        best_for = {place: {"best_for": choice.best_for(place)} for choice in best for place in choice.places}
+        cli.print_json([as_json(answer, several) | best_for.get(place, {}) for place, answer in enumerate(answers)])
     else:
         print_predictions(predictions, args.top, energies, args.show_sum, [answer.model for answer in answers])
         if several:
             print(said_of_order(predictions))
+        for choice in best:
+            first = answers[choice.places[0]]
+            print(*said_of_batches(choice, predictions, slos, called(first, choice.others)), sep="\n")
+        if args.slo_ms and any(not prediction.under_load for prediction in predictions):
+            print(f"the device is idle: the median of the runs is compared with {args.slo_ms:g} ms, not "
+                  f"p{args.slo_percentile or PERCENTILE:g}, since how runs spread there is not predicted")
         for answer in answers:
             if answer.slo:
                 print(verdict(answer.prediction, answer.slo))
@@ -360,6 +375,12 @@ def warned_of(answers: Sequence[Prediction | EnergyPrediction]) -> dict[str, lis
             if answer.model not in warned.setdefault(warning, []):
                 warned[warning].append(answer.model)
     return warned
+
+
+def called(answer: Answer, others: Mapping[str, int]) -> str:
+    """A model's name, with the sizes besides its batch."""
+    sizes = ",".join(f"{name}={size}" for name, size in others.items())
+    return f"{answer.run.run.record.file_stem}{f'@{sizes}' if sizes else ''}{f', {answer.dtype}' if answer.dtype else ''}"
 
 
 def as_json(answer: Answer, several: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference.core.chances import said
 from utils import cli
 from utils.logger import get_logger
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from inference.core.answers import Prediction
     from inference.core.energy import EnergyPrediction
     from inference.core.missing_kernels import Filled
-    from inference.sharing.shared_models import SloUnderLoad
+    from inference.sharing.shared_models import Slo, SloUnderLoad
 
 log = get_logger("predict")
 
@@ -85,17 +86,25 @@ def print_predictions(predictions: Sequence[Prediction], top: int, energies: Seq
 
 
 def verdict(prediction: Prediction, slo: SloUnderLoad) -> str:
-    """A sentence that says whether an objective is met, by how much, and up to which load it still would be."""
-    what = f"p{slo.percentile:g}" if prediction.under_load else "latency"
+    """A sentence that says whether an objective is met, by how much, how likely that is, and up to which load it still would
+    be."""
     could = f" (it could be {slo.could_be_ms:.4g})"
-    sentence = (f"{prediction.model}: {what} {slo.latency_ms:.4g} ms{could} {'meets' if slo.met else 'misses'} the SLO of "
-                f"{slo.limit_ms:g} ms by {abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; ")
+    sentence = (f"{prediction.model}: {statistic(prediction, slo)} {slo.latency_ms:.4g} ms{could} "
+                f"{'meets' if slo.met else 'misses'} the SLO of {slo.limit_ms:g} ms by "
+                f"{abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; that it is met is "
+                f"{said(slo.chance)}; ")
     if slo.unknown_because is not None:
         return sentence + f"what load still meets it is not known: {slo.unknown_because}"
     if slo.highest_busy_share is None:
-        return sentence + f"p{slo.percentile:g} misses it on an idle device too"
+        return sentence + (f"p{slo.percentile:g} misses it on an idle device too" if prediction.under_load
+                           else "beside other work it is missed by more")
     return sentence + (f"p{slo.percentile:g} meets it next to a background that is busy for up to {slo.highest_busy_share:.1%} "
                        "of the time")
+
+
+def statistic(prediction: Prediction, slo: Slo) -> str:
+    """Which of the runs' latencies is compared with an objective: how they spread is predicted beside other work only."""
+    return f"p{slo.percentile:g}" if prediction.under_load else "median"
 
 
 def log_measured(filled: Filled) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from inference.core.chances import chance_within, in_words
 from inference.core.run_modes import AS_USUAL
 from inference.sharing.co_runner import LoadSource, NotShared, UnderLoad, check_mode_here, under_load
 from training.sharing.learned import Sharing, co_runner_guessed, in_a_loop
@@ -151,6 +152,8 @@ class Slo(Frozen):
         headroom_ms, headroom_percent: how far latency_ms is below the limit (in per cent of the limit); negative if missed.
         could_be_ms: the upper end of the prediction's interval, which holds nine of ten models. Under load, the percentile
             times the ratio of that end to the mean. It says how wrong the prediction may be, not how the runs spread.
+        chance: how likely the objective is met, 0 to 1, given how wrong the prediction may be.
+        chance_in_words: the same as `inference.core.chances.in_words` says it.
     """
 
     limit_ms: float
@@ -160,6 +163,8 @@ class Slo(Frozen):
     headroom_ms: float
     headroom_percent: float
     could_be_ms: float
+    chance: float
+    chance_in_words: str
 
 
 class SloUnderLoad(Slo):
@@ -192,12 +197,14 @@ def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCE
     """
     _check_percentile(percentile)
     shared = prediction.under_load
-    latency, could_be = prediction.latency_ms, prediction.interval_ms[1]
+    latency, (low_ms, high_ms) = prediction.latency_ms, prediction.interval_ms
     if shared is not None:
-        latency, could_be = shared.percentile_ms(percentile), could_be * shared.percentile_ms(percentile) / latency
+        latency = shared.percentile_ms(percentile)
+        low_ms, high_ms = (end * latency / prediction.latency_ms for end in (low_ms, high_ms))
+    chance = chance_within(latency, (low_ms, high_ms), limit_ms)
     return Slo(limit_ms=limit_ms, percentile=percentile, latency_ms=latency, met=latency <= limit_ms,
                headroom_ms=limit_ms - latency, headroom_percent=100 * (1 - latency / limit_ms),
-               could_be_ms=could_be)
+               could_be_ms=high_ms, chance=chance, chance_in_words=in_words(chance))
 
 
 def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE,

@@ -169,6 +169,8 @@ def test_an_objective_under_load_and_idle(model: SharedModel) -> None:
     assert (alone.met, alone.latency_ms, alone.headroom_percent) == (True, model.prediction.latency_ms, pytest.approx(50.0))
     assert alone.could_be_ms == model.prediction.interval_ms[1]
     assert met.could_be_ms == pytest.approx(4.0 * 6.0 / 5.0)
+    assert missed.chance == check_slo(loaded.model_copy(update={"under_load": None}), 5.0 * 5.0 / 9.5).chance < 0.01
+    assert check_slo(loaded, 9.5 * 6.0 / 5.0).chance == pytest.approx(0.95)  # at the upper end of the interval
 
 
 def test_the_highest_load_that_meets_an_objective(model: SharedModel) -> None:
@@ -219,7 +221,8 @@ def test_the_command_says_whether_an_objective_is_met(workspace: Workspace, mode
     idle = shell(workspace, "predict_model_latency", "--slo-ms", "0.01")
     assert idle.returncode == EXIT_SLO_MISSED
     assert "latency (ms)" in idle.stdout
-    assert idle.stdout.rstrip().endswith("p95 misses it on an idle device too")
+    assert "that it is met is very unlikely (under 1 %)" in idle.stdout
+    assert idle.stdout.rstrip().endswith("beside other work it is missed by more")
     assert shell(workspace, "predict_model_latency", "--slo-percentile", "99").returncode == 2
 
 

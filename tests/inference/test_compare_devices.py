@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from command import run_script
 
-from inference.compare_devices import chance_of, target_of
+from inference.compare_devices import target_of
+from inference.core.chances import chance_within
 from inference.core.predictor import Predictor
 from utils.paths import Workspace
 
@@ -36,8 +37,7 @@ def test_rows_are_those_of_single_predictions_and_sorted_by_cost(torch_models: d
     assert alone.items_per_second is not None
     assert by_device["h200"]["a million items"] == pytest.approx(3.6 / 3600 * 1e6 / alone.items_per_second)
     assert (tmp_path / "plot.svg").stat().st_size > 1000
-    assert chance_of(alone, alone.latency_ms) == pytest.approx(0.5)
-    assert chance_of(alone, 1.2 * alone.interval_ms[1]) > 0.95 > 0.05 > chance_of(alone, alone.interval_ms[0] / 1.2)
+    assert by_device["h200"]["chance of 1 ms"] == f"{chance_within(alone.latency_ms, alone.interval_ms, 1.0):.0%}"
 
 
 def test_wrong_names_and_prices_are_told(torch_models: dict[str, Path], tmp_path: Path) -> None:

@@ -466,7 +466,9 @@ def test_the_command_prints_what_predict_returns(workspace: Workspace) -> None:
 def test_the_command_prints_a_row_per_batch(workspace: Workspace) -> None:
     done = shell(workspace, "--model", "dynnet.onnx", "--dim", "batch=1,2,4")
     assert done.returncode == 0, done.stderr
-    header, *rows = (line.split("\t") for line in done.stdout.splitlines())
+    *table, best = done.stdout.splitlines()
+    header, *rows = (line.split("\t") for line in table)
+    assert best.startswith("dynnet: the best batch for throughput is ")
     assert [row[header.index("batch")] for row in rows] == ["1", "2", "4"]
     latencies = [float(row[header.index("latency (ms)")]) for row in rows]
     assert latencies == sorted(latencies)

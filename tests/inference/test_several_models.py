@@ -12,7 +12,9 @@ import pytest
 from command import run_script
 from conftest import small_model
 
-from inference import Predictor
+from inference import Predictor, check_slo
+from inference.core.best_batch import best_batches, said_of_batches
+from inference.core.chances import chance_within, in_words, said
 from inference.core.ranking import order_of, said_of_order
 from utils.paths import Workspace
 
@@ -109,3 +111,68 @@ def test_patterns_leave_out_what_is_no_model(models: Path, tmp_path: Path) -> No
         (tmp_path / name).touch()
     found = Workspace(tmp_path).find_models([tmp_path / "*", models / "n*.onnx"])
     assert found == [tmp_path / "a.onnx", tmp_path / "e.json", models / "narrow.onnx"]
+
+
+# the best batch ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chance_follows_from_the_interval() -> None:
+    """Half of what is likely is below the prediction, and a twentieth is beyond each end, however far that end is."""
+    interval = (8.0, 20.0)
+    assert [chance_within(10.0, interval, limit) for limit in (8.0, 10.0, 20.0)] == pytest.approx([0.05, 0.5, 0.95])
+    assert chance_within(10.0, interval, 15.0) == pytest.approx(0.8321, abs=1e-3)  # 1.645 · ln 1.5 / ln 2 deviations
+    assert chance_within(10.0, (10.0, 12.0), 9.0) == 0.0  # nothing is likely below
+    assert in_words(chance_within(9.83, (9.83 * 0.8, 9.83 * 1.2), 10.0)) == "about even"  # met by 1.7 %, within 40 %
+    assert [in_words(chance) for chance in (0.1, 0.2, 0.5, 0.9, 0.91)] == [
+        "very unlikely", "unlikely", "about even", "likely", "very likely"]
+    assert (said(0.999), said(0.001), said(0.8)) == ("very likely (over 99 %)", "very unlikely (under 1 %)", "likely (80 %)")
+
+
+def test_the_best_batches_stand_below_the_table(models: Path) -> None:
+    options = ("--model", models / "open.onnx", "--dim", "batch=1,4,16,64", "--json")
+    plain = json.loads(shell(*options).stdout)
+    assert [answer["best_for"] for answer in plain] == [[], [], [], ["throughput"]]  # rates grow with the batch
+    rates = [answer["items_per_second"] for answer in plain]
+    assert rates == sorted(rates)
+    limit_ms = 1.001 * plain[2]["latency_ms"]
+    done = shell(*options, "--slo-ms", str(limit_ms))
+    assert done.returncode == 4
+    answers = json.loads(done.stdout)
+    assert [answer["slo"]["met"] for answer in answers] == [True, True, True, False]
+    assert answers[2]["slo"]["chance_in_words"] == "about even"
+    assert answers[1]["slo"]["chance"] == pytest.approx(
+        chance_within(answers[1]["latency_ms"], tuple(answers[1]["interval_ms"]), limit_ms))
+    assert answers[2]["best_for"] == ["throughput_within_slo"]
+    text = shell(*options[:-1], "--slo-ms", str(limit_ms)).stdout
+    assert "\nopen: the best batch for throughput is 64: " in text
+    assert "; none larger was asked\n" in text
+    assert f"\nopen: the best batch for throughput within {limit_ms:g} ms is 16: " in text
+    assert "; that it is met is about even (5" in text
+    assert f"the median of the runs is compared with {limit_ms:g} ms, not p95" in text
+
+
+def test_a_batch_that_does_not_fit_or_is_unsure_is_not_the_best(models: Path) -> None:
+    predictor = Predictor(target="nvidia-h200")
+    made = predictor.predict(models / "open.onnx", dims={"batch": 1}, host_pace=1.0)
+    ones = [made.model_copy(update={
+        "batch": batch, "dims": {"batch": batch, "seq": 7}, "latency_ms": latency,
+        "interval_ms": (0.9 * latency, 1.2 * latency), "items_per_second": 1000 * batch / latency,
+        "fits_memory": batch < 8}) for batch, latency in (
+            (1, 4.0), (2, 5.0), (4, 9.8), (8, 10.0))]
+    slos = [check_slo(one, 10.0) for one in ones]
+    (best,) = best_batches(ones, slos, ["net"] * 4)
+    assert (best.places, best.others) == ((0, 1, 2, 3), {"seq": 7})
+    assert (ones[best.throughput].batch, best.within_slo, best.surely_within_slo) == (4, 2, 1)  # 408, 408 and 400 items/s
+    assert said_of_batches(best, ones, slos, "net") == [
+        "net: the best batch for throughput is 4: 408.2 items/s at 9.8 ms",
+        f"net: the best batch for throughput within 10 ms is 4: 408.2 items/s, median 9.8 ms; that it is met is "
+        f"{said(slos[2].chance)}; of batch 2 it is very likely (over 99 %), with 400 items/s"]
+    assert in_words(slos[2].chance) == "about even"
+    missed = [check_slo(one, 3.9) for one in ones]
+    (best,) = best_batches(ones, missed, ["net"] * 4)
+    assert said_of_batches(best, ones, missed, "net")[1] == (
+        f"net: no batch keeps to 3.9 ms; the nearest is 1, median 4 ms; that it is met is {said(missed[0].chance)}; of no "
+        "batch is it very likely")
+    apart = [one.model_copy(update={"dims": one.dims | {"seq": place}}) for place, one in enumerate(ones)]
+    assert not best_batches(apart, slos, ["net"] * 4)  # no two differ in their batch only
+    assert not best_batches(ones, slos, range(4))
