@@ -2,7 +2,8 @@
 
 Reads the model (any ONNX file; a bare name is also looked for in model_zoo), or its graph as dag_critical_path.py wrote it
 (--dag), what training learned for the target, and inference/config.yaml. Prints the latency, where it comes from and which
-kernels dominate. With several sizes of a dynamic dimension it prints one row per size, which helps to choose a batch. Writes
+kernels dominate. With several sizes of a dynamic dimension it prints one row per size, which helps to choose a batch; --sizes
+names sizes that go together. Writes
 nothing, except with --trace the predicted timeline, and with --beside a real run in the same file.
 
 Several models (files, folders, patterns; --model may be repeated) have a row each, the fastest first: by latency, or by latency
@@ -86,6 +87,7 @@ EXAMPLES = """
 python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
 python inference/predict_model_latency.py --model model_zoo/models --target nvidia-h200 --dim batch=1,8
+python inference/predict_model_latency.py --model decoder.onnx --sizes seq=1,past=128 seq=1,past=1024  # needs your own
 python inference/predict_model_latency.py --model resnet18.onnx --strict --top 10 --json
 python inference/predict_model_latency.py --dag graph_model/model_DAG/*/resnet18_fp32_b16_224x224.json
 python inference/predict_model_latency.py --model resnet18.onnx --measure-missing
@@ -135,6 +137,7 @@ def options() -> argparse.ArgumentParser:
     source.add_argument("--dag", type=Path, metavar="FILE", help="a model's graph of kernels, as dag_critical_path.py wrote "
                         "it; its kernel record must still be there")
     cli.add_dim(parser)
+    cli.add_sizes(parser)
     cli.add_static(parser)
     cli.add_no_weights(parser)
     cli.add_target(parser)
@@ -182,7 +185,7 @@ def options() -> argparse.ArgumentParser:
 def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, sizes: Sequence[Any]) -> None:
     """Ends the command with a usage error if options exclude each other; `sizes`: those to predict."""
     if args.trace and len(sizes) > 1:
-        parser.error("--trace draws one run: give each --dim one size")
+        parser.error("--trace draws one run: give each --dim one size, and --sizes one set")
     if args.measure_missing and (args.strict or args.metrics):
         parser.error("--measure-missing: idle times are looked up neither with --strict nor under a load")
     if args.measure_missing and args.no_weights:
@@ -228,7 +231,7 @@ def questions_of(models: Sequence[Path], sizes: Sequence[dict[str, int]]) -> lis
     names = dict.fromkeys(name for size in sizes for name in size)
     own = {model: names_in(model, names) for model in models}
     if unknown := [name for name in names if not any(name in of_model for of_model in own.values())]:
-        raise UserError(f"none of the {len(models)} models has a size named {', '.join(unknown)}: check --dim")
+        raise UserError(f"none of the {len(models)} models has a size named {', '.join(unknown)}: check --dim and --sizes")
     return [Question(model, distinct_sizes([{name: size[name] for name in size if name in own[model]} for size in sizes]))
             for model in models]
 
@@ -260,6 +263,8 @@ def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]
                            ("--workspace", [str(args.workspace)] if args.workspace != ROOT else [])):
         for value in values:
             command += [option, value]
+    if args.sizes:
+        command += ["--sizes", *(",".join(f"{name}={size}" for name, size in together.items()) for together in args.sizes)]
     log.warning("this machine is the target; have uncertain kernels measured with: %s", shlex.join(command))
 
 
@@ -393,7 +398,7 @@ def as_json(answer: Answer, several: bool) -> dict[str, Any]:
 def main() -> int:
     parser = options()
     args = parser.parse_args()
-    sizes = cli.combinations(cli.parse_dims(args.dim))
+    sizes = cli.all_sizes(cli.parse_dims(args.dim), args.sizes)
     check_together(parser, args, sizes)
     workspace = cli.start(args)
     if args.dag:

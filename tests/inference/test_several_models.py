@@ -11,6 +11,7 @@ import onnx
 import pytest
 from command import run_script
 from conftest import small_model
+from onnx import TensorProto, helper
 
 from inference import Predictor, check_slo
 from inference.core.best_batch import best_batches, said_of_batches
@@ -103,7 +104,7 @@ def test_options_of_one_model_refuse_several(models: Path, tmp_path: Path) -> No
         assert len(done.stderr.splitlines()) == 1
     done = shell("--model", models, "--dim", "bacth=2")
     assert done.returncode == 1
-    assert "none of the 3 models has a size named bacth: check --dim" in done.stderr
+    assert "none of the 3 models has a size named bacth: check --dim and --sizes" in done.stderr
 
 
 def test_patterns_leave_out_what_is_no_model(models: Path, tmp_path: Path) -> None:
@@ -111,6 +112,46 @@ def test_patterns_leave_out_what_is_no_model(models: Path, tmp_path: Path) -> No
         (tmp_path / name).touch()
     found = Workspace(tmp_path).find_models([tmp_path / "*", models / "n*.onnx"])
     assert found == [tmp_path / "a.onnx", tmp_path / "e.json", models / "narrow.onnx"]
+
+
+# sizes that go together ----------------------------------------------------------------------------------------------------
+
+
+def growing(path: Path) -> Path:
+    """A model of two sizes, as a decoder with a cache has them: `seq` new rows next to `past` old ones."""
+    nodes = [helper.make_node("Concat", ["old", "new"], ["all"], axis=0), helper.make_node("Relu", ["all"], ["out"])]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes, "growing", [value("new", TensorProto.FLOAT, ["seq", 256]), value("old", TensorProto.FLOAT, ["past", 256])],
+        [value("out", TensorProto.FLOAT, ["total", 256])])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+def test_sizes_that_go_together_have_a_row_each(tmp_path: Path) -> None:
+    model = growing(tmp_path / "growing.onnx")
+    done = shell("--model", model, "--sizes", "seq=1,past=128", "seq=64,past=1024", "--sizes", "past=0,seq=512", "--json")
+    assert done.returncode == 0, done.stderr
+    sizes = [{"seq": 1, "past": 128}, {"seq": 64, "past": 1024}, {"seq": 512, "past": 0}]
+    assert [answer["dims"] for answer in json.loads(done.stdout)] == sizes  # the product of all would have nine rows
+    alone = Predictor(target="nvidia-h200").predict(model, dims=sizes[1], host_pace=1.0)
+    assert json.loads(done.stdout)[1]["latency_ms"] == alone.latency_ms
+    mixed = shell("--model", model, "--sizes", "seq=1", "seq=2", "--dim", "past=8,16", "--json")
+    assert [answer["dims"] for answer in json.loads(mixed.stdout)] == [
+        {"past": 8, "seq": 1}, {"past": 8, "seq": 2}, {"past": 16, "seq": 1}, {"past": 16, "seq": 2}]
+
+
+def test_sizes_that_can_not_go_together_are_refused(tmp_path: Path) -> None:
+    model = growing(tmp_path / "growing.onnx")
+    for options, code, message in (
+            (("--sizes", "seq=1,past=8", "--dim", "seq=2"), 1, "seq is given by --dim and by --sizes"),
+            (("--sizes", "seq=1,seq=2"), 2, "'seq=1,seq=2': write NAME=SIZE,NAME=SIZE"),
+            (("--sizes", "seq"), 2, "'seq': write NAME=SIZE,NAME=SIZE"), (("--sizes", "seq=x"), 2, "'seq=x': write NAME=SIZE"),
+            (("--sizes", "seq=1", "seq=2", "--trace", tmp_path / "t.json"), 2, "--trace draws one run"),
+            (("--sizes", "seq=1"), 1, "past")):
+        done = shell("--model", model, *options, "--quiet")
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done.stderr
+        assert message in done.stderr
 
 
 # the best batch ------------------------------------------------------------------------------------------------------------

@@ -212,6 +212,25 @@ def add_dim(made: argparse.ArgumentParser) -> None:
                            "but one If")
 
 
+def add_sizes(made: argparse.ArgumentParser) -> None:
+    """`--sizes NAME=SIZE,NAME=SIZE …`: sizes of dynamic dimensions that go together, beside the product of all of `--dim`."""
+    made.add_argument("--sizes", type=sizes_together, nargs="+", action="extend", default=[], metavar="NAME=SIZE,…",
+                      help="sizes that go together, a row for each: --sizes seq=1,past=128 seq=1,past=1024 (sizes of --dim are "
+                           "combined with each other, and with each of these)")
+
+
+def sizes_together(text: str) -> dict[str, int]:
+    """An option type: `seq=1,past=128` as `{"seq": 1, "past": 128}`."""
+    try:
+        dims = parse_dims(text.split(","))
+    except UserError:
+        dims = {}
+    if not dims:
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=SIZE,NAME=SIZE with whole numbers and each name once, for "
+                                         "example seq=1,past=128")
+    return {name: size for name, (size,) in dims.items()}
+
+
 def branch_as_size(text: str) -> str:
     """An option type: `NODE=else` becomes the size `NODE.else=1`, and `else` becomes `else=1`."""
     node, _, branch = text.rpartition("=")
@@ -261,6 +280,17 @@ def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
 def combinations(dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     """Every combination of the sizes: `{"batch": [1, 2], "width": [224]}` gives two; no dimension gives one, which is empty."""
     return [dict(zip(dims, sizes, strict=True)) for sizes in itertools.product(*dims.values())]
+
+
+def all_sizes(dims: Mapping[str, Sequence[int]], together: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+    """Every combination of the sizes `dims`, with each of the sizes that go together, if there are any.
+
+    Raises:
+        UserError: a size is in both.
+    """
+    if twice := [name for name in dims if any(name in sizes for sizes in together)]:
+        raise UserError(f"{twice[0]} is given by --dim and by --sizes: leave it out of one of them")
+    return [{**combination, **sizes} for combination in combinations(dims) for sizes in together or [{}]]
 
 
 def one_size_dims(texts: Sequence[str]) -> dict[str, int]:
