@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernel_model.sampling.cliffs import Cliff, between, draw_weights, find_cliffs, timed_kernels
-from kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, on_cpu, on_cuda
+from kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, footprint_mib, on_cpu, on_cuda
 from kernel_model.sampling.free_shapes.table import TABLES, Kind, draw_free_kernel
 from kernel_model.sampling.kernel_errors import KernelErrors, error_weights, read_errors
 from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
@@ -36,7 +36,7 @@ from records.kernel_record import Kernel, KernelInput
 from records.kernel_record_files import index_paths, read_index
 from records.operators import operator_row
 from runtimes import flavour_of
-from runtimes.ort.building.kernel_models import is_cache, kernel_build
+from runtimes.ort.building.kernel_models import kernel_build
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import Flavour, resolve_device
@@ -66,12 +66,6 @@ python kernel_model/kernel_sampler.py --cliffs nvidia-h200-cuda-ort1.31-all --co
 Draw = tuple[list[KernelInput], dict[str, Any]]
 Drawn = tuple[Kernel, Families]  # a kernel, and the families that hold the one that seeded it
 Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how many draws were refused and why
-
-
-def footprint_mib(kernel: Kernel) -> float:
-    """Memory for what a kernel reads and writes, and for its constants and caches, of which it may read only a part."""
-    held = kernel.weight_bytes + sum(t.bytes for place, t in enumerate(kernel.inputs) if is_cache(kernel, place))
-    return float(max(kernel.bytes_read, held) + kernel.bytes_written) / 2**20
 
 
 def _families(names: Iterable[str], without: Collection[str]) -> Families:

@@ -12,7 +12,7 @@ from records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, ty
 from records.kernel_types import describe_kernel
 from records.operators import operator_row
 from runtimes.ort.building.dummy_data import index_limit
-from runtimes.ort.building.kernel_models import build_model, is_large_weight
+from runtimes.ort.building.kernel_models import build_model, is_cache, is_large_weight
 from runtimes.ort.cuda.placement import cuda_kernel
 from utils.errors import UserError
 from utils.lazy import onnx
@@ -407,3 +407,9 @@ def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spre
             raise UserError(f"{kernel.id}: input {position} holds an index outside of its axis, which has {limit} places")
     wanted = dtype if dtype and kernel_floats else next(iter(kernel_floats)) if len(kernel_floats) == 1 else ""
     return in_float_type(drawn, wanted) if wanted else drawn
+
+
+def footprint_mib(kernel: Kernel) -> float:
+    """Memory for what a kernel reads and writes, and for its constants and caches, of which it may read only a part."""
+    held = kernel.weight_bytes + sum(t.bytes for place, t in enumerate(kernel.inputs) if is_cache(kernel, place))
+    return float(max(kernel.bytes_read, held) + kernel.bytes_written) / 2**20

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes.gpus.by_shape import ByShape, Measured, Shaped, learn_by_shape
-from recipes.gpus.derive_tables import ROW_OPERATORS, neusight_rows
+from recipes.gpus.public_tables import ROW_OPERATORS, neusight_rows
 from training.data_sheet.tables import LEAST_SHARE, card
 from training.data_sheet.work import DTYPES, KINDS, Floats, Work, peaks_flop_s
 from utils import cli

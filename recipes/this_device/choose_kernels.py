@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kernel_model.kernel_sampler import footprint_mib
-from kernel_model.sampling.draws import on_cuda
+from kernel_model.sampling.draws import footprint_mib, on_cuda
 from recipes.this_device.chosen_kernels import CHOSEN, write_chosen
 from records.dataset_files import read_header, read_kernels
 from records.kernel_record import Kernel, ModelRecord
