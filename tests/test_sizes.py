@@ -34,7 +34,7 @@ IN_FUNCTIONS: dict[tuple[str, str], str] = {  # (file, module imported in a func
     ("recipes/kinds/recipe_list.py", "recipes.kinds"): "its networks are subclasses of torch's, so torch is loaded with them",
     ("runtimes/ort/graph/half_precision.py", "onnxruntime.transformers.float16"): NOT_FOR_A_PREDICTION,
     ("training/kernels/predictors.py", "training.admission.admitted"): NOT_FOR_A_PREDICTION,
-    ("recipes/gpus/judge_vision.py", "timm.utils.model"): 1,
+    ("recipes/gpus/judge_vision.py", "timm.utils.model"): "timm loads torch, and the options need neither",
 }
 
 
