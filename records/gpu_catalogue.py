@@ -143,6 +143,15 @@ def gpu_named(name: str, further: Sequence[Gpu] = ()) -> Gpu | None:
     return next((gpu for gpu in (*further, *catalogue()) if wanted in (slug(gpu.name), *map(slug, gpu.aka))), None)
 
 
+def named_or_in_file(name: str) -> Gpu | None:
+    """The card with a name, or the first one of a YAML file; None where nobody knows the name.
+
+    Raises:
+        UserError: the file can't be read.
+    """
+    return read_gpus(Path(name))[0] if name.endswith((".yaml", ".yml")) else gpu_named(name)
+
+
 def gpu_memory_mib(name: str) -> float | None:
     """The memory of the card with this name, MiB; None where it is not known."""
     gpu = gpu_named(name)

@@ -163,11 +163,16 @@ def torch_models(once: Once) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def h200_workspace(once: Once) -> Workspace:
     """The dataset of the H200 that comes with Hase, and its records, unpacked."""
-    def unpacked(folder: Path) -> None:
-        with tarfile.open(ROOT / "recipes" / "h200" / "nvidia-h200-cuda-ort1.31-all.tar.xz") as archive:
-            archive.extractall(folder, filter="data")
+    return unpacked(once, "h200", "nvidia-h200-cuda-ort1.31-all.tar.xz")
 
-    return Workspace(once("h200", unpacked))
+
+def unpacked(once: Once, name: str, archive: str) -> Workspace:
+    """A workspace that an archive of recipes/h200 is unpacked into, `once` for all tests."""
+    def unpack(folder: Path) -> None:
+        with tarfile.open(ROOT / "recipes" / "h200" / archive) as packed:
+            packed.extractall(folder, filter="data")
+
+    return Workspace(once(name, unpack))
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,12 @@ from records.dataset_files import read_header, read_kernels
 from records.kernel_record import Kernel
 from records.measurement import GPU_LABEL
 from training.data_sheet.adjusted import adjust
-from training.data_sheet.card import card_of
+from training.data_sheet.card import card_of, on_base
 from training.data_sheet.correction import correction_of, correction_path
 from training.data_sheet.saved import read_sheet
-from training.data_sheet.work import Floats, work_of
-from training.kernels.predictors import Predictors, read_predictors
-from training.kernels.settings import LAUNCHES
-from training.kernels.training_set import measured_times
+from training.data_sheet.work import Floats
+from training.kernels.predictors import read_predictors
+from training.kernels.training_set import measured_times, times_under
 from utils import cli, files
 from utils.errors import UserError
 from utils.locks import sole_writer
@@ -47,7 +46,7 @@ def kernels_measured(workspace: Workspace, target: str, most: int) -> dict[str, 
     Raises:
         UserError: there is no dataset, or too few kernels of it have a time.
     """
-    times_ms = {name: labels[GPU_LABEL] for name, labels in measured_times(workspace, target).items() if labels.get(GPU_LABEL)}
+    times_ms = times_under(GPU_LABEL, measured_times(workspace, target))
     if len(times_ms) < LEAST:
         raise UserError(f"{target}: {len(times_ms)} kernels have a time on the GPU; {LEAST} are needed to correct a data sheet")
     names = sorted(times_ms)
@@ -55,12 +54,6 @@ def kernels_measured(workspace: Workspace, target: str, most: int) -> dict[str, 
         names = np.random.default_rng(0).choice(names, most, replace=False).tolist()
     return {entry.kernel.id: (entry.kernel, times_ms[entry.kernel.id])
             for entry in read_kernels(workspace.dataset(target), set(names))}
-
-
-def carried_times(kernels: list[Kernel], base: Predictors) -> tuple[Floats, list[float]]:
-    """The times (ms) on the base card, measured or predicted, and the launches."""
-    times_ms, launches = (base.predict(kernels, {}, label).latency_ms for label in (GPU_LABEL, LAUNCHES))
-    return np.array(times_ms), launches
 
 
 def main() -> int:
@@ -77,8 +70,7 @@ def main() -> int:
         raise UserError(f"{gpu.name}: was measured itself; predict for it with --target")
     measured = kernels_measured(workspace, args.target, args.most)
     kernels, times_ms = [kernel for kernel, _ in measured.values()], np.array([time for _, time in measured.values()])
-    base_ms, launches = carried_times(kernels, base)
-    work = work_of(kernels, launches)
+    work, base_ms = on_base(kernels, base)
     adjusted = adjust(learned, work, base_ms, times_ms, base_gpu, gpu)
     with sole_writer(workspace.data_sheets):
         files.write_json(correction_path(workspace, gpu), correction_of(adjusted, args.target, model.base, {

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 import numpy as np
 
-from records.gpu_catalogue import Gpu, catalogue, gpu_named, read_gpus
+from records.gpu_catalogue import Gpu, catalogue, gpu_named, named_or_in_file
 from records.kernel_record import Kernel
 from records.measurement import GPU_LABEL
 from training.data_sheet.ratios import CardRatios
@@ -84,9 +83,7 @@ def gpu_of_target(target: str | None) -> Gpu | None:
     if target is None or FROM_SHEET not in target:
         return None
     name = target.partition(FROM_SHEET)[0]
-    if name.endswith((".yaml", ".yml")):
-        return read_gpus(Path(name))[0]
-    if gpu := gpu_named(name):
+    if gpu := named_or_in_file(name):
         return gpu
     why = next((reason for start, reason in OTHERS.items() if slug(name).startswith(start)), None)
     raise UserError(f"--gpu {name}: " + (

@@ -14,14 +14,13 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-
-
 from recipes.gpus.public_tables import neusight, products
 from records.dataset_files import read_kernels
+from records.measurement import GPU_LABEL
 from training.data_sheet.tables import ABOUT, COLUMNS
 from training.data_sheet.work import DTYPES, KINDS, work_of
 from training.kernels.settings import LAUNCHES
-from training.kernels.training_set import measured_times
+from training.kernels.training_set import measured_times, times_under
 from utils import cli
 from utils.errors import UserError
 from utils.lazy import pandas as pd
@@ -36,8 +35,7 @@ python recipes/gpus/derive_tables.py --external external --out recipes/gpus/tabl
 def own(datasets: list[list[str]]) -> pd.DataFrame:
     """Kernels that were measured on the cards of all these datasets."""
     times = [(target, measured_times(Workspace(Path(folder)), target)) for folder, target in datasets]
-    shared = set.intersection(*({name for name, labels in measured.items() if labels.get("gpu", 0) > 0}
-                                for _, measured in times))
+    shared = set.intersection(*(set(times_under(GPU_LABEL, measured)) for _, measured in times))
     listed = [entry.kernel for entry in read_kernels(Workspace(Path(datasets[0][0])).dataset(datasets[0][1]), shared)]
     work = work_of(listed, [times[0][1][kernel.id].get(LAUNCHES, 1.0) for kernel in listed])
     about = pd.DataFrame({

@@ -33,15 +33,14 @@ from records.kernel_record import Kernel, ModelRecord
 from records.kernel_record_files import read_model_record, record_path
 from records.measurement import GPU_LABEL
 from training.data_sheet.adjusted import AdjustedRatios, adjust
+from training.data_sheet.card import on_base
 from training.data_sheet.choosing import most_useful
 from training.data_sheet.fit import learn
 from training.data_sheet.ratios import CardRatios
 from training.data_sheet.saved import Range, read_sheet
 from training.data_sheet.tables import card, read_tables
-from training.data_sheet.work import Floats, Work, work_of
 from training.kernels.predictors import Predictors, leaves_gpu_idle
-from training.kernels.settings import LAUNCHES
-from training.kernels.training_set import measured_times
+from training.kernels.training_set import measured_times, times_under
 from utils import cli
 from utils.errors import UserError
 from utils.paths import Workspace
@@ -76,12 +75,6 @@ def measured_models(workspace: Workspace, target: str, fitted: Fitted, most: int
                      float(row["Probe_us"])) for name, row in chosen.iterrows()]
 
 
-def on_base(kernels: Sequence[Kernel], base: Predictors, strict: bool) -> tuple[Work, Floats]:
-    """The work of kernels, and their times on the base card (ms), measured or predicted."""
-    times_ms, launches = (base.predict(kernels, {}, label, strict).latency_ms for label in (GPU_LABEL, LAUNCHES))
-    return work_of(kernels, launches), np.array(times_ms)
-
-
 def working(kernels: Sequence[Kernel]) -> list[Kernel]:
     """Those that give the GPU work."""
     return [kernel for kernel in kernels if not leaves_gpu_idle(kernel, GPU_LABEL)]
@@ -92,9 +85,8 @@ def corrected(ratios: CardRatios, models: Sequence[Measured], workspace: Workspa
     """The ratios once some of the card's kernels are measured, by their number."""
     generator, base_gpu = np.random.default_rng(0), card(base.sidecar.target.device_name)
     of_models = {kernel.id: kernel for model in models for kernel in working(list(model.record.kernels.values()))}
-    times_ms = {name: labels[GPU_LABEL] for name, labels in measured_times(workspace, target).items()
-                if labels.get(GPU_LABEL, 0.0) > 0 and name not in of_models}
-    names = sorted(times_ms)
+    times_ms = times_under(GPU_LABEL, measured_times(workspace, target))
+    names = sorted(times_ms.keys() - of_models.keys())
     drawn = set(generator.choice(names, min(CANDIDATES, len(names)), replace=False).tolist())
     candidates = working([entry.kernel for entry in read_kernels(workspace.dataset(target), drawn)])
     work, base_ms = on_base(candidates, base, strict)
@@ -158,7 +150,7 @@ def main() -> int:
                                          args.replay).items():
             ways[f"with {count} kernels"] = replace(
                 alone, predictors=carried_predictors(base.predictors, target, gpu, adjusted),
-                sheet_range=Range(low=min(adjusted.low, 1.0), high=max(adjusted.high, 1.0)))
+                sheet_range=Range(low=adjusted.low, high=adjusted.high))
     ways[f"as on {base_gpu.name}"] = base
     predictor = Predictor(target=base.target.name, workspace=of_base, strict=args.strict)
     judged = {way: judge(predictor, fitted, base, models) for way, fitted in cli.progress(list(ways.items()), "judging")}

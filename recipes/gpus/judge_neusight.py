@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from recipes.gpus.by_shape import ByShape, Measured, Shaped, learn_by_shape
 from recipes.gpus.public_tables import ROW_OPERATORS, neusight_rows
-from training.data_sheet.tables import LEAST_SHARE, card
-from training.data_sheet.work import DTYPES, KINDS, Floats, Work, peaks_flop_s
+from training.data_sheet.tables import card, too_short
+from training.data_sheet.work import DTYPES, KINDS, Floats, Work
 from utils import cli
 from utils.errors import UserError
 from utils.lazy import pandas as pd
@@ -64,8 +64,7 @@ def measured(rows: pd.DataFrame, name: str) -> Measured:
 
 def impossible(of_card: Measured) -> npt.NDArray[np.bool_]:
     """Which times are shorter than the card's sheet allows."""
-    work = of_card.kernels.work
-    return np.asarray(of_card.ms * 1e-3 < LEAST_SHARE * work.flops / peaks_flop_s(work, of_card.gpu))
+    return too_short(of_card.kernels.work, of_card.ms, of_card.gpu)
 
 
 def learned(group: str, train: dict[str, Measured], without: Collection[str] = ()) -> ByShape:

@@ -29,7 +29,7 @@ from training.data_sheet.choosing import most_useful
 from training.data_sheet.tables import card
 from training.data_sheet.work import Floats, Work, work_of
 from training.kernels.settings import LAUNCHES
-from training.kernels.training_set import measured_times
+from training.kernels.training_set import measured_times, times_under
 from utils import cli
 from utils.paths import Workspace
 
@@ -65,7 +65,7 @@ def order(workspace: Workspace, target: str, count: int) -> list[Kernel]:
     """The most useful kernels of a dataset, the most useful first."""
     header, generator = read_header(workspace.dataset(target)), np.random.default_rng(0)
     labels = measured_times(workspace, target)
-    times_ms = {name: labels[name][GPU_LABEL] for name in labels if labels[name].get(GPU_LABEL, 0.0) > 0}
+    times_ms = times_under(GPU_LABEL, labels)
     shares = shares_of_models(records_in(workspace, header.target.flavour), times_ms)
     kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(target), set(times_ms))}
     suited = {name for name in sorted(kernels) if suits_any_card(kernels[name], times_ms[name])}

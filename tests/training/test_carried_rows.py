@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from command import run_script
-from conftest import Once
+from conftest import Once, unpacked
 
 from inference.core.predictor import Predictor
 from records.dataset_files import header_path, kernel_table_path, kernels_path, read_header
@@ -30,11 +29,7 @@ TABLES = ROOT / "recipes" / "gpus" / "tables.csv.xz"
 @pytest.fixture(scope="module")
 def h100(once: Once) -> Workspace:
     """The dataset of an H100 that H200's predictors learn from."""
-    def unpack(folder: Path) -> None:
-        with tarfile.open(ROOT / "recipes" / "h200" / "carried-nvidia-h100.tar.xz") as archive:
-            archive.extractall(folder, filter="data")
-
-    return Workspace(once("carried", unpack))
+    return unpacked(once, "carried", "carried-nvidia-h100.tar.xz")
 
 
 def as_own(h100: Workspace, own: Workspace, without: str) -> None:

@@ -1,10 +1,17 @@
-"""The card of the catalogue that a dataset is of."""
+"""The card that a dataset is of, and what kernels take on the card that times are carried over from."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 
-from records.gpu_catalogue import Gpu, gpu_named, read_gpus
+import numpy as np
+
+from records.gpu_catalogue import Gpu, gpu_named, named_or_in_file
+from records.kernel_record import Kernel
+from records.measurement import GPU_LABEL
+from training.data_sheet.work import Floats, Work, work_of
+from training.kernels.predictors import Predictors
+from training.kernels.settings import LAUNCHES
 from utils.errors import UserError
 
 
@@ -14,10 +21,14 @@ def card_of(name: str | None, device_name: str) -> Gpu:
     Raises:
         UserError: nobody knows it, or the file can't be read.
     """
-    if name and name.endswith((".yaml", ".yml")):
-        return read_gpus(Path(name))[0]
-    gpu = gpu_named(name or device_name)
+    gpu = named_or_in_file(name) if name else gpu_named(device_name)
     if gpu is None:
         raise UserError(f"{name or device_name}: no such card is known; give its data sheet with --gpu FILE.yaml (a list "
                         "`gpus:` like that of records/gpus.yaml)")
     return gpu
+
+
+def on_base(kernels: Sequence[Kernel], base: Predictors, strict: bool = False) -> tuple[Work, Floats]:
+    """The work of kernels, and their times on the base card (ms), measured or (all of them if `strict`) predicted."""
+    times_ms, launches = (base.predict(kernels, {}, label, strict).latency_ms for label in (GPU_LABEL, LAUNCHES))
+    return work_of(kernels, launches), np.array(times_ms)

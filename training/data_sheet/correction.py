@@ -72,7 +72,7 @@ def correction_of(ratios: AdjustedRatios, target: str, base: str, measured_ms: d
         known=tuple(map(tuple, process.known.tolist())), pulls=tuple(process.pulls.tolist()),
         means=tuple(process.means.tolist()), spreads=tuple(process.spreads.tolist()), of_card=process.of_card,
         nearby=process.nearby, length=process.length,
-        low=min(ratios.low, 1.0), high=max(ratios.high, 1.0), measured_ms=measured_ms)
+        low=ratios.low, high=ratios.high, measured_ms=measured_ms)
 
 
 def correction_path(workspace: Workspace, gpu: Gpu) -> Path:

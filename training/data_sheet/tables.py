@@ -74,8 +74,12 @@ def _as_written(name: str, rows: pd.DataFrame) -> Table:
 
 def impossible(table: Table) -> dict[str, npt.NDArray[np.bool_]]:
     """Which times of each card are shorter than its sheet allows: such labels are wrong."""
-    return {name: ms * 1e-3 < LEAST_SHARE * table.work.flops / peaks_flop_s(table.work, card(name))
-            for name, ms in table.ms.items()}
+    return {name: too_short(table.work, ms, card(name)) for name, ms in table.ms.items()}
+
+
+def too_short(work: Work, ms: Floats, gpu: Gpu) -> npt.NDArray[np.bool_]:
+    """Which times (ms) of kernels are shorter than the card's sheet allows."""
+    return np.asarray(ms * 1e-3 < LEAST_SHARE * work.flops / peaks_flop_s(work, gpu))
 
 
 def card(name: str) -> Gpu:

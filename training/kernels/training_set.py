@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -181,6 +181,11 @@ def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, flo
             if label in measured.get(str(name), {}):
                 measured[str(name)][inputs_key(label)] = 1.0
     return measured
+
+
+def times_under(label: str, measured: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of times for look-up (`measured_times`), those under one label, by kernel id; without kernels that take none."""
+    return {name: labels[label] for name, labels in measured.items() if labels.get(label, 0.0) > 0}
 
 
 def _measured(table: pd.DataFrame) -> pd.DataFrame:
