@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,7 +52,7 @@ class RunningLoad:
 
 def idle(bench: Bench, best_canary_ms: float = 0.0) -> RunningLoad:
     """An idle device; `best_canary_ms` is the shortest time that the canary ever took on it, 0 where that is not known."""
-    return RunningLoad(Canary(bench.canary_ms, best_ms=best_canary_ms, busy=bench.busy), Stress(0.0, None))
+    return RunningLoad(Canary(bench.canary_ms, best_ms=best_canary_ms, busy=bench.busy), Stress(0.0))
 
 
 def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: RunningLoad,
@@ -130,13 +130,13 @@ class Totals(Generic[U]):
 
 @contextmanager
 def started(level: float, background: Background | None, device: str, workspace: Workspace | None = None,
-            settle_s: float = 1.0) -> Iterator[Stress]:
+            settle_s: float = 1.0, environment: Mapping[str, str] | None = None) -> Iterator[Stress]:
     """Keeps the device busy, and gives it `settle_s` seconds to settle before anything is measured; level 0 starts nothing.
 
     Raises:
         UserError: the stressor did not start.
     """
-    with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
+    with stress(level, background or COMPUTE, device, workspace=workspace, environment=environment) as stressor:
         pause(settle_s if level else 0.0)
         yield stressor
 

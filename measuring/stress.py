@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from records.backgrounds import COMPUTE, Background
 from utils.errors import UserError
@@ -26,34 +26,36 @@ REPORT_PATIENCE_S = 60.0  # for the first report of a stressor that is ready
 
 
 class Stress:
-    """A stressor that runs in another process. `stress` makes it."""
+    """Stressors that run in other processes. `stress` makes it."""
 
-    def __init__(self, intensity: float, process: subprocess.Popen[str] | None) -> None:
+    def __init__(self, intensity: float, processes: Sequence[subprocess.Popen[str]] = ()) -> None:
         self.intensity = intensity
-        self._process = process
+        self._processes = processes
         self._loads: list[dict[str, float]] = []
-        if process is not None:
-            threading.Thread(target=self._listen, daemon=True).start()
+        for number, process in enumerate(processes):
+            threading.Thread(target=self._listen, args=(process, not number), daemon=True).start()
 
-    def _listen(self) -> None:
-        if self._process is None or self._process.stdout is None:
-            return
-        for line in self._process.stdout:
+    def _listen(self, process: subprocess.Popen[str], keep: bool) -> None:
+        """Reads what a stressor reports, so that its pipe does not fill; keeps the latest load."""
+        for line in process.stdout or ():
+            if not keep:
+                continue
             if line.endswith("\n") and (event := json.loads(line)).pop("event") == "load":  # a kill may cut the last line short
                 self._loads[:] = [event]
 
     def reached(self) -> dict[str, float]:
-        """The load in the latest half second or so: `duty`, and the device's metrics by DCGM field name.
+        """The load in the latest half second or so: `duty` of the first process, and the device's metrics by DCGM field name.
 
         Raises:
-            UserError: the stressor has ended, or does not report.
+            UserError: a stressor has ended, or does not report.
         """
-        if self._process is None:
+        if not self._processes:
             return {"duty": 0.0}
         deadline = time.monotonic() + REPORT_PATIENCE_S
         while True:
-            if self._process.poll() is not None:
-                raise UserError(f"the stressor ended with exit code {self._process.returncode}: there is no load any more")
+            for process in self._processes:
+                if process.poll() is not None:
+                    raise UserError(f"the stressor ended with exit code {process.returncode}: there is no load any more")
             if self._loads:
                 return {name: value for name, value in self._loads[0].items() if name != "seconds"}
             if time.monotonic() > deadline:
@@ -63,7 +65,7 @@ class Stress:
 
 @contextlib.contextmanager
 def stress(intensity: float, background: Background = COMPUTE, device: str = "auto", *,
-           workspace: Workspace | None = None) -> Iterator[Stress]:
+           workspace: Workspace | None = None, environment: Mapping[str, str] | None = None) -> Iterator[Stress]:
     """Keeps the device busy while the block runs; the load is up when it begins. Intensity 0 starts nothing.
 
     Args:
@@ -71,24 +73,28 @@ def stress(intensity: float, background: Background = COMPUTE, device: str = "au
         background: the work.
         device: `auto`, `cuda` or `cpu`.
         workspace: for its log file, and for the models of backgrounds.
+        environment: variables of its environment that this process's lacks.
 
     Raises:
         UserError: it did not start.
     """
     if intensity == 0.0:
-        yield Stress(0.0, None)
+        yield Stress(0.0)
         return
     command = [sys.executable, str(ROOT / "benchmark" / "stressor.py"), "--json", "--quiet", "--intensity", str(intensity),
                "--device", device, "--report-every", str(REPORT_SECONDS), *options(background)]
     if workspace is not None:
         command += ["--workspace", str(workspace.root)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-                               process_group=0 if os.name == "posix" else None)
-    try:
-        _wait_until_ready(process)
-        yield Stress(intensity, process)
-    finally:
-        _end(process)
+    with contextlib.ExitStack() as ending:
+        processes = []
+        for _ in range(background.processes):
+            processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+                                              process_group=0 if os.name == "posix" else None,
+                                              env=os.environ | dict(environment or {})))
+            ending.callback(_end, processes[-1])
+        for process in processes:
+            _wait_until_ready(process)
+        yield Stress(intensity, processes)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -30,6 +30,7 @@ class Background(Config):
             on a CPU a step takes tens of microseconds.
         period_ms: below level 1, the time from the start of one share to the next. A share should hold several runs of a model;
             on a CPU ONNX Runtime's threads also spin for a while after a run, so a model takes more than its share.
+        processes: that do this work, each on its own.
         model: for kind `model`, the ONNX file; a bare name is also looked for among the exported models.
         dims: the sizes of its dynamic dimensions; the default is the size that the file suggests, else 1.
     """
@@ -39,6 +40,7 @@ class Background(Config):
     queue: Queue = "synchronised"
     burst_ms: float = Field(0.5, gt=0, le=100)
     period_ms: float = Field(20.0, gt=0, le=LONGEST_PERIOD_MS)
+    processes: int = Field(1, ge=1, le=8, exclude_if=lambda processes: processes == 1)
     model: Path | None = Field(None, validate_default=True)
     dims: dict[str, Annotated[int, Field(ge=1)]] = {}
 

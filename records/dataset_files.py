@@ -24,6 +24,7 @@ from utils.fingerprint import Machine, Target
 from utils.frozen import Frozen
 from utils.lazy import pandas as pd
 from utils.paths import FileName, Workspace, targets_in
+from utils.sharing_mode import SLICES
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -79,6 +80,7 @@ class DatasetHeader(Frozen):
     backgrounds: dict[str, Background] = {}  # a block under load that names none is of the first
     held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit
     energy: bool = Field(False, exclude_if=lambda energy: not energy)  # whether the energy of models was measured
+    sharing: str = Field(SLICES, exclude_if=lambda sharing: sharing == SLICES)  # how processes shared the GPU: `GpuSharing`
     environment: Environment | None = Field(None, exclude_if=lambda environment: environment is None)  # of kernels under TVM
 
     @cached_property

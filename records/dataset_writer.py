@@ -107,8 +107,8 @@ def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
     those that are there, and after them those that come newly; their columns are empty in the rows before.
 
     Raises:
-        UserError: the existing one is of another target, has other labels, held-out groups or backgrounds, or has metrics that
-            the new one lacks.
+        UserError: the existing one is of another target, has another sharing, other labels, held-out groups or backgrounds, or
+            metrics that the new one lacks.
     """
     if not header_path(folder).exists():
         return header
@@ -120,6 +120,9 @@ def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
         if old != new:
             raise UserError(f"{folder}: this dataset was collected with {what} [{', '.join(old)}], not [{', '.join(new)}]; "
                             "move it away, or use another --workspace")
+    if existing.sharing != header.sharing:
+        raise UserError(f"{folder}: this dataset was collected with sharing {existing.sharing}, not {header.sharing}; move it "
+                        "away, or use another --workspace")
     if absent := [name for name in existing.metrics if name not in header.metrics]:
         raise UserError(f"{folder}: this dataset was collected with metrics {', '.join(existing.metrics)}; add "
                         f"{', '.join(absent)} to those of the config (it may have further ones), or use another --workspace")

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import AfterValidator
 
 from utils.errors import UserError
 from utils.fingerprint import SharingMode, driver_fails, gpu_facts
 from utils.lazy import pynvml
 
+THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # a process's share of the GPU's threads under MPS
+ALL_THREADS = 100
+SLICES = "slices"
+_MPS = re.compile(r"mps(?::(\d{1,3})(?:/(\d{1,3}))?)?")
 PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"  # names the folder in which CUDA looks for MPS;
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # the default (NVIDIA's guide to MPS, "Environment Variables")
 UNMEASURED = {  # by mode: why it is different, and how to switch it off
@@ -81,3 +90,47 @@ def check_sharing_mode(mode: SharingMode) -> None:
         different, leave = UNMEASURED[mode]
         raise UserError(f"sharing mode {mode}: how processes wait for each other was measured in time slices only; under "
                         f"{mode.upper()} {different}; {leave}")
+
+
+class GpuSharing(NamedTuple):
+    """A way in which what is measured and its co-runners share a GPU.
+
+    Attributes:
+        mps: whether through MPS; else in time slices.
+        percent: the share of the GPU's threads (1–100) that a process that is measured may use.
+        co_runner_percent: the same of each co-runner.
+    """
+
+    mps: bool = False
+    percent: int = ALL_THREADS
+    co_runner_percent: int = ALL_THREADS
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From `slices`, `mps`, `mps:50` (every process may use half of the threads) or `mps:25/75` (a quarter for what is
+        measured, three quarters for each co-runner).
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        if text == SLICES:
+            return cls()
+        found = _MPS.fullmatch(text)
+        percent = int(found[1] or ALL_THREADS) if found else 0
+        co_runner_percent = int(found[2] or percent) if found else 0
+        if not (1 <= percent <= ALL_THREADS and 1 <= co_runner_percent <= ALL_THREADS):
+            raise ValueError(f"{text!r} is no way of sharing a GPU: use {SLICES}, mps, mps:50 (per cent of the threads for every "
+                             "process) or mps:25/75 (for what is measured, and for each co-runner)")
+        return cls(True, percent, co_runner_percent)
+
+    def co_runner_environment(self) -> Mapping[str, str]:
+        """What the environment of a co-runner has that this process's does not."""
+        return {THREADS: str(self.co_runner_percent)} if self.mps else {}
+
+
+def _checked(text: str) -> str:
+    GpuSharing.parse(text)
+    return text
+
+
+SharingText = Annotated[str, AfterValidator(_checked)]  # a way of sharing, as people write it

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from benchmark.collecting.work import Item, KernelItem, ModelItem, Work, find_wo
 from kernel_model.sampling.kernel_errors import KernelError, read_errors
 from kernel_model.sampling.usefulness import useful_kernels
 from measuring.loads import Start, measure_loads, started
+from measuring.mps import gpu_shared
 from measuring.pending import Planned, choose_ties, chunks, first_names, in_blocks, pending, shuffled
 from measuring.stress import Stress
 from records.backgrounds import Background
@@ -60,7 +61,8 @@ def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None
     if not config.labels and header_path(workspace.dataset(target.name)).exists():
         config = config.model_copy(update={"labels": read_header(workspace.dataset(target.name)).labels})
     work = find_work(workspace, target, config.held_out)
-    with (sole_writer(workspace.dataset(target.name)),
+    shared = gpu_shared(config.gpu_sharing(device)) if device == "cuda" else nullcontext()
+    with (sole_writer(workspace.dataset(target.name)), shared,
           start_workers(config, device, config.labels_on(device),
                      Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)) as workers):
         return collect_work(workspace, config, target, work, workers, stop_at_s=stop_at_s, remeasure=remeasure)
@@ -208,7 +210,7 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
                            machines={this_machine.uuid: this_machine}, backgrounds=backgrounds,
                            held_out_backgrounds=config.held_out_backgrounds if backgrounds else (),
                            groups=dict(work.groups), collections=dict(work.collections), energy=bool(config.energy_s),
-                           environment=config.environment(target))
+                           environment=config.environment(target), sharing=config.sharing)
     writer = DatasetWriter(folder, header, work.described)
     log.info("%s: %d kernels and %d models at levels %s%s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), f" of {', '.join(backgrounds)}" if backgrounds else "", folder)
@@ -220,7 +222,8 @@ def start_loads(config: CollectorConfig, device: str, workspace: Workspace, work
     @contextmanager
     def start(level: float, background: Background | None) -> Iterator[Stress]:
         workers.wait()
-        with started(level, background, device, workspace, config.stress.settle_s) as stressor:
+        with started(level, background, device, workspace, config.stress.settle_s,
+                     config.gpu_sharing(device).co_runner_environment()) as stressor:
             yield stressor
 
     return start

@@ -19,6 +19,7 @@ from utils.config import Config
 from utils.errors import UserError
 from utils.fingerprint import DEFAULT_RUNTIME, Target
 from utils.logger import get_logger
+from utils.sharing_mode import SLICES, GpuSharing, SharingText
 
 log = get_logger("collector")
 Level = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -63,6 +64,7 @@ class CollectorConfig(Config):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     runtime: str = DEFAULT_RUNTIME
     setting: SettingConfig = SettingConfig()
+    sharing: SharingText = SLICES
     labels: tuple[Label, ...] = ()
     model_labels: bool = True
     variants: tuple[Variant, ...] | None = None
@@ -124,6 +126,17 @@ class CollectorConfig(Config):
         if unknown := sorted(set(names) - known):
             raise ValueError(f"stress.backgrounds has no {', '.join(unknown)}, but {', '.join(sorted(known))}")
         return names
+
+    def gpu_sharing(self, device: str) -> GpuSharing:
+        """How processes share the device, `cpu` or `cuda`.
+
+        Raises:
+            UserError: a CPU is to be shared through MPS.
+        """
+        sharing = GpuSharing.parse(self.sharing)
+        if sharing.mps and device == "cpu":
+            raise UserError(f"sharing {self.sharing}: this is a way of sharing a GPU, and the target is a CPU; leave it out")
+        return sharing
 
     def open_source(self, device: str) -> MetricSource:
         """The source of metrics for `cpu` or `cuda`.

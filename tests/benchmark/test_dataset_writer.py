@@ -140,6 +140,12 @@ def test_a_metric_that_is_not_measured_any_more_is_refused(folder: Path) -> None
     assert read_header(folder).metrics == (METRIC,)
 
 
+def test_a_dataset_is_of_one_way_of_sharing(folder: Path) -> None:
+    assert read_header(folder).sharing == "slices"
+    with pytest.raises(UserError, match="was collected with sharing slices, not mps:50; move it away"):
+        DatasetWriter(folder, HEADER.model_copy(update={"sharing": "mps:50"}), [])
+
+
 def test_without_anything_new_nothing_is_written(folder: Path, rewrites: list[int]) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path != header_path(folder)}
     open_writer(folder, FIRST).write_tables()

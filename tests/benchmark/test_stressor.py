@@ -85,6 +85,21 @@ def test_reaches_its_share_and_ends_with_the_block(workspace: Workspace) -> None
     assert gone(children)
 
 
+def test_several_processes_each_with_the_given_environment(workspace: Workspace) -> None:
+    before = set(psutil.Process().children())
+    twice = Background(name="twice", processes=2)
+    with stress(0.1, twice, "cpu", workspace=workspace, environment={"HASE_TEST": "given"}) as stressor:
+        started = set(psutil.Process().children()) - before
+        assert len(started) == 2
+        assert {process.environ()["HASE_TEST"] for process in started} == {"given"}
+        assert 0.0 < stressor.reached()["duty"] < 0.8
+        min(started, key=lambda process: process.pid).kill()
+        time.sleep(0.1)
+        with pytest.raises(UserError, match="the stressor ended with exit code -9"):
+            stressor.reached()
+    assert gone(list(started))
+
+
 def test_intensity_0_starts_nothing() -> None:
     before = psutil.Process().children(recursive=True)
     with stress(0.0, COMPUTE, "cpu") as stressor:
@@ -125,7 +140,7 @@ def test_a_stressor_that_is_ready_and_never_reports_is_reported(monkeypatch: pyt
     process = start_shell("""echo '{"event": "ready"}'; sleep 60""")
     _wait_until_ready(process)
     with pytest.raises(UserError, match=r"has not reported its load for 0\.3 s"):
-        Stress(0.5, process).reached()
+        Stress(0.5, [process]).reached()
     _end(process)
 
 
@@ -133,7 +148,7 @@ def test_a_report_torn_by_a_kill_is_no_report() -> None:
     process = start_shell("""echo '{"event": "ready"}'; echo '{"event": "load", "duty": 0.5}'
                             printf '{"event": "lo'; sleep 60""")
     _wait_until_ready(process)
-    stressor = Stress(0.5, process)
+    stressor = Stress(0.5, [process])
     assert stressor.reached() == {"duty": 0.5}
     process.kill()
     process.wait()

@@ -108,7 +108,7 @@ def test_no_block_begins_when_the_time_is_over() -> None:
 
     @contextmanager
     def start(level: float, background: object) -> Iterator[Stress]:
-        yield Stress(0.0, None)
+        yield Stress(0.0)
 
     def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> Sequence[Planned[Named]]:
         return todo

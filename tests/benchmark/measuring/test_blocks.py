@@ -95,7 +95,7 @@ def test_under_load_the_canary_is_a_mean_and_has_no_best() -> None:
         return [1.0, 1.0, 4.0]
 
     bench = Bench("cpu", "here", canary_ms)
-    load = RunningLoad(Canary(canary_ms, loaded=True), Stress(0.0, None), 0.5, "compute")
+    load = RunningLoad(Canary(canary_ms, loaded=True), Stress(0.0), 0.5, "compute")
     block = measure_block(bench, "k", list, load)
     assert (block.canary_before_ms, block.canary_best_ms, block.load) == (2.0, 0.0, (0.5, "compute"))
     assert loads_asked == [True, True]
@@ -118,7 +118,7 @@ def test_each_load_is_started_once_and_only_where_something_is_missing() -> None
     @contextmanager
     def start(level: float, background: Background | None) -> Iterator[Stress]:
         started.append((level, background.name if background else ""))
-        yield Stress(0.0, None)
+        yield Stress(0.0)
 
     def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[Planned[Named]]:
         return plan_blocks(units, blocks, "here", size=2)

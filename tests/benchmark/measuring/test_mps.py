@@ -1,0 +1,112 @@
+"""Measuring through MPS: the daemon, what processes inherit, and that a dataset is of one way of sharing. A small program stands in
+for NVIDIA's daemon, since this machine may have no GPU; it listens where the real one would, and ends when it is told to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmark.collecting.config import CollectorConfig
+from measuring.mps import CONTROL, gpu_shared
+from utils.config import validate
+from utils.errors import UserError
+from utils.sharing_mode import PIPE_DIRECTORY, THREADS, GpuSharing, mps_daemon_answers
+
+DAEMON = """#!{python}
+import os, socket, subprocess, sys, time
+folder = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+if sys.argv[1:] == ["-d"]:
+    if os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] != "100":
+        sys.exit("the daemon must not be limited itself")
+    serving = subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not os.path.exists(folder + "/pid"):
+        time.sleep(0.01)
+elif sys.argv[1:] == ["serve"]:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(folder + "/control")
+    listening.listen(1)
+    with open(folder + "/pid.part", "w") as pid:
+        pid.write(str(os.getpid()))
+    os.rename(folder + "/pid.part", folder + "/pid")
+    time.sleep(60)
+else:
+    if sys.stdin.read() != "quit\\n":
+        sys.exit(1)
+    with open(folder + "/pid") as pid:
+        os.kill(int(pid.read()), 9)
+"""
+
+
+@pytest.fixture
+def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in place of NVIDIA's, found first on the path; and no daemon runs."""
+    monkeypatch.setenv(PIPE_DIRECTORY, str(tmp_path / "nowhere"))
+    program = tmp_path / CONTROL
+    program.write_text(DAEMON.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return program
+
+
+@pytest.mark.parametrize(("text", "sharing"), [
+    ("slices", GpuSharing()), ("mps", GpuSharing(True, 100, 100)), ("mps:50", GpuSharing(True, 50, 50)),
+    ("mps:25/75", GpuSharing(True, 25, 75))])
+def test_ways_of_sharing(text: str, sharing: GpuSharing) -> None:
+    assert GpuSharing.parse(text) == sharing
+
+
+@pytest.mark.parametrize("text", ["", "mig", "mps:", "mps:0", "mps:101", "mps:50/0", "mps:50/50/50", "MPS", "slices:50"])
+def test_what_is_no_way_of_sharing(text: str) -> None:
+    with pytest.raises(UserError, match=r"sharing: .*is no way of sharing a GPU: use slices, mps, mps:50"):
+        validate({"sharing": text}, CollectorConfig, "config")
+
+
+def test_processes_inherit_the_daemon_and_their_share(control: Path) -> None:
+    sharing = GpuSharing.parse("mps:25/75")
+    with gpu_shared(sharing):
+        assert mps_daemon_answers()
+        folder = Path(os.environ[PIPE_DIRECTORY])
+        shown = subprocess.run(["printenv", PIPE_DIRECTORY, THREADS], env=os.environ, capture_output=True, text=True, check=True)
+        assert shown.stdout.split() == [str(folder), "25"]
+        assert sharing.co_runner_environment() == {THREADS: "75"}
+    assert not folder.exists()
+    assert THREADS not in os.environ
+    assert not mps_daemon_answers()
+
+
+def test_a_daemon_that_runs_is_used_and_stays(control: Path) -> None:
+    with gpu_shared(GpuSharing(True)):
+        folder = os.environ[PIPE_DIRECTORY]
+        with gpu_shared(GpuSharing.parse("mps:50")):
+            assert (os.environ[PIPE_DIRECTORY], os.environ[THREADS]) == (folder, "50")
+        assert mps_daemon_answers()
+
+
+def test_time_slices_beside_a_daemon_are_refused(control: Path) -> None:
+    with gpu_shared(GpuSharing(True)), pytest.raises(UserError, match="sharing slices: an MPS daemon runs"):
+        with gpu_shared(GpuSharing()):
+            pass
+
+
+def test_without_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PIPE_DIRECTORY, str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=f"sharing mps: {CONTROL} is not installed"), gpu_shared(GpuSharing(True)):
+        pass
+
+
+def test_a_daemon_that_does_not_start(control: Path) -> None:
+    control.write_text("#!/bin/sh\necho 'no GPU here' >&2\nexit 1\n")
+    with pytest.raises(UserError, match="sharing mps: the MPS daemon does not start: no GPU here"), gpu_shared(GpuSharing(True)):
+        pass
+
+
+def test_a_cpu_is_not_shared_through_mps() -> None:
+    config = CollectorConfig(sharing="mps:50")
+    assert config.gpu_sharing("cuda") == GpuSharing(True, 50, 50)
+    with pytest.raises(UserError, match="sharing mps:50: this is a way of sharing a GPU, and the target is a CPU"):
+        config.gpu_sharing("cpu")
