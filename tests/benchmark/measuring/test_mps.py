@@ -1,5 +1,5 @@
-"""Measuring through MPS: the daemon, what processes inherit, and that a dataset is of one way of sharing. A small program stands in
-for NVIDIA's daemon, since this machine may have no GPU; it listens where the real one would, and ends when it is told to."""
+"""Measuring through MPS: the daemon, and what processes inherit. A small program stands in for NVIDIA's daemon, since this machine
+may have no GPU; it listens where the real one would, and ends when it is told to."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_processes_inherit_the_daemon_and_their_share(control: Path) -> None:
     with gpu_shared(sharing):
         assert mps_daemon_answers()
         folder = Path(os.environ[PIPE_DIRECTORY])
-        shown = subprocess.run(["printenv", PIPE_DIRECTORY, THREADS], env=os.environ, capture_output=True, text=True, check=True)
+        shown = subprocess.run(["printenv", PIPE_DIRECTORY, THREADS], capture_output=True, text=True, check=True)
         assert shown.stdout.split() == [str(folder), "25"]
         assert sharing.co_runner_environment() == {THREADS: "75"}
     assert not folder.exists()
@@ -87,9 +87,9 @@ def test_a_daemon_that_runs_is_used_and_stays(control: Path) -> None:
 
 
 def test_time_slices_beside_a_daemon_are_refused(control: Path) -> None:
-    with gpu_shared(GpuSharing(True)), pytest.raises(UserError, match="sharing slices: an MPS daemon runs"):
-        with gpu_shared(GpuSharing()):
-            pass
+    with (gpu_shared(GpuSharing(True)), pytest.raises(UserError, match="sharing slices: an MPS daemon runs"),
+          gpu_shared(GpuSharing())):
+        pass
 
 
 def test_without_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,8 @@ def test_without_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_daemon_that_does_not_start(control: Path) -> None:
     control.write_text("#!/bin/sh\necho 'no GPU here' >&2\nexit 1\n")
-    with pytest.raises(UserError, match="sharing mps: the MPS daemon does not start: no GPU here"), gpu_shared(GpuSharing(True)):
+    with (pytest.raises(UserError, match="sharing mps: the MPS daemon does not start: no GPU here"),
+          gpu_shared(GpuSharing(True))):
         pass
 
 
