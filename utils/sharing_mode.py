@@ -119,8 +119,8 @@ class GpuSharing(NamedTuple):
         percent = int(found[1] or ALL_THREADS) if found else 0
         co_runner_percent = int(found[2] or percent) if found else 0
         if not (1 <= percent <= ALL_THREADS and 1 <= co_runner_percent <= ALL_THREADS):
-            raise ValueError(f"{text!r} is no way of sharing a GPU: use {SLICES}, mps, mps:50 (per cent of the threads for each "
-                             "process) or mps:25/75 (for what is measured, and for each co-runner)")
+            raise ValueError(f"{text!r} is no way of sharing a GPU: use {SLICES}, mps, mps:50 (per cent of the threads for "
+                             "each process) or mps:25/75 (for what is measured, and for each co-runner)")
         return cls(True, percent, co_runner_percent)
 
     def co_runner_environment(self) -> Mapping[str, str]:

@@ -1,5 +1,5 @@
-"""Measuring through MPS: the daemon, and what processes inherit. A small program stands in for NVIDIA's daemon, since this machine
-may have no GPU; it listens where the real one would, and ends when it is told to."""
+"""Measuring through MPS: the daemon, and what processes inherit. A small program stands in for NVIDIA's daemon, since this
+machine may have no GPU; it listens where the real one would, and ends when it is told to."""
 
 from __future__ import annotations
 
