@@ -11,6 +11,8 @@ for other processes. The other metrics do not show that, so predictions from Pro
 --host-pace-every, the host pace is measured regularly (benchmark/host_pace.py) and served as `hase_host_probe_…`: small models
 take longer on a slow host. A probe that fails, or whose latest result is older than STALE of its intervals, is left out alone.
 
+With --web-config it speaks TLS, asks for a password, or both; docs/operating.md has an example, alert rules and a dashboard.
+
 Reads only the device, or a file with --source replay; writes nothing. Ctrl-C ends it.
 """
 
@@ -25,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -46,15 +48,13 @@ from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device
 from utils.logger import get_logger
 from utils.processes import set_by_signal
-from utils.scrape_server import LOCALHOST, scrape_server, stale
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
+from utils.scrape_server import LOCALHOST, ScrapeServer, scrape_server, stale
 
 EXAMPLES = """
   python benchmark/metrics_exporter.py
   python benchmark/metrics_exporter.py --probe-every 15 --host-pace-every 60
   python benchmark/metrics_exporter.py --port 9401 --interval 2 --source psutil --names new
+  python benchmark/metrics_exporter.py --host 0.0.0.0 --web-config web.yml  # needs web.yml and certificates
   python benchmark/metrics_exporter.py --source replay --replay readings.jsonl --duration 60  # needs readings
 """
 PORT = 9400  # dcgm-exporter's
@@ -241,9 +241,10 @@ def device_labels(device: str, replay: Path | None) -> dict[str, str]:
 
 
 def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False,
-                  probes: ProbeSampler | None = None, paces: PaceSampler | None = None) -> WSGIServer:
+                  probes: ProbeSampler | None = None, paces: PaceSampler | None = None,
+                  web_config: Path | None = None) -> ScrapeServer:
     """A server that answers scrapes once `serve_forever` runs; `port` 0 is any free one."""
-    return scrape_server(DeviceMetrics(sampler, labels, new_names, probes, paces), sampler.trouble, host, port)
+    return scrape_server(DeviceMetrics(sampler, labels, new_names, probes, paces), sampler.trouble, host, port, web_config)
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -260,18 +261,17 @@ def serve(args: argparse.Namespace) -> None:
     probes = ProbeSampler(device, args.probe_every) if args.probe_every else None
     paces = PaceSampler(device, args.host_pace_every) if args.host_pace_every else None
     server = make_exporter(sampler, device_labels(device, args.replay), args.host, args.port, args.names == "new", probes,
-                           paces)
+                           paces, args.web_config)
     threading.Thread(target=sampler.run, args=(over,), daemon=True).start()
     if probes:
         threading.Thread(target=probes.run, args=(over,), daemon=True).start()
     if paces:
         threading.Thread(target=paces.run, args=(over,), daemon=True).start()
     threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
-    url = f"http://{args.host}:{server.server_port}/metrics"
     if args.json:
-        cli.print_json({"url": url, "source": source.name, "fields": list(source.fields)})
+        cli.print_json({"url": server.url, "source": source.name, "fields": list(source.fields)})
     else:
-        print(f"{url}: {source.name}, every {args.interval:g} s", flush=True)
+        print(f"{server.url}: {source.name}, every {args.interval:g} s", flush=True)
     sys.stdout.flush()
     began_s, used_s = time.monotonic(), time.process_time()
     over.wait(args.duration)
@@ -285,6 +285,7 @@ def main() -> int:
     parser.add_argument("--port", type=cli.port, default=PORT, help=f"0: a free one (default: {PORT})")
     parser.add_argument("--host", default=LOCALHOST, metavar="ADDRESS",
                         help=f"address to listen on; 0.0.0.0: all addresses of this machine (default: {LOCALHOST})")
+    cli.add_web_config(parser)
     parser.add_argument("--interval", type=cli.positive, default=INTERVAL_S, metavar="S",
                         help=f"each value is a mean over this many seconds (default: {INTERVAL_S:g})")
     parser.add_argument("--source", choices=SOURCES, default="auto",

@@ -184,17 +184,22 @@ def free_port() -> int:
 
 
 @contextmanager
-def prometheus(folder: Path, targets: Mapping[str, tuple[str, str]], web: Mapping[str, Any] | None = None) -> Iterator[int]:
+def prometheus(folder: Path, targets: Mapping[str, tuple[str, str]], web: Mapping[str, Any] | None = None,
+               jobs: Mapping[str, Mapping[str, Any]] | None = None, rules: Sequence[Path] = ()) -> Iterator[int]:
     """A Prometheus that scrapes `targets`, {job: (address, path)}; yields its port, once it listens.
 
     Args:
         web: its web configuration: TLS, users.
+        jobs: how it scrapes some of the targets: TLS, users.
+        rules: files with rules, which it evaluates as often as it scrapes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = [{"job_name": job, "metrics_path": f"/{path}", "static_configs": [{"targets": [address]}]}
-            for job, (address, path) in targets.items()]
-    times = {"scrape_interval": f"{SCRAPE_S * 1e3:.0f}ms", "scrape_timeout": f"{SCRAPE_S * 1e3:.0f}ms"}
-    (folder / "prometheus.yml").write_text(yaml.safe_dump({"global": times, "scrape_configs": jobs}))
+    scraped = [{"job_name": job, "metrics_path": f"/{path}", "static_configs": [{"targets": [address]}],
+                **(jobs or {}).get(job, {})}
+               for job, (address, path) in targets.items()]
+    times = dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), f"{SCRAPE_S * 1e3:.0f}ms")
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(
+        {"global": times, "scrape_configs": scraped, "rule_files": [str(path) for path in rules]}))
     (folder / "web.yml").write_text(yaml.safe_dump(dict(web or {})))
     port = free_port()
     with (folder / "log").open("wb") as log:

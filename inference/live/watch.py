@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -20,10 +21,7 @@ from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.logger import get_logger
 from utils.processes import set_by_signal
-from utils.scrape_server import scrape_server, stale
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
+from utils.scrape_server import ScrapeServer, scrape_server, stale
 
 log = get_logger("watch")
 
@@ -146,13 +144,13 @@ class PredictedLatency:
         yield CounterMetricFamily(FAILED, "readings of the load that failed", value=self.watch.failed)
 
 
-def export(watch: Watch, host: str, port: int) -> WSGIServer:
+def export(watch: Watch, host: str, port: int, web_config: Path | None = None) -> ScrapeServer:
     """Starts a server of the predictions of `watch`, in a thread; `port` 0 takes a free one.
 
     Raises:
-        UserError: the port can't be used.
+        UserError: the port or the file with TLS and users can't be used.
     """
-    server = scrape_server(PredictedLatency(watch), watch.trouble, host, port)
+    server = scrape_server(PredictedLatency(watch), watch.trouble, host, port, web_config)
     Thread(target=server.serve_forever, daemon=True).start()
     return server
 
@@ -169,17 +167,18 @@ def columns(reading: WatchLine) -> dict[str, Any]:
         "trouble": f"reading failed ({reading.failed} so far): {reading.trouble}" if reading.trouble else None}
 
 
-def follow(watch: Watch, address: tuple[str, int] | None = None, as_json: bool = False) -> None:
+def follow(watch: Watch, address: tuple[str, int] | None = None, as_json: bool = False,
+           web_config: Path | None = None) -> None:
     """Prints a line on stdout for each prediction of a watch, until Ctrl-C or SIGTERM, and serves the latest one at `address`,
-    if any.
+    if any, with TLS and users as the file `web_config` says.
 
     Raises:
-        UserError: the address can't be used.
+        UserError: the address or the file can't be used.
     """
     over = set_by_signal()
-    server = export(watch, *address) if address else None
+    server = export(watch, *address, web_config) if address else None
     if server:
-        log.info("the latest prediction: http://%s:%d/metrics", server.server_address[0], server.server_port)
+        log.info("the latest prediction: %s", server.url)
     count = 0
     for count, reading in enumerate(watch.readings(over), 1):
         if as_json:
