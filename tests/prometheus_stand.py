@@ -25,7 +25,7 @@ import pytest
 import requests
 import yaml
 
-from benchmark.metrics_exporter import PaceSampler, ProbeSampler, Sampler, make_exporter
+from benchmark.metrics_exporter import PaceSampler, ProbeSampler, ProcessSampler, Sampler, make_exporter
 from measuring.metrics.names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
 from measuring.metrics.sources import TIME, ReplaySource
 from utils.paths import ROOT
@@ -78,10 +78,11 @@ class Exporter:
     """The exporter within this process, on threads, under the labels of any device; from now until `close`."""
 
     def __init__(self, replay: Path, labels: dict[str, str], new_names: bool = False,
-                 probes: ProbeSampler | None = None, paces: PaceSampler | None = None) -> None:
+                 probes: ProbeSampler | None = None, paces: PaceSampler | None = None,
+                 counts: ProcessSampler | None = None) -> None:
         self._over = Event()
         sampler = Sampler(ReplaySource(replay, step_s=STEP_S), INTERVAL_S)
-        self._server = make_exporter(sampler, labels, "127.0.0.1", 0, new_names, probes, paces)
+        self._server = make_exporter(sampler, labels, "127.0.0.1", 0, new_names, probes, paces, counts)
         Thread(target=sampler.run, args=(self._over,), daemon=True).start()
         Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         self.address = f"127.0.0.1:{self._server.server_port}"

@@ -110,6 +110,7 @@ def _busy_share(prediction: Prediction) -> float | None:
 
 LATENCY, MEAN = "hase_predicted_latency_seconds", "hase_predicted_latency_mean_seconds"
 ROUGH, HOST_PACE = "hase_prediction_rough_estimate", "hase_prediction_host_pace"
+LIMIT, AT_PERCENTILE, CHANCE = "hase_objective_limit_seconds", "hase_objective_latency_seconds", "hase_objective_chance_ratio"
 PREDICTED, FAILED = "hase_prediction_timestamp_seconds", "hase_prediction_failed_readings"
 
 
@@ -120,15 +121,16 @@ class PredictedLatency:
     watch: Watch
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of the latest prediction; quantiles only where it has a distribution."""
+        """The metric families of the latest prediction; quantiles only where it has a distribution, and the comparison with the
+        objective only where there is one."""
         prediction = self.watch.latest
         if prediction is None:
             return
         labels = {"model": prediction.model, "target": prediction.target}
 
-        def gauge(name: str, meaning: str, value: float) -> Any:
-            family = GaugeMetricFamily(name, meaning, labels=list(labels))
-            family.add_metric(list(labels.values()), value)
+        def gauge(name: str, meaning: str, value: float, **more: str) -> Any:
+            family = GaugeMetricFamily(name, meaning, labels=[*labels, *more])
+            family.add_metric([*labels.values(), *more.values()], value)
             return family
 
         if prediction.under_load:
@@ -140,6 +142,12 @@ class PredictedLatency:
         yield gauge(ROUGH, "whether the prediction is a rough estimate (1) or not (0)", float(prediction.rough_estimate))
         if prediction.host_pace is not None:
             yield gauge(HOST_PACE, "how many times as long as usual the host takes to dispatch (ratio)", prediction.host_pace)
+        if self.watch.limit_ms is not None:
+            slo = check_slo(prediction, self.watch.limit_ms, self.watch.percentile)
+            at = f"{slo.percentile / 100:g}"
+            yield gauge(LIMIT, "highest latency that the objective allows (s)", slo.limit_ms / 1e3, quantile=at)
+            yield gauge(AT_PERCENTILE, "predicted latency that the objective limits (s)", slo.latency_ms / 1e3, quantile=at)
+            yield gauge(CHANCE, "how likely the objective is met (ratio)", slo.chance, quantile=at)
         yield gauge(PREDICTED, "time of the last good prediction (s since 1970)", self.watch.predicted_s)
         yield CounterMetricFamily(FAILED, "readings of the load that failed", value=self.watch.failed)
 
