@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -188,6 +189,24 @@ def test_a_client_that_never_shakes_hands_delays_nobody(folder: Path) -> None:
         assert time.monotonic() - began_s < 3.0
 
 
+def test_a_client_that_drips_its_request_over_tls_is_disconnected(folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                  capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("utils.scrape_server._Quiet.timeout", 0.3)
+    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+    with served(written(folder, {"tls_server_config": TLS})) as server, \
+            socket.create_connection(("127.0.0.1", server.server_port)) as plain, \
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as client:
+        began_s, client_ended = time.monotonic(), False
+        while not client_ended and time.monotonic() - began_s < 10.0:
+            time.sleep(0.02)
+            try:
+                client.sendall(b"A")
+            except OSError:
+                client_ended = True
+        assert client_ended
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("tls_server_config: {cert_file: server.pem}", r"tls_server_config\.key_file: missing"),
     ("tls_server_config: {cert_file: none.pem, key_file: server.key}", r"config\.cert_file .*none\.pem: no such file"),
@@ -217,6 +236,16 @@ def test_files_that_do_not_fit(folder: Path, text: str, message: str) -> None:
         WebAccess(path)
     assert str(raised.value).startswith(f"{path}: ")
     assert "s3cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("keys", [
+    {"tls_server_config": TLS | WANTS_CERTIFICATE | {"min_version": "TLS13"}, "basic_auth_users": USERS},
+    {"tls_server_config": TLS | {"client_auth_type": "NoClientCert"}}, {"basic_auth_users": USERS}, {}])
+def test_the_same_file_serves_prometheuss_own_exporters(folder: Path, keys: dict[str, Any]) -> None:
+    path = written(folder, keys)
+    WebAccess(path)
+    done = subprocess.run(["promtool", "check", "web-config", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_file_that_asks_for_nothing(folder: Path) -> None:
