@@ -36,6 +36,7 @@ from prometheus_stand import (
     wait_for,
 )
 
+from inference.live.watch import Watch, export
 from utils import web_config
 from utils.errors import UserError
 from utils.lazy import bcrypt
@@ -126,9 +127,10 @@ def test_the_oldest_version_of_tls(folder: Path) -> None:
             assert (b"BEGIN CERTIFICATE" in done.stdout) == answered
 
 
-def test_users(folder: Path) -> None:
+@pytest.mark.parametrize("variant", ["$2b$", "$2a$", "$2y$"])  # as different programs begin the same hash
+def test_users(folder: Path, variant: str) -> None:
     """Without TLS too; each wrong login is HTTP 401."""
-    with served(written(folder, {"basic_auth_users": USERS})) as server:
+    with served(written(folder, {"basic_auth_users": {USER: PASSWORD_BCRYPT.replace("$2b$", variant)}})) as server:
         assert server.url.startswith("http://")
         assert "\none 1.0\n" in get(server, auth=(USER, PASSWORD)).text
         nobody = get(server)
@@ -139,6 +141,16 @@ def test_users(folder: Path) -> None:
             assert "one" not in refused.text
         for header in ("Bearer token", "Basic", "Basic ?", "Basic aGFzZQ==", "Basic aGFzZQ==\u00e9"):
             assert get(server, headers={"Authorization": header.encode("latin-1")}).status_code == 401
+
+
+def test_exported_predictions_are_protected_alike(folder: Path) -> None:
+    path = written(folder, {"tls_server_config": TLS, "basic_auth_users": USERS})
+    server = export(Watch(Mock(), interval_s=1.0), "127.0.0.1", 0, path)
+    assert get(server, folder / "ca.pem").status_code == 401
+    known = get(server, folder / "ca.pem", auth=(USER, PASSWORD))
+    assert (known.status_code, known.text) == (503, "no prediction so far\n")
+    server.shutdown()
+    server.server_close()
 
 
 def test_a_password_is_checked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
