@@ -56,7 +56,11 @@ class WebConfig(Config):
 
 
 class WebAccess:
-    """Who may scrape a server, by a file that is read again each time."""
+    """Who may scrape a server, by a file that is read again each time.
+
+    Attributes:
+        has_tls: whether it asked for TLS at the start. It can't ask for less later.
+    """
 
     def __init__(self, path: Path) -> None:
         """Checks all that the file says.
@@ -65,9 +69,10 @@ class WebAccess:
             UserError: the file, a certificate or key in it, or the hash of a password can't be used, or bcrypt is missing.
         """
         self._path = path
+        self.has_tls = self._has_users = False  # as the file said at the start
         config = self._read()
-        self.has_tls = config.tls_server_config is not None
         self.tls()
+        self.has_tls, self._has_users = config.tls_server_config is not None, bool(config.basic_auth_users)
 
     def tls(self) -> ssl.SSLContext | None:
         """How to speak TLS with the next client; None: it gets plain HTTP.
@@ -102,10 +107,13 @@ class WebAccess:
         try:
             config = read_config(self._path, WebConfig)
         except UserError as error:
-            text = str(error)
+            text = str(error)  # a validator's does not name the file
             raise UserError(text if text.startswith(str(self._path)) else f"{self._path}: {text}") from None
         except OSError as error:
             raise UserError(f"{self._path}: {error.strerror}") from None
+        for key, asked in (("tls_server_config", self.has_tls), ("basic_auth_users", self._has_users)):
+            if asked and not getattr(config, key):  # a file that is just being written is empty, too
+                raise UserError(f"{self._path}: {key} is no longer there; put it back, or start again to serve without it")
         for user, hashed in config.basic_auth_users.items():
             if not BCRYPT.fullmatch(hashed):
                 raise UserError(f"{self._path}: basic_auth_users.{user}: no bcrypt hash of a password; {PAGE} says how to make "

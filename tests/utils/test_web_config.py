@@ -189,8 +189,26 @@ def test_changes_count_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(requests.ConnectionError):
                 get(server, folder / "stranger.pem", auth=("other", PASSWORD))
         said.assert_called_once()
-        written(folder, {"tls_server_config": TLS})
-        assert get(server, folder / "stranger.pem").status_code == 200
+        written(folder, {"tls_server_config": TLS, "basic_auth_users": USERS})
+        assert get(server, folder / "stranger.pem", auth=(USER, PASSWORD)).status_code == 200
+
+
+@pytest.mark.parametrize(("left", "gone"), [("", "tls_server_config"), ("basic_auth_users: {}", "tls_server_config"),
+                                            (yaml.safe_dump({"tls_server_config": TLS}), "basic_auth_users"),
+                                            (yaml.safe_dump({"basic_auth_users": USERS}), "tls_server_config")])
+def test_a_file_that_asks_for_less_than_at_the_start_lets_nobody_in(folder: Path, left: str, gone: str,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editor may have emptied it a moment ago. Neither TLS nor passwords are given up."""
+    said = Mock()
+    monkeypatch.setattr("utils.scrape_server.log.warning", said)
+    with served(written(folder, {"tls_server_config": TLS, "basic_auth_users": USERS})) as server:
+        written(folder, left)
+        for url in (server.url, server.url.replace("https", "http")):
+            with pytest.raises(requests.ConnectionError):
+                requests.get(url, timeout=5, verify=str(folder / "ca.pem"), auth=(USER, PASSWORD))
+        assert f"{gone} is no longer there" in said.call_args.args[1]
+        written(folder, {"tls_server_config": TLS, "basic_auth_users": USERS})
+        assert get(server, folder / "ca.pem", auth=(USER, PASSWORD)).status_code == 200
 
 
 def test_a_client_that_never_shakes_hands_delays_nobody(folder: Path) -> None:
