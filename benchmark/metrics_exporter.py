@@ -2,14 +2,17 @@
 
 Names, labels and units are those of dcgm-exporter: the old names, or with `--names new` those since its version 4.9, some of
 which have other units. The values are means over `--interval` seconds, from any source of measuring/metrics/sources.py.
-`hase_exporter_last_sample_timestamp_seconds` is the time of the latest sample. Samples that can't be right are never served. If
-the latest good sample is older than STALE intervals, the answer is HTTP 503 with the reason, so that Prometheus sees the target
-as down and does not take old values for new ones.
+`hase_exporter_last_sample_timestamp_seconds` is the time of the latest sample, and `hase_gpu_processes` the number of other
+processes that have the GPU open. Samples that can't be right are never served. If the latest good sample is older than STALE
+intervals, the answer is HTTP 503 with the reason, so that Prometheus sees the target as down and does not take old values for
+new ones.
 
 With --probe-every, the sharing probe (benchmark/sharing_probe.py) runs regularly, and `hase_probe_…` show how long work waits
 for other processes. The other metrics do not show that, so predictions from Prometheus become more accurate. With
 --host-pace-every, the host pace is measured regularly (benchmark/host_pace.py) and served as `hase_host_probe_…`: small models
 take longer on a slow host. A probe that fails, or whose latest result is older than STALE of its intervals, is left out alone.
+
+With --web-config it speaks TLS, asks for a password, or both; docs/operating.md has an example, alert rules and a dashboard.
 
 Reads only the device, or a file with --source replay; writes nothing. Ctrl-C ends it.
 """
@@ -22,10 +25,10 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -46,15 +49,14 @@ from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device
 from utils.logger import get_logger
 from utils.processes import set_by_signal
-from utils.scrape_server import LOCALHOST, scrape_server, stale
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
+from utils.scrape_server import LOCALHOST, ScrapeServer, scrape_server, stale
+from utils.sharing_mode import other_processes
 
 EXAMPLES = """
   python benchmark/metrics_exporter.py
   python benchmark/metrics_exporter.py --probe-every 15 --host-pace-every 60
   python benchmark/metrics_exporter.py --port 9401 --interval 2 --source psutil --names new
+  python benchmark/metrics_exporter.py --host 0.0.0.0 --web-config web.yml  # needs web.yml and certificates
   python benchmark/metrics_exporter.py --source replay --replay readings.jsonl --duration 60  # needs readings
 """
 PORT = 9400  # dcgm-exporter's
@@ -63,6 +65,7 @@ LEAST_PROBE_EVERY_S = 1.0  # a probe keeps the device busy for up to a third of 
 PACE_S = 0.3  # length of one measurement of the host pace
 POLL_S = 3600.0  # how often the server checks for its end; rarely, since it ends with the process and a check costs CPU time
 PASSING = (UserError, OSError, MemoryError)  # of the device or of this machine, which may have again what it lacks now
+PROCESSES = "hase_gpu_processes"
 LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 
 log = get_logger("metrics_exporter")
@@ -194,6 +197,28 @@ class PaceSampler(NowAndThen[HostProbed]):
         return HostProbed(measure_pace(self.device, PACE_S).probe_us, time.time())
 
 
+class Counted(NamedTuple):
+    """The number of other processes on the GPU, and when they were counted (seconds since 1970)."""
+
+    processes: int
+    taken_s: float
+
+
+@dataclass
+class ProcessSampler(NowAndThen[Counted]):
+    """Counts the processes on the GPU.
+
+    Attributes:
+        probing: the probes that this process runs on it.
+    """
+
+    probing: Sequence[NowAndThen[Any]] = ()
+    whose: ClassVar[str] = "the count of processes: "
+
+    def take(self) -> Counted:
+        return Counted(other_processes(own=any(probe.latest for probe in self.probing)), time.time())
+
+
 @dataclass(frozen=True, eq=False)  # a registry keeps it by identity
 class DeviceMetrics:
     """A collector of `prometheus_client`: the metrics that Prometheus gets."""
@@ -203,6 +228,7 @@ class DeviceMetrics:
     new_names: bool
     probes: ProbeSampler | None = None
     paces: PaceSampler | None = None
+    counts: ProcessSampler | None = None
 
     def collect(self) -> Iterator[Any]:
         """The metric families of the latest sample, and of recent results of the probes."""
@@ -213,6 +239,11 @@ class DeviceMetrics:
             family.add_metric(list(self.labels.values()), mean.value / NAMES[shown].scale)
             yield family
         yield GaugeMetricFamily(LAST_SAMPLE, "time of the latest good sample (s since 1970)", value=self.sampler.sampled_s)
+        if (counted := self.counts.fresh() if self.counts else None) is not None:
+            family = GaugeMetricFamily(PROCESSES, "processes that have the GPU open to compute, without the exporter",
+                                       labels=list(self.labels))
+            family.add_metric(list(self.labels.values()), counted.processes)
+            yield family
         if (paced := self.paces.fresh() if self.paces else None) is not None:
             for name, value in ((host_pace.PROBE, paced.probe_us / 1e6), (host_pace.TAKEN, paced.taken_s)):
                 family = GaugeMetricFamily(name, host_pace.PACE_MEANINGS[name], labels=list(self.labels))
@@ -241,9 +272,11 @@ def device_labels(device: str, replay: Path | None) -> dict[str, str]:
 
 
 def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False,
-                  probes: ProbeSampler | None = None, paces: PaceSampler | None = None) -> WSGIServer:
+                  probes: ProbeSampler | None = None, paces: PaceSampler | None = None,
+                  counts: ProcessSampler | None = None, web_config: Path | None = None) -> ScrapeServer:
     """A server that answers scrapes once `serve_forever` runs; `port` 0 is any free one."""
-    return scrape_server(DeviceMetrics(sampler, labels, new_names, probes, paces), sampler.trouble, host, port)
+    metrics = DeviceMetrics(sampler, labels, new_names, probes, paces, counts)
+    return scrape_server(metrics, sampler.trouble, host, port, web_config)
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -259,19 +292,18 @@ def serve(args: argparse.Namespace) -> None:
         check_gpu()
     probes = ProbeSampler(device, args.probe_every) if args.probe_every else None
     paces = PaceSampler(device, args.host_pace_every) if args.host_pace_every else None
+    on_gpu = device == "cuda" and args.replay is None
+    counts = ProcessSampler(device, args.interval, probing=[probe for probe in (probes, paces) if probe]) if on_gpu else None
     server = make_exporter(sampler, device_labels(device, args.replay), args.host, args.port, args.names == "new", probes,
-                           paces)
-    threading.Thread(target=sampler.run, args=(over,), daemon=True).start()
-    if probes:
-        threading.Thread(target=probes.run, args=(over,), daemon=True).start()
-    if paces:
-        threading.Thread(target=paces.run, args=(over,), daemon=True).start()
+                           paces, counts, args.web_config)
+    for running in (sampler, probes, paces, counts):
+        if running:
+            threading.Thread(target=running.run, args=(over,), daemon=True).start()
     threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
-    url = f"http://{args.host}:{server.server_port}/metrics"
     if args.json:
-        cli.print_json({"url": url, "source": source.name, "fields": list(source.fields)})
+        cli.print_json({"url": server.url, "source": source.name, "fields": list(source.fields)})
     else:
-        print(f"{url}: {source.name}, every {args.interval:g} s", flush=True)
+        print(f"{server.url}: {source.name}, every {args.interval:g} s", flush=True)
     sys.stdout.flush()
     began_s, used_s = time.monotonic(), time.process_time()
     over.wait(args.duration)
@@ -285,6 +317,7 @@ def main() -> int:
     parser.add_argument("--port", type=cli.port, default=PORT, help=f"0: a free one (default: {PORT})")
     parser.add_argument("--host", default=LOCALHOST, metavar="ADDRESS",
                         help=f"address to listen on; 0.0.0.0: all addresses of this machine (default: {LOCALHOST})")
+    cli.add_web_config(parser)
     parser.add_argument("--interval", type=cli.positive, default=INTERVAL_S, metavar="S",
                         help=f"each value is a mean over this many seconds (default: {INTERVAL_S:g})")
     parser.add_argument("--source", choices=SOURCES, default="auto",

@@ -173,6 +173,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--export", type=cli.address, metavar="[ADDRESS:]PORT",
                         help="with --watch: serve the latest prediction to Prometheus, on this machine alone unless an address "
                              "is given (0.0.0.0: to all); port 0: a free one")
+    cli.add_web_config(parser)
     parser.add_argument("--energy", action="store_true",
                         help="also predict energy and power, of a device that does nothing else")
     parser.add_argument("--fail-on-rough", action="store_true",
@@ -208,6 +209,8 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--energy is of a device that does nothing else: leave --watch, --metrics and --probe out")
     if args.export and not args.watch:
         parser.error("--export goes with --watch")
+    if args.web_config and not args.export:
+        parser.error("--web-config goes with --export")
 
 
 def check_several(parser: argparse.ArgumentParser, args: argparse.Namespace, models: Sequence[Path]) -> None:
@@ -286,7 +289,7 @@ def watch(args: argparse.Namespace, sources: LiveSources, model: Path, dims: dic
     for warning in first.warnings:  # whatever can't be used has ended the command by now
         log.warning("%s", warning)
     follow(predictor.watch(model, sources.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
-                           static=args.static, run_mode=run_mode), args.export, args.json)
+                           static=args.static, run_mode=run_mode), args.export, args.json, args.web_config)
     return 0
 
 

@@ -25,7 +25,7 @@ import pytest
 import requests
 import yaml
 
-from benchmark.metrics_exporter import PaceSampler, ProbeSampler, Sampler, make_exporter
+from benchmark.metrics_exporter import PaceSampler, ProbeSampler, ProcessSampler, Sampler, make_exporter
 from measuring.metrics.names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
 from measuring.metrics.sources import TIME, ReplaySource
 from utils.paths import ROOT
@@ -78,10 +78,11 @@ class Exporter:
     """The exporter within this process, on threads, under the labels of any device; from now until `close`."""
 
     def __init__(self, replay: Path, labels: dict[str, str], new_names: bool = False,
-                 probes: ProbeSampler | None = None, paces: PaceSampler | None = None) -> None:
+                 probes: ProbeSampler | None = None, paces: PaceSampler | None = None,
+                 counts: ProcessSampler | None = None) -> None:
         self._over = Event()
         sampler = Sampler(ReplaySource(replay, step_s=STEP_S), INTERVAL_S)
-        self._server = make_exporter(sampler, labels, "127.0.0.1", 0, new_names, probes, paces)
+        self._server = make_exporter(sampler, labels, "127.0.0.1", 0, new_names, probes, paces, counts)
         Thread(target=sampler.run, args=(self._over,), daemon=True).start()
         Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         self.address = f"127.0.0.1:{self._server.server_port}"
@@ -184,17 +185,22 @@ def free_port() -> int:
 
 
 @contextmanager
-def prometheus(folder: Path, targets: Mapping[str, tuple[str, str]], web: Mapping[str, Any] | None = None) -> Iterator[int]:
+def prometheus(folder: Path, targets: Mapping[str, tuple[str, str]], web: Mapping[str, Any] | None = None,
+               jobs: Mapping[str, Mapping[str, Any]] | None = None, rules: Sequence[Path] = ()) -> Iterator[int]:
     """A Prometheus that scrapes `targets`, {job: (address, path)}; yields its port, once it listens.
 
     Args:
         web: its web configuration: TLS, users.
+        jobs: how it scrapes some of the targets: TLS, users.
+        rules: files with rules, which it evaluates as often as it scrapes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = [{"job_name": job, "metrics_path": f"/{path}", "static_configs": [{"targets": [address]}]}
-            for job, (address, path) in targets.items()]
-    times = {"scrape_interval": f"{SCRAPE_S * 1e3:.0f}ms", "scrape_timeout": f"{SCRAPE_S * 1e3:.0f}ms"}
-    (folder / "prometheus.yml").write_text(yaml.safe_dump({"global": times, "scrape_configs": jobs}))
+    scraped = [{"job_name": job, "metrics_path": f"/{path}", "static_configs": [{"targets": [address]}],
+                **(jobs or {}).get(job, {})}
+               for job, (address, path) in targets.items()]
+    times = dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), f"{SCRAPE_S * 1e3:.0f}ms")
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(
+        {"global": times, "scrape_configs": scraped, "rule_files": [str(path) for path in rules]}))
     (folder / "web.yml").write_text(yaml.safe_dump(dict(web or {})))
     port = free_port()
     with (folder / "log").open("wb") as log:

@@ -31,6 +31,7 @@ IN_FUNCTIONS: dict[tuple[str, str], str] = {  # (file, module imported in a func
     ("inference/predict_model_latency.py", "graph_model.simulation.dag"): NOT_FOR_A_PREDICTION,
     ("inference/predict_model_latency.py", "inference.live.watch"): NOT_FOR_A_PREDICTION,
     ("inference/sharing/co_runner.py", "runtimes.ort.sharing_probe"): NOT_FOR_A_PREDICTION,
+    ("recipes/operating/grafana_dashboard.py", "recipes.operating.grafana_panels"): "needs a package that the options do not",
     ("recipes/kinds/recipe_list.py", "recipes.kinds"): "its networks are subclasses of torch's, so torch is loaded with them",
     ("runtimes/ort/graph/half_precision.py", "onnxruntime.transformers.float16"): NOT_FOR_A_PREDICTION,
     ("training/kernels/predictors.py", "training.admission.admitted"): NOT_FOR_A_PREDICTION,

@@ -46,6 +46,8 @@ def _field_names(schema: type[BaseModel], location: tuple[int | str, ...]) -> li
         if field is None:
             return []
         current = field.annotation
+        if config := [option for option in get_args(current) if isinstance(option, type) and issubclass(option, BaseModel)]:
+            current = config[0]  # of `Config | None`
     return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []
 
 

@@ -1,7 +1,8 @@
-"""How processes share a GPU: in time slices, through MPS, or each in its own instance (MIG)."""
+"""How processes share a GPU: in time slices, through MPS, or each in its own instance (MIG); and how many there are."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -78,6 +79,33 @@ def mps_daemon_answers() -> bool:
         except OSError as error:
             return error.errno == errno.EPROTOTYPE
     return True
+
+
+def other_processes(own: bool) -> int:
+    """The number of processes, other than this one, that have the first NVIDIA GPU open to compute, MPS's clients among them.
+
+    Source: NVML API reference, `nvmlDeviceGetComputeRunningProcesses` and `nvmlDeviceGetMPSComputeRunningProcesses`.
+
+    Args:
+        own: whether this process has the GPU open, too, so that it must be listed.
+
+    Raises:
+        UserError: there is no NVIDIA GPU, its driver fails, or it lists other processes than it should, as within a container.
+    """
+    facts = gpu_facts()
+    if not facts:
+        raise UserError("processes on the GPU: no NVIDIA GPU that the driver can talk to on this machine")
+    try:
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(facts["uuid"])
+        listed = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+        with contextlib.suppress(pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
+            listed |= {process.pid for process in pynvml.nvmlDeviceGetMPSComputeRunningProcesses(gpu)}
+    except pynvml.NVMLError as error:
+        raise driver_fails("processes on the GPU", error) from None
+    if own and os.getpid() not in listed:
+        raise UserError("processes on the GPU: the driver does not list this process, so others may be missing as well; in a "
+                        "container, share the host's process IDs (docker run --pid host)")
+    return len(listed - {os.getpid()})
 
 
 def check_sharing_mode(mode: SharingMode) -> None:

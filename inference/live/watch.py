@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -20,10 +21,7 @@ from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.logger import get_logger
 from utils.processes import set_by_signal
-from utils.scrape_server import scrape_server, stale
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
+from utils.scrape_server import ScrapeServer, scrape_server, stale
 
 log = get_logger("watch")
 
@@ -112,6 +110,7 @@ def _busy_share(prediction: Prediction) -> float | None:
 
 LATENCY, MEAN = "hase_predicted_latency_seconds", "hase_predicted_latency_mean_seconds"
 ROUGH, HOST_PACE = "hase_prediction_rough_estimate", "hase_prediction_host_pace"
+LIMIT, AT_PERCENTILE, CHANCE = "hase_objective_limit_seconds", "hase_objective_latency_seconds", "hase_objective_chance_ratio"
 PREDICTED, FAILED = "hase_prediction_timestamp_seconds", "hase_prediction_failed_readings"
 
 
@@ -122,15 +121,16 @@ class PredictedLatency:
     watch: Watch
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of the latest prediction; quantiles only where it has a distribution."""
+        """The metric families of the latest prediction; quantiles only where it has a distribution, and the comparison with the
+        objective only where there is one."""
         prediction = self.watch.latest
         if prediction is None:
             return
         labels = {"model": prediction.model, "target": prediction.target}
 
-        def gauge(name: str, meaning: str, value: float) -> Any:
-            family = GaugeMetricFamily(name, meaning, labels=list(labels))
-            family.add_metric(list(labels.values()), value)
+        def gauge(name: str, meaning: str, value: float, **more: str) -> Any:
+            family = GaugeMetricFamily(name, meaning, labels=[*labels, *more])
+            family.add_metric([*labels.values(), *more.values()], value)
             return family
 
         if prediction.under_load:
@@ -142,17 +142,23 @@ class PredictedLatency:
         yield gauge(ROUGH, "whether the prediction is a rough estimate (1) or not (0)", float(prediction.rough_estimate))
         if prediction.host_pace is not None:
             yield gauge(HOST_PACE, "how many times as long as usual the host takes to dispatch (ratio)", prediction.host_pace)
+        if self.watch.limit_ms is not None:
+            slo = check_slo(prediction, self.watch.limit_ms, self.watch.percentile)
+            at = f"{slo.percentile / 100:g}"
+            yield gauge(LIMIT, "highest latency that the objective allows (s)", slo.limit_ms / 1e3, quantile=at)
+            yield gauge(AT_PERCENTILE, "predicted latency that the objective limits (s)", slo.latency_ms / 1e3, quantile=at)
+            yield gauge(CHANCE, "how likely the objective is met (ratio)", slo.chance, quantile=at)
         yield gauge(PREDICTED, "time of the last good prediction (s since 1970)", self.watch.predicted_s)
         yield CounterMetricFamily(FAILED, "readings of the load that failed", value=self.watch.failed)
 
 
-def export(watch: Watch, host: str, port: int) -> WSGIServer:
+def export(watch: Watch, host: str, port: int, web_config: Path | None = None) -> ScrapeServer:
     """Starts a server of the predictions of `watch`, in a thread; `port` 0 takes a free one.
 
     Raises:
-        UserError: the port can't be used.
+        UserError: the port or the file with TLS and users can't be used.
     """
-    server = scrape_server(PredictedLatency(watch), watch.trouble, host, port)
+    server = scrape_server(PredictedLatency(watch), watch.trouble, host, port, web_config)
     Thread(target=server.serve_forever, daemon=True).start()
     return server
 
@@ -169,17 +175,18 @@ def columns(reading: WatchLine) -> dict[str, Any]:
         "trouble": f"reading failed ({reading.failed} so far): {reading.trouble}" if reading.trouble else None}
 
 
-def follow(watch: Watch, address: tuple[str, int] | None = None, as_json: bool = False) -> None:
+def follow(watch: Watch, address: tuple[str, int] | None = None, as_json: bool = False,
+           web_config: Path | None = None) -> None:
     """Prints a line on stdout for each prediction of a watch, until Ctrl-C or SIGTERM, and serves the latest one at `address`,
-    if any.
+    if any, with TLS and users as the file `web_config` says.
 
     Raises:
-        UserError: the address can't be used.
+        UserError: the address or the file can't be used.
     """
     over = set_by_signal()
-    server = export(watch, *address) if address else None
+    server = export(watch, *address, web_config) if address else None
     if server:
-        log.info("the latest prediction: http://%s:%d/metrics", server.server_address[0], server.server_port)
+        log.info("the latest prediction: %s", server.url)
     count = 0
     for count, reading in enumerate(watch.readings(over), 1):
         if as_json:

@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter, wait_for
 
 from benchmark import metrics_exporter
-from benchmark.metrics_exporter import LAST_SAMPLE, ProbeSampler, Sampler, device_labels
-from measuring.metrics.probe_metrics import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Sample, probed_of
+from benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, Sampler, device_labels
+from measuring.metrics.probe_metrics import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Probed, Sample, probed_of
 from measuring.metrics.sources import CpuSource, ReplaySource
 from runtimes.ort.sharing_probe import SharingProbe
 from utils.errors import UserError
@@ -331,6 +331,36 @@ def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSa
     assert (probes.latest, probes.error) == (latest, "the device fails")
     assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE, LATENCY, PHASE, TAKEN}  # while it is fresh
     assert log_lines == ["the sharing probe: no memory left", "the sharing probe: the device fails"]
+
+
+def test_the_count_of_processes(tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pretended GPU. A count that fails is logged once and leaves the metrics alone; an old one is not served."""
+    probes = ProbeSampler("cuda", every_s=5.0)
+    counts = ProcessSampler("cuda", every_s=5.0, probing=[probes])
+    exporter = Exporter(recorded(tmp_path / "gpu.jsonl", [READING] * 600), device_labels("cpu", None), counts=counts)
+    url = f"http://{exporter.address}/metrics"
+
+    def served() -> list[Sample]:
+        return [Sample(*sample[:3]) for family in [families(answer(url, 200).text).get(PROCESSES)] if family
+                for sample in family.samples]
+
+    count = Mock(return_value=3)
+    monkeypatch.setattr(metrics_exporter, "other_processes", count)
+    assert served() == []
+    counts.read()
+    count.assert_called_with(own=False)
+    assert served() == [Sample(PROCESSES, device_labels("cpu", None), 3.0)]
+    probes.latest = Probed(Mock(), time.time())
+    count.side_effect = UserError("the driver does not list this process")
+    for _ in range(3):
+        counts.read()
+    count.assert_called_with(own=True)
+    assert log_lines == ["the count of processes: the driver does not list this process"]
+    assert len(served()) == 1
+    assert counts.latest
+    counts.latest = counts.latest._replace(taken_s=time.time() - 5.0 * STALE - 1.0)
+    assert served() == []
+    exporter.close()
 
 
 def test_readings_are_taken_until_the_sampler_is_stopped() -> None:

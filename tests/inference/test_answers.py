@@ -27,7 +27,7 @@ from inference import Predictor, Watch, check_slo, highest_busy_share, predict
 from inference.core.run_modes import RunMode
 from inference.core.targets import fitted_for
 from inference.live.load import fields_asked
-from inference.live.watch import FAILED, LATENCY, MEAN, PREDICTED, ROUGH
+from inference.live.watch import AT_PERCENTILE, CHANCE, FAILED, LATENCY, LIMIT, MEAN, PREDICTED, ROUGH
 from inference.sharing.co_runner import NotShared, UnderLoad
 from inference.sharing.shared_models import SharedModel
 from training.sharing.learned import Sharing, sharing_path
@@ -326,7 +326,8 @@ def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedMod
             assert line[1:] == ["40%", *expected, "no", "-", "met", "-"]
             address = f"http://127.0.0.1:{export}/metrics"
             served = {family.name: family for family in text_string_to_metric_families(requests.get(address, timeout=5).text)}
-            assert {name for name in served if name.startswith("hase_")} == {LATENCY, MEAN, PREDICTED, FAILED, ROUGH}
+            assert {name for name in served if name.startswith("hase_")} == {
+                LATENCY, MEAN, PREDICTED, FAILED, ROUGH, LIMIT, AT_PERCENTILE, CHANCE}
             assert served["process_cpu_seconds"].samples[0].value > 0
             labels = {"model": model.prediction.model, "target": TARGET}
             assert {sample.labels["quantile"]: sample.value for sample in served[LATENCY].samples} == pytest.approx(
@@ -334,6 +335,10 @@ def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedMod
             mean = served[MEAN].samples[0]
             assert (mean.labels, mean.value) == (labels, pytest.approx(shared.mean_ms / 1e3))
             assert served[ROUGH].samples[0].value == 0
+            limit, at_percentile, chance = (served[name].samples[0] for name in (LIMIT, AT_PERCENTILE, CHANCE))
+            assert limit.labels == labels | {"quantile": "0.95"}
+            assert (limit.value, at_percentile.value) == pytest.approx((0.005, shared.percentile_ms(95) / 1e3))
+            assert 0.5 < chance.value <= 1.0
             replayed.close()
             while (line := process.stdout.readline().rstrip("\n").split("\t"))[8] == "-":
                 pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from runtimes import flavour_of
 from utils import sharing_mode
 from utils.errors import UserError
 from utils.fingerprint import Target
-from utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, mps_daemon_answers
+from utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, mps_daemon_answers, other_processes
 
 MIG_OFF, MIG_ON = 0, 1
 
@@ -35,7 +36,7 @@ class FakeNvml(SimpleNamespace):
     NVML_DEVICE_MIG_ENABLE = MIG_ON
 
     def __init__(self) -> None:
-        super().__init__(mig=MIG_OFF, mps_clients=[])
+        super().__init__(mig=MIG_OFF, mps_clients=[], users=[])
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         return uuid
@@ -45,6 +46,10 @@ class FakeNvml(SimpleNamespace):
         if self.mig is None:
             raise self.NVMLError_NotSupported
         return [self.mig, MIG_OFF]  # now, and after the next reset
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: str) -> list[SimpleNamespace]:
+        assert gpu == "GPU-0"
+        return [SimpleNamespace(pid=pid) for pid in self.users]
 
     def nvmlDeviceGetMPSComputeRunningProcesses(self, gpu: str) -> list[SimpleNamespace]:
         assert gpu == "GPU-0"
@@ -115,6 +120,22 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing_mode, "gpu_facts", dict)
     with pytest.raises(UserError, match="sharing mode: no NVIDIA GPU"):
         sharing_mode.sharing_mode()
+
+
+def test_processes_on_the_gpu(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this one, and each once; a list that lacks this one although it uses the GPU can't be right."""
+    assert other_processes(own=False) == 0
+    fake.users, fake.mps_clients = [os.getpid(), 7, 8], [SimpleNamespace(pid=8), SimpleNamespace(pid=9)]
+    assert (other_processes(own=False), other_processes(own=True)) == (3, 3)
+    fake.mps_clients = None  # an old driver
+    assert other_processes(own=True) == 2
+    fake.users = [7, 8]
+    assert other_processes(own=False) == 2
+    with pytest.raises(UserError, match=r"does not list this process.*--pid host"):
+        other_processes(own=True)
+    monkeypatch.setattr(sharing_mode, "gpu_facts", dict)
+    with pytest.raises(UserError, match="processes on the GPU: no NVIDIA GPU"):
+        other_processes(own=False)
 
 
 def test_only_the_measured_mode_is_accepted() -> None:

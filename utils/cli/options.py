@@ -113,6 +113,13 @@ def address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def add_web_config(made: argparse.ArgumentParser) -> None:
+    """`--web-config`: TLS and users of a server that Prometheus scrapes."""
+    made.add_argument("--web-config", type=Path, metavar="FILE",
+                      help="YAML with TLS and users, as Prometheus's own exporters take it; docs/operating.md says how "
+                           "(default: plain HTTP for everyone who reaches the address)")
+
+
 def add_model(made: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, required: bool = True) -> None:
     """`--model`: the model to predict."""
     made.add_argument("--model", type=Path, required=required,

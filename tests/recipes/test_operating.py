@@ -1,0 +1,285 @@
+"""The alert rules and the Grafana dashboard: by promtool, by the types of Grafana's SDK, and by a real Prometheus that scrapes
+Hase. No Grafana runs here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import requests
+import yaml
+from command import run_script
+from conftest import small_model
+from optional_packages import needs, without
+from prometheus_stand import (
+    READINGS,
+    Exporter,
+    device_labels,
+    free_port,
+    prometheus,
+    prometheus_or_skip,
+    recorded,
+    start_exporter,
+    value,
+    wait_for,
+)
+
+from benchmark.metrics_exporter import Counted, PaceSampler, ProbeSampler, ProcessSampler
+from inference import Predictor
+from inference.core.chances import UP_TO
+from inference.live.watch import export
+from measuring.metrics.names import FIELDS
+from records.host_pace import HostProbed
+from utils.paths import ROOT, Workspace
+
+pytestmark = pytest.mark.slow
+
+FOLDER = ROOT / "recipes" / "operating"
+RULES, DASHBOARD = FOLDER / "hase_rules.yml", FOLDER / "hase_dashboard.json"
+NAME = re.compile(r'\b(?:hase[_:]|DCGM_|ALERTS\b|up\b)[\w:]*(?!\w*=)')  # of a metric in PromQL
+GPU_READING = {name: field.maximum / 4 for name, field in FIELDS.items() if "CPU" not in name}
+FOREVER_S = 3600.0
+
+
+def rules() -> list[dict[str, Any]]:
+    """All rules of the file, in order."""
+    return [rule for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"] for rule in group["rules"]]
+
+
+def promtool(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    prometheus_or_skip()
+    return subprocess.run(["promtool", *map(str, words)], capture_output=True, text=True, check=False)
+
+
+# by promtool ---------------------------------------------------------------------------------------------------------------
+
+
+def test_promtools_tests_of_the_rules() -> None:
+    done = promtool("test", "rules", FOLDER / "hase_rules_test.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", [rule.get("alert") or rule["record"] for rule in rules()])
+def test_each_rule_is_tested(name: str, tmp_path: Path) -> None:
+    """Without it, promtool's tests fail; an alert that lasts no time before it fires fails them, too."""
+    shutil.copy(FOLDER / "hase_rules_test.yml", tmp_path)
+    document = yaml.safe_load(RULES.read_text(encoding="utf-8"))
+    at_once = yaml.safe_load(RULES.read_text(encoding="utf-8"))
+    for group in document["groups"]:
+        group["rules"] = [rule for rule in group["rules"] if name not in (rule.get("alert"), rule.get("record"))]
+    for rule in (rule for group in at_once["groups"] for rule in group["rules"] if rule.get("alert") == name):
+        del rule["for"]
+    for changed in (document, at_once) if ":" not in name else (document,):
+        (tmp_path / RULES.name).write_text(yaml.safe_dump(changed))
+        assert promtool("test", "rules", tmp_path / "hase_rules_test.yml").returncode == 1
+
+
+def test_the_pages_prometheus_yml(tmp_path: Path) -> None:
+    (config,) = re.findall(r"^```yaml\n(global:.*?)^```", (ROOT / "docs" / "operating.md").read_text(encoding="utf-8"),
+                           re.MULTILINE | re.DOTALL)
+    (tmp_path / "prometheus.yml").write_text(config)
+    shutil.copy(RULES, tmp_path)
+    done = promtool("check", "config", tmp_path / "prometheus.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules())} rules found" in done.stdout
+
+
+def test_the_page_explains_each_rule() -> None:
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    assert not [rule for rule in rules() if f"| `{rule.get('alert') or rule['record']}` |" not in page]
+
+
+def test_at_risk_is_what_hase_calls_about_even_or_less() -> None:
+    (expr,) = (rule["expr"] for rule in rules() if rule.get("alert") == "HaseObjectiveAtRisk")
+    (chance,) = (most for most, words in UP_TO if words == "about even")
+    assert f"hase_objective_chance_ratio <= {chance:g}\n" in expr.replace(" and", "\n")
+
+
+# the dashboard -------------------------------------------------------------------------------------------------------------
+
+
+def panels() -> list[dict[str, Any]]:
+    """Those of the file, without the headings of its rows."""
+    document = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    return [panel for panel in document["panels"] if panel["type"] != "row"]
+
+
+def queries() -> list[str]:
+    """All queries, those of the variables at the top too, for every host and model."""
+    document = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    asked = [target["expr"] for panel in panels() for target in panel["targets"]]
+    for variable in document["templating"]["list"]:
+        if match := re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]):
+            asked.append(f"count by ({match[2]}) ({match[1]})")
+    return [query.replace("$host", ".*").replace("$model", ".*") for query in asked]
+
+
+@pytest.mark.filterwarnings("ignore:Prefer using dashboardv2")  # which older Grafanas do not import
+def test_the_dashboard_is_up_to_date(tmp_path: Path) -> None:
+    needs("grafana_foundation_sdk", "requirements-operating.txt")
+    done = run_script("recipes/operating/grafana_dashboard.py", "--out", tmp_path / "made.json")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/made.json\n")
+    assert (tmp_path / "made.json").read_text(encoding="utf-8") == DASHBOARD.read_text(encoding="utf-8"), (
+        "make it anew: python recipes/operating/grafana_dashboard.py")
+
+
+def test_the_dashboard_is_of_grafanas_types() -> None:
+    """Read by the types of the SDK, which are made of Grafana's schemas, and written again, nothing is lost."""
+    needs("grafana_foundation_sdk", "requirements-operating.txt")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+    text = DASHBOARD.read_text(encoding="utf-8")
+    read = Dashboard.from_json(json.loads(text))
+    assert json.loads(json.dumps(read, cls=JSONEncoder)) == json.loads(text)
+    assert [type(query).__module__ for panel in read.panels or [] for query in getattr(panel, "targets", None) or []] == [
+        "grafana_foundation_sdk.models.prometheus"] * sum(len(panel["targets"]) for panel in panels())
+
+
+def test_panels_that_grafana_can_place() -> None:
+    """Each has a number, a description, a unit, the chosen Prometheus, and room of its own."""
+    document = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    numbers = [panel["id"] for panel in document["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    taken: set[tuple[int, int]] = set()
+    for panel in document["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+    for panel in panels():
+        assert panel["description"]
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        assert {source["uid"] for source in (panel["datasource"], *(target["datasource"] for target in panel["targets"]))} == {
+            "${datasource}"}
+
+
+def test_without_grafanas_builders(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "recipes/operating/grafana_dashboard.py", "--out", str(tmp_path / "made.json")], cwd=ROOT,
+        env=without(["grafana_foundation_sdk"], tmp_path / "absent"), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1, "error: the package grafana_foundation_sdk is not installed, and this needs it; pip install -r "
+        "requirements-operating.txt\n")
+    assert not (tmp_path / "made.json").exists()
+
+
+# by a real Prometheus ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stand:
+    """A Prometheus with the rules, and what it scrapes.
+
+    Attributes:
+        port: of the Prometheus.
+        replay: the process of the exporter that replays a GPU's readings.
+    """
+
+    port: int
+    replay: subprocess.Popen[str]
+
+    def rules(self) -> list[dict[str, Any]]:
+        """As the Prometheus evaluates them."""
+        groups = requests.get(f"http://127.0.0.1:{self.port}/api/v1/rules", timeout=10).json()["data"]["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    """It scrapes processes of the exporter (a GPU's readings by old and new names, and this CPU with its probe), an exporter of
+    a pretended GPU with all probes, and real predictions for an H200, whose load is made up."""
+    folder = tmp_path_factory.mktemp("operating")
+    onnx.save(small_model(), folder / "small.onnx")
+    replay = recorded(folder / "gpu.jsonl", [GPU_READING] * READINGS)
+    now = time.time()
+    probes = ProbeSampler("cpu", every_s=FOREVER_S)
+    probes.read()
+    pretended = Exporter(replay, device_labels("GPU-a"), probes=probes,
+                         paces=PaceSampler("cuda", FOREVER_S, latest=HostProbed(120.0, now)),
+                         counts=ProcessSampler("cuda", FOREVER_S, latest=Counted(3, now)))
+    watch = Predictor(Workspace(folder), "nvidia-h200").watch(folder / "small.onnx", lambda: {
+        "load": {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5}, "host_pace": 1.1}, FOREVER_S, limit_ms=0.001)
+    reading = watch.read()
+    assert not reading.trouble
+    predictions = export(watch, "127.0.0.1", 0)
+    with ExitStack() as stack:
+        stack.callback(pretended.close)
+        stack.callback(predictions.server_close)
+        stack.callback(predictions.shutdown)
+        targets = {"hase_pretended": (pretended.address, "metrics"),
+                   "hase_predictions": (predictions.url.split("/")[2], "metrics")}
+        processes = {}
+        for job, options in (("hase", ()), ("hase_new", ("--names", "new"))):
+            processes[job], url = start_exporter(replay, *options)
+            targets[job] = (url.split("/")[2], "metrics")
+        cpu_port = free_port()
+        processes["hase_cpu"] = subprocess.Popen(
+            [sys.executable, "benchmark/metrics_exporter.py", "--port", str(cpu_port), "--source", "psutil",
+             "--interval", "0.5", "--probe-every", "1", "--workspace", str(folder)], cwd=ROOT, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, text=True)
+        targets["hase_cpu"] = (f"127.0.0.1:{cpu_port}", "metrics")
+        for process in processes.values():
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        port = stack.enter_context(prometheus(folder / "prometheus", targets, rules=[RULES]))
+        wait_for(lambda: value(port, "count(up == 1)") == len(targets), folder / "prometheus" / "log")
+        wait_for(lambda: value(port, 'hase_probe_timestamp_seconds{job="hase_cpu"}') is not None)
+        yield Stand(port, processes["hase"])
+
+
+def test_the_rules_are_evaluated_without_trouble(stand: Stand) -> None:
+    wait_for(lambda: all(rule["health"] == "ok" for rule in stand.rules()))
+    assert {rule["name"] for rule in stand.rules()} == {rule.get("alert") or rule["record"] for rule in rules()}
+
+
+def test_what_is_recorded_of_real_exporters(stand: Stand) -> None:
+    """Each recording has a series, and the values are those that were exported."""
+    for rule in rules():
+        if "record" in rule:
+            wait_for(lambda name=rule["record"]: value(stand.port, f"count({name})") is not None)
+    assert 0.0 <= (value(stand.port, 'hase:busy_share:ratio{UUID="GPU-a"}') or 0.0) <= 1.0
+    assert (value(stand.port, "hase:objective_headroom:ratio") or 0.0) < 0.0
+    assert (value(stand.port, 'max(hase:exporter_sample_age:seconds{job=~"hase|hase_new|hase_cpu"})') or FOREVER_S) < 30.0
+
+
+@pytest.mark.parametrize("query", queries())
+def test_the_dashboards_queries(query: str, stand: Stand) -> None:
+    """Prometheus can read each, has every metric in it, and answers with series."""
+    parsed = requests.get(f"http://127.0.0.1:{stand.port}/api/v1/format_query", params={"query": query}, timeout=10).json()
+    assert parsed["status"] == "success", parsed
+    names = NAME.findall(re.sub(r'"[^"]*"', '""', query))
+    assert names or "__name__" in query
+    for name in names:
+        wait_for(lambda name=name: value(stand.port, f"count({name})") is not None)
+    wait_for(lambda: value(stand.port, query) is not None)
+
+
+def test_alerts_of_real_exporters(stand: Stand) -> None:
+    """Pending at once, since they last for a while before they fire, which promtool tests: a missed objective, three processes
+    on a GPU, and an exporter that ends."""
+    def pending() -> dict[str, list[dict[str, str]]]:
+        return {rule["name"]: [alert["labels"] for alert in rule["alerts"]] for rule in stand.rules() if rule.get("alerts")}
+
+    wait_for(lambda: set(pending()) == {"HaseObjectiveMissed", "HaseGpuShared"})
+    found = pending()
+    assert [(labels["model"], labels["quantile"], labels["severity"]) for labels in found["HaseObjectiveMissed"]] == [
+        ("small", "0.95", "critical")]
+    assert [(labels["UUID"], labels["Hostname"]) for labels in found["HaseGpuShared"]] == [("GPU-a", "node7")]
+    stand.replay.kill()
+    wait_for(lambda: "HaseExporterDown" in pending())
+    assert [labels["job"] for labels in pending()["HaseExporterDown"]] == ["hase"]
