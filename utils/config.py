@@ -12,7 +12,8 @@ import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -46,8 +47,8 @@ def _field_names(schema: type[BaseModel], location: tuple[int | str, ...]) -> li
         if field is None:
             return []
         current = field.annotation
-        if config := [option for option in get_args(current) if isinstance(option, type) and issubclass(option, BaseModel)]:
-            current = config[0]  # of `Config | None`
+        if get_origin(current) in (Union, UnionType):  # `Config | None`
+            current = next((option for option in get_args(current) if option is not type(None)), None)
     return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []
 
 
