@@ -61,8 +61,8 @@ def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None
     if not config.labels and header_path(workspace.dataset(target.name)).exists():
         config = config.model_copy(update={"labels": read_header(workspace.dataset(target.name)).labels})
     work = find_work(workspace, target, config.held_out)
-    shared = gpu_shared(config.gpu_sharing(device)) if device == "cuda" else nullcontext()
-    with (sole_writer(workspace.dataset(target.name)), shared,
+    sharing = config.gpu_sharing(device)
+    with (sole_writer(workspace.dataset(target.name)), gpu_shared(sharing) if device == "cuda" else nullcontext(),
           start_workers(config, device, config.labels_on(device),
                      Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)) as workers):
         return collect_work(workspace, config, target, work, workers, stop_at_s=stop_at_s, remeasure=remeasure)
