@@ -49,7 +49,7 @@ from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device
 from utils.logger import get_logger
 from utils.processes import set_by_signal
-from utils.scrape_server import LOCALHOST, ScrapeServer, scrape_server, stale
+from utils.scrape_server import LOCALHOST, ScrapeServer, gauge, scrape_server, stale
 from utils.sharing_mode import other_processes
 
 EXAMPLES = """
@@ -234,21 +234,14 @@ class DeviceMetrics:
         """The metric families of the latest sample, and of recent results of the probes."""
         for name, mean in self.sampler.means.items():
             shown = new_name(name) if self.new_names else name
-            family = GaugeMetricFamily(shown, f"{FIELDS[name].meaning} ({NAMES[shown].unit})",
-                                       labels=list(self.labels))
-            family.add_metric(list(self.labels.values()), mean.value / NAMES[shown].scale)
-            yield family
+            yield gauge(shown, f"{FIELDS[name].meaning} ({NAMES[shown].unit})", mean.value / NAMES[shown].scale, self.labels)
         yield GaugeMetricFamily(LAST_SAMPLE, "time of the latest good sample (s since 1970)", value=self.sampler.sampled_s)
         if (counted := self.counts.fresh() if self.counts else None) is not None:
-            family = GaugeMetricFamily(PROCESSES, "processes that have the GPU open to compute, without the exporter",
-                                       labels=list(self.labels))
-            family.add_metric(list(self.labels.values()), counted.processes)
-            yield family
+            yield gauge(PROCESSES, "processes that have the GPU open to compute, without the exporter", counted.processes,
+                        self.labels)
         if (paced := self.paces.fresh() if self.paces else None) is not None:
             for name, value in ((host_pace.PROBE, paced.probe_us / 1e6), (host_pace.TAKEN, paced.taken_s)):
-                family = GaugeMetricFamily(name, host_pace.PACE_MEANINGS[name], labels=list(self.labels))
-                family.add_metric(list(self.labels.values()), value)
-                yield family
+                yield gauge(name, host_pace.PACE_MEANINGS[name], value, self.labels)
         probed = self.probes.fresh() if self.probes else None
         if probed is None:
             return

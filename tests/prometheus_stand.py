@@ -29,6 +29,7 @@ from benchmark.metrics_exporter import PaceSampler, ProbeSampler, ProcessSampler
 from measuring.metrics.names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
 from measuring.metrics.sources import TIME, ReplaySource
 from utils.paths import ROOT
+from utils.scrape_server import ScrapeServer
 
 NEEDED = "HASE_NEEDS_PROMETHEUS"  # set where a missing Prometheus is a failure
 SCRAPE_S = 0.2
@@ -278,3 +279,26 @@ class Recorder:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+@contextmanager
+def serving(server: ScrapeServer) -> Iterator[ScrapeServer]:
+    """A server that answers, on a thread, until the block ends."""
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def drips_until_disconnected(client: socket.socket, noticed: type[OSError], patience_s: float = 10.0) -> bool:
+    """Whether a client that sends a byte now and then is disconnected in time; `noticed` is what it then gets."""
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < patience_s:
+        time.sleep(0.02)
+        try:
+            client.sendall(b"A")
+        except noticed:
+            return True
+    return False

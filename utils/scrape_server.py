@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily
 
 from utils.deadlines import DeadlineReader, TooLate
 from utils.errors import UserError
@@ -28,6 +29,13 @@ REQUEST_S = 30.0  # a client whose request is not complete after this time is di
 TEXT = "text/plain; charset=utf-8"
 LACK_S = 0.1  # pause after a connection that this machine could not take
 STALE = 3  # intervals without anything new after which nothing is served
+
+
+def gauge(name: str, meaning: str, value: float, labels: Mapping[str, str]) -> GaugeMetricFamily:
+    """A metric with one value, and its labels by name."""
+    family = GaugeMetricFamily(name, meaning, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
 
 
 def stale(what: str, last_s: float, interval_s: float, error: str) -> str:

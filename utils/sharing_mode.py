@@ -51,17 +51,22 @@ def sharing_mode() -> SharingMode:
 
 def _asked(gpu: object) -> SharingMode:
     """The sharing mode of a GPU, from NVML and the MPS daemon."""
-    unknown_here = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound)  # the GPU or driver lacks it
-    try:
+    with _where_known():
         if pynvml.nvmlDeviceGetMigMode(gpu)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
             return "mig"
-    except unknown_here:
-        pass
-    try:
-        clients = pynvml.nvmlDeviceGetMPSComputeRunningProcesses(gpu)
-    except unknown_here:
-        clients = []
-    return "mps" if clients or mps_daemon_answers() else "time_slices"
+    return "mps" if _mps_clients(gpu) or mps_daemon_answers() else "time_slices"
+
+
+def _where_known() -> contextlib.suppress:
+    """A block that does nothing where the GPU or its driver lacks what is asked of NVML."""
+    return contextlib.suppress(pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound)
+
+
+def _mps_clients(gpu: object) -> set[int]:
+    """The ids of the processes that use a GPU through MPS."""
+    with _where_known():
+        return {process.pid for process in pynvml.nvmlDeviceGetMPSComputeRunningProcesses(gpu)}
+    return set()
 
 
 def mps_daemon_answers() -> bool:
@@ -97,9 +102,7 @@ def other_processes(own: bool) -> int:
         raise UserError("processes on the GPU: no NVIDIA GPU that the driver can talk to on this machine")
     try:
         gpu = pynvml.nvmlDeviceGetHandleByUUID(facts["uuid"])
-        listed = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-        with contextlib.suppress(pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
-            listed |= {process.pid for process in pynvml.nvmlDeviceGetMPSComputeRunningProcesses(gpu)}
+        listed = _mps_clients(gpu) | {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
     except pynvml.NVMLError as error:
         raise driver_fails("processes on the GPU", error) from None
     if own and os.getpid() not in listed:

@@ -21,7 +21,7 @@ from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.logger import get_logger
 from utils.processes import set_by_signal
-from utils.scrape_server import ScrapeServer, scrape_server, stale
+from utils.scrape_server import ScrapeServer, gauge, scrape_server, stale
 
 log = get_logger("watch")
 
@@ -128,27 +128,24 @@ class PredictedLatency:
             return
         labels = {"model": prediction.model, "target": prediction.target}
 
-        def gauge(name: str, meaning: str, value: float, **more: str) -> Any:
-            family = GaugeMetricFamily(name, meaning, labels=[*labels, *more])
-            family.add_metric([*labels.values(), *more.values()], value)
-            return family
-
         if prediction.under_load:
             family = GaugeMetricFamily(LATENCY, "predicted latency under the current load (s)", labels=[*labels, "quantile"])
             for percent in SHOWN_PERCENTILES:
                 family.add_metric([*labels.values(), f"{percent / 100:g}"], prediction.under_load.percentile_ms(percent) / 1e3)
             yield family
-        yield gauge(MEAN, "mean predicted latency under the current load (s)", prediction.latency_ms / 1e3)
-        yield gauge(ROUGH, "whether the prediction is a rough estimate (1) or not (0)", float(prediction.rough_estimate))
+        yield gauge(MEAN, "mean predicted latency under the current load (s)", prediction.latency_ms / 1e3, labels)
+        yield gauge(ROUGH, "whether the prediction is a rough estimate (1) or not (0)", float(prediction.rough_estimate),
+                    labels)
         if prediction.host_pace is not None:
-            yield gauge(HOST_PACE, "how many times as long as usual the host takes to dispatch (ratio)", prediction.host_pace)
+            yield gauge(HOST_PACE, "how many times as long as usual the host takes to dispatch (ratio)", prediction.host_pace,
+                        labels)
         if self.watch.limit_ms is not None:
             slo = check_slo(prediction, self.watch.limit_ms, self.watch.percentile)
-            at = f"{slo.percentile / 100:g}"
-            yield gauge(LIMIT, "highest latency that the objective allows (s)", slo.limit_ms / 1e3, quantile=at)
-            yield gauge(AT_PERCENTILE, "predicted latency that the objective limits (s)", slo.latency_ms / 1e3, quantile=at)
-            yield gauge(CHANCE, "how likely the objective is met (ratio)", slo.chance, quantile=at)
-        yield gauge(PREDICTED, "time of the last good prediction (s since 1970)", self.watch.predicted_s)
+            at = labels | {"quantile": f"{slo.percentile / 100:g}"}
+            yield gauge(LIMIT, "highest latency that the objective allows (s)", slo.limit_ms / 1e3, at)
+            yield gauge(AT_PERCENTILE, "predicted latency that the objective limits (s)", slo.latency_ms / 1e3, at)
+            yield gauge(CHANCE, "how likely the objective is met (ratio)", slo.chance, at)
+        yield gauge(PREDICTED, "time of the last good prediction (s since 1970)", self.watch.predicted_s, labels)
         yield CounterMetricFamily(FAILED, "readings of the load that failed", value=self.watch.failed)
 
 

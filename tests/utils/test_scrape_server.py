@@ -9,16 +9,16 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from wsgiref.simple_server import WSGIServer
 
 import psutil
 import pytest
 import requests
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_stand import drips_until_disconnected, serving
 
 from utils import scrape_server as module
-from utils.scrape_server import scrape_server
+from utils.scrape_server import ScrapeServer, scrape_server
 
 SERIES = 20_000  # more than a socket's buffer holds
 
@@ -58,14 +58,9 @@ def test_only_this_machine_is_answered_unless_an_address_is_given() -> None:
 
 
 @contextmanager
-def served() -> Iterator[WSGIServer]:
-    server = scrape_server(Many(), lambda: "", "", 0)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
+def served() -> Iterator[ScrapeServer]:
+    with serving(scrape_server(Many(), lambda: "", "", 0)) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_a_client_that_drips_its_request_is_disconnected(monkeypatch: pytest.MonkeyPatch,
@@ -73,14 +68,7 @@ def test_a_client_that_drips_its_request_is_disconnected(monkeypatch: pytest.Mon
     monkeypatch.setattr(module._Quiet, "timeout", 0.3)
     with served() as server, socket.create_connection(("127.0.0.1", server.server_port)) as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\n")
-        began_s, client_ended = time.monotonic(), False
-        while not client_ended and time.monotonic() - began_s < 10.0:
-            time.sleep(0.02)
-            try:
-                client.sendall(b"A")
-            except ConnectionError:
-                client_ended = True
-        assert client_ended
+        assert drips_until_disconnected(client, ConnectionError)
     assert "Traceback" not in capfd.readouterr().err
 
 

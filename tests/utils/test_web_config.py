@@ -7,7 +7,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,9 +27,11 @@ from prometheus_stand import (
     READINGS,
     USER,
     certificates,
+    drips_until_disconnected,
     prometheus,
     prometheus_or_skip,
     recorded,
+    serving,
     start_exporter,
     value,
     wait_for,
@@ -82,13 +83,8 @@ def written(folder: Path, text: str | dict[str, Any]) -> Path:
 
 @contextmanager
 def served(path: Path) -> Iterator[ScrapeServer]:
-    server = scrape_server(One(), lambda: "", "", 0, path)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
+    with serving(scrape_server(One(), lambda: "", "", 0, path)) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def get(server: ScrapeServer, ca: Path | bool = True, **how: Any) -> requests.Response:
@@ -226,14 +222,7 @@ def test_a_client_that_drips_its_request_over_tls_is_disconnected(folder: Path, 
     with served(written(folder, {"tls_server_config": TLS})) as server, \
             socket.create_connection(("127.0.0.1", server.server_port)) as plain, \
             context.wrap_socket(plain, server_hostname="127.0.0.1") as client:
-        began_s, client_ended = time.monotonic(), False
-        while not client_ended and time.monotonic() - began_s < 10.0:
-            time.sleep(0.02)
-            try:
-                client.sendall(b"A")
-            except OSError:
-                client_ended = True
-        assert client_ended
+        assert drips_until_disconnected(client, OSError)
     assert "Traceback" not in capfd.readouterr().err
 
 
