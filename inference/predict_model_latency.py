@@ -57,6 +57,7 @@ from inference.core.best_batch import best_batches, said_of_batches
 from inference.core.host_pace import PaceAsked
 from inference.core.model_run import trace_of
 from inference.core.predictor import Predictor
+from inference.core.questions import Question, questions_of
 from inference.core.ranking import order_of, said_of_order
 from inference.core.report import log_measured, print_predictions, verdict
 from inference.core.run_modes import RunMode
@@ -65,7 +66,7 @@ from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading
 from inference.live.load_sources import LiveSources
 from inference.sharing.shared_models import PERCENTILE, SloUnderLoad
 from records.host_pace import read_pace
-from runtimes.analysis import optimized_once, own_names
+from runtimes.analysis import optimized_once
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
@@ -105,13 +106,6 @@ python inference/predict_model_latency.py --model resnet18.onnx --probe --watch 
 python inference/predict_model_latency.py --model resnet18.onnx --host-pace measure  # needs a GPU
 python inference/predict_model_latency.py --model resnet18.onnx --target h200 --machine host.json  # needs host_pace.py
 """
-
-
-class Question(NamedTuple):
-    """A model, and the sizes of its dynamic dimensions at which it is predicted."""
-
-    model: Path
-    sizes: Sequence[dict[str, int]]
 
 
 class Answer(NamedTuple):
@@ -217,37 +211,6 @@ def check_several(parser: argparse.ArgumentParser, args: argparse.Namespace, mod
         if given and len(models) > 1:
             parser.error(f"{option} {why}, and --model names {len(models)}: {', '.join(map(str, models[:3]))}"
                          f"{', …' if len(models) > 3 else ''}")
-
-
-def questions_of(models: Sequence[Path], sizes: Sequence[dict[str, int]]) -> list[Question]:
-    """Each model with its sizes. One model is asked for all, so that a size that it lacks is an error; of several, each takes
-    those sizes that it has.
-
-    Raises:
-        UserError: none of several models has one of the sizes.
-    """
-    if len(models) == 1:
-        return [Question(models[0], sizes)]
-    names = dict.fromkeys(name for size in sizes for name in size)
-    own = {model: names_in(model, names) for model in models}
-    if unknown := [name for name in names if not any(name in of_model for of_model in own.values())]:
-        raise UserError(f"none of the {len(models)} models has a size named {', '.join(unknown)}: check --dim and --sizes")
-    return [Question(model, distinct_sizes([{name: size[name] for name in size if name in own[model]} for size in sizes]))
-            for model in models]
-
-
-def names_in(model: Path, names: Sequence[str] | dict[str, None]) -> frozenset[str]:
-    """Those of the names of sizes that stand for one in the file `model`: none in a record, whose sizes are fixed, nor in a
-    file that can't be read, which the prediction says."""
-    try:
-        return frozenset() if model.suffix == ".json" else own_names(model, names)
-    except UserError:
-        return frozenset()
-
-
-def distinct_sizes(sizes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """The same without repetitions."""
-    return list({tuple(size.items()): size for size in sizes}.values())
 
 
 def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
