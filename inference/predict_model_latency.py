@@ -348,7 +348,7 @@ def warned_of(answers: Sequence[Prediction | EnergyPrediction]) -> dict[str, lis
 def called(answer: Answer, others: Mapping[str, int]) -> str:
     """A model's name, with the sizes besides its batch."""
     sizes = ",".join(f"{name}={size}" for name, size in others.items())
-    return f"{answer.run.run.record.file_stem}{f'@{sizes}' if sizes else ''}{f', {answer.dtype}' if answer.dtype else ''}"
+    return f"{answer.model.stem}{f'@{sizes}' if sizes else ''}{f', {answer.dtype}' if answer.dtype else ''}"
 
 
 def as_json(answer: Answer, several: bool) -> dict[str, Any]:

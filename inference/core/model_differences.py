@@ -229,7 +229,8 @@ def _compared(run: PredictedRun, file: str) -> ComparedModel:
     return ComparedModel(
         model=prediction.model, file=file, dims=prediction.dims, batch=prediction.batch, latency_ms=prediction.latency_ms,
         interval_ms=prediction.interval_ms, kernel_sum_ms=prediction.kernel_sum_ms,
-        outside_kernels_ms=prediction.latency_ms - prediction.kernel_sum_ms,
+        outside_kernels_ms=0.0 if math.isclose(prediction.latency_ms, prediction.kernel_sum_ms) else (
+            prediction.latency_ms - prediction.kernel_sum_ms),
         nodes=sum(node.runs for node in run.run.record.nodes),
         gpu_busy_share=gpu_ms / prediction.latency_ms if run.run.costs is not None else None,
         rough_estimate=prediction.rough_estimate)
