@@ -96,6 +96,7 @@ class ModelDifference(Frozen):
 
     Attributes:
         a, b: the models.
+        cuda_graph: whether both are replayed as CUDA graphs, so that they do not wait for the host.
         difference_ms, ratio: the latency of B less, and divided by, that of A.
         intervals_overlap: whether the predictions are too unsure to tell which is faster.
         outside_kernels_ms: the part of the difference that is in no kernel.
@@ -104,6 +105,7 @@ class ModelDifference(Frozen):
 
     version: int = 1
     target: str
+    cuda_graph: bool
     a: ComparedModel
     b: ComparedModel
     difference_ms: float
@@ -139,7 +141,8 @@ def compare_runs(a: PredictedRun, b: PredictedRun, files: tuple[str, str], by: B
             for name in dict.fromkeys([*in_a, *in_b])]
     rows = sorted((row for row in rows if row.a.time_ms or row.b.time_ms), key=lambda row: -abs(row.difference_ms))
     return ModelDifference(
-        target=a.prediction.target, a=first, b=second, difference_ms=whole_ms, ratio=second.latency_ms / first.latency_ms,
+        target=a.prediction.target, cuda_graph=a.prediction.way.cuda_graph, a=first, b=second, difference_ms=whole_ms,
+        ratio=second.latency_ms / first.latency_ms,
         intervals_overlap=first.interval_ms[0] <= second.interval_ms[1] and second.interval_ms[0] <= first.interval_ms[1],
         outside_kernels_ms=second.outside_kernels_ms - first.outside_kernels_ms,
         operators=tuple(rows))
@@ -239,6 +242,8 @@ def _compared(run: PredictedRun, file: str) -> ComparedModel:
 def said_of_difference(difference: ModelDifference) -> list[str]:
     """Sentences about two models: which is faster and how sure that is, what most of it comes from, and what else to know."""
     a, b, whole_ms = difference.a, difference.b, difference.difference_ms
+    if not whole_ms:
+        return [f"A = {a.model}, B = {b.model}: both take {a.latency_ms:.4g} ms"]
     lines = [f"A = {a.model}, B = {b.model}: B takes {abs(whole_ms):.4g} ms {'longer' if whole_ms > 0 else 'less'} than A "
              f"({a.latency_ms:.4g} and {b.latency_ms:.4g} ms, {difference.ratio:.3g} times as long)"
              + ("; their intervals overlap, so which is faster is not sure" if difference.intervals_overlap else
@@ -246,14 +251,16 @@ def said_of_difference(difference: ModelDifference) -> list[str]:
     parts: Mapping[str, float] = {row.operator: row.difference_ms for row in difference.operators} | {
         "outside the kernels": difference.outside_kernels_ms}
     largest = sorted(parts.items(), key=lambda item: -abs(item[1]))[:3]
-    if whole_ms:
-        lines.append("where that comes from: " + ", ".join(f"{name} {part_ms:+.3g} ms ({100 * part_ms / whole_ms:.0f} %)"
-                                                  for name, part_ms in largest if part_ms))
+    lines.append("where that comes from: " + ", ".join(f"{name} {part_ms:+.3g} ms ({100 * part_ms / whole_ms:.0f} %)"
+                                                       for name, part_ms in largest if part_ms))
     if a.gpu_busy_share is not None and b.gpu_busy_share is not None:
-        lines.append(f"the GPU works for {100 * a.gpu_busy_share:.0f} % of A's run and {100 * b.gpu_busy_share:.0f} % of B's; "
-                     f"else it waits for the host, which dispatches {a.nodes:g} and {b.nodes:g} nodes")
+        busy = f"the GPU works for {100 * a.gpu_busy_share:.0f} % of A's run and {100 * b.gpu_busy_share:.0f} % of B's"
+        lines.append(busy if difference.cuda_graph else
+                     f"{busy}; else it waits for the host, which dispatches {a.nodes:g} and {b.nodes:g} nodes")
     if a.batch != b.batch:
-        lines.append(f"A is at batch {a.batch} and B at {b.batch}: times are of whole runs")
+        per_item = f"; per item they are {a.latency_ms / a.batch:.4g} and {b.latency_ms / b.batch:.4g} ms" if (
+            a.batch and b.batch) else ""
+        lines.append(f"A is at batch {a.batch} and B at {b.batch}: times are of whole runs{per_item}")
     if rough := [name for name, one in (("A", a), ("B", b)) if one.rough_estimate]:
         lines.append(f"a rough estimate: {' and '.join(rough)}")
     return lines

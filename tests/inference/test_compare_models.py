@@ -95,7 +95,8 @@ def test_the_answer_begins_with_the_difference(models: Path) -> None:
     largest = answer["operators"][0]
     assert f"{largest['operator']} {largest['difference_ms']:+.3g} ms ({100 * largest['share']:.0f} %)" in second
     assert third.startswith("the GPU works for ")
-    assert fourth == "A is at batch 1 and B at 512: times are of whole runs"
+    assert fourth == ("A is at batch 1 and B at 512: times are of whole runs; per item they are "
+                      f"{answer['a']['latency_ms']:.4g} and {answer['b']['latency_ms'] / 512:.4g} ms")
     header, *rows = (line.split("\t") for line in table.splitlines())
     assert [name for name in header if name.startswith("B")] == ["B (ms)", "B - A (ms)"]
     assert len(rows) == len(answer["operators"]) + 1
@@ -108,6 +109,15 @@ def test_the_same_model_twice_differs_in_nothing(models: Path) -> None:
     assert (answer["difference_ms"], answer["ratio"], answer["intervals_overlap"]) == (0.0, 1.0, True)
     assert {row["explanation"] for row in answer["operators"]} == {"the same"}
     assert {row["share"] for row in answer["operators"]} == {None}
+    said = shell(models / "fixed.onnx", models / "fixed.onnx").stdout.splitlines()
+    assert said[0] == f"A = fixed, B = fixed: both take {answer['a']['latency_ms']:.4g} ms"
+    assert said[1] == ""
+
+
+def test_a_captured_graph_does_not_wait_for_its_host(models: Path) -> None:
+    said = shell(models / "fixed.onnx", models / "sigmoid.onnx", "--cuda-graph").stdout
+    assert "the GPU works for " in said
+    assert "waits for the host" not in said
 
 
 def test_causes_leave_no_rest() -> None:
