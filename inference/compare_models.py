@@ -61,6 +61,7 @@ def main() -> int:
     cli.add_dim(parser)
     parser.add_argument("--b-dim", action="append", default=[], metavar="NAME=SIZE",
                         help="a size of B only, in place of --dim's (repeatable)")
+    cli.add_rebatch(parser)
     cli.add_static(parser)
     cli.add_no_weights(parser)
     cli.add_target(parser)

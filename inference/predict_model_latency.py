@@ -89,6 +89,7 @@ python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
 python inference/predict_model_latency.py --model model_zoo/models --target nvidia-h200 --dim batch=1,8
 python inference/predict_model_latency.py --model decoder.onnx --sizes seq=1,past=128 seq=1,past=1024  # needs your own
+python inference/predict_model_latency.py --model resnet18_b8.onnx --rebatch 1,16,64  # needs a model of a fixed batch
 python inference/predict_model_latency.py --model resnet18.onnx --strict --top 10 --json
 python inference/predict_model_latency.py --dag graph_model/model_DAG/*/resnet18_fp32_b16_224x224.json
 python inference/predict_model_latency.py --model resnet18.onnx --measure-missing
@@ -132,6 +133,7 @@ def options() -> argparse.ArgumentParser:
                         "it; its kernel record must still be there")
     cli.add_dim(parser)
     cli.add_sizes(parser)
+    cli.add_rebatch(parser)
     cli.add_static(parser)
     cli.add_no_weights(parser)
     cli.add_target(parser)
