@@ -20,7 +20,7 @@ from pathlib import Path
 
 import runtimes.ort.graph.analysis  # noqa: F401 - loaded before the first model comes
 from runtimes import runtime_named
-from runtimes.analysis import AnyPath, Failure, Note, Reply, Task
+from runtimes.analysis_messages import AnyPath, Failure, Note, Reply, Task
 from runtimes.ort.building.kernel_models import kernel_in
 from runtimes.ort.graph.interface import interface_of
 from runtimes.ort.graph.parsing import document, kept_in, parse_graph

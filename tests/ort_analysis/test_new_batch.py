@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -34,7 +35,7 @@ def saved(path: Path, nodes: Sequence[onnx.NodeProto], given: Sequence[int], mad
     return path
 
 
-def node(op_type: str, inputs: Sequence[str], output: str = "y", **attributes: object) -> onnx.NodeProto:
+def node(op_type: str, inputs: Sequence[str], output: str = "y", **attributes: Any) -> onnx.NodeProto:
     return helper.make_node(op_type, inputs, [output], name=f"the_{op_type.lower()}", **attributes)
 
 
