@@ -11,7 +11,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from records.interface import Interface
 from records.kernel_record import ModelOrigin, ModelRecord
-from utils.errors import UserError
+from utils.errors import OpenSizes, UserError
 from utils.fingerprint import Flavour
 from utils.frozen import Frozen
 
@@ -72,13 +72,15 @@ class Failure(Frozen):
     """Why the child has no answer.
 
     Attributes:
-        kind: `user` is a `UserError`, `system` an `OSError`, `bug` anything else.
+        kind: `user` is a `UserError`, `open` an `OpenSizes`, `system` an `OSError`, `bug` anything else.
         text: the message; of a bug its traceback.
+        options: of an `OpenSizes`.
         number, path: of an `OSError`.
     """
 
-    kind: Literal["user", "system", "bug"]
+    kind: Literal["user", "open", "system", "bug"]
     text: str
+    options: str = ""
     number: int = 0
     path: AnyPath | None = None
 
@@ -86,6 +88,8 @@ class Failure(Frozen):
         """The exception that is raised in place of the child's."""
         if self.kind == "user":
             return UserError(self.text)
+        if self.kind == "open":
+            return OpenSizes(self.text, self.options)
         if self.kind == "system":
             return OSError(self.number, self.text, str(self.path) if self.path else None)
         return RuntimeError(f"the process that analyses models met a bug:\n{self.text}")

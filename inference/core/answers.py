@@ -85,6 +85,8 @@ class Prediction(Frozen):
     Attributes:
         model: the record's name: the file's stem, with the sizes of dynamic dimensions.
         target, flavour: names of the target that the prediction holds for, and of the graph's flavour.
+        holds_for: the machine and the versions that were measured, unless this is that machine, and how the graph was made here
+            without its provider; in words.
         composition: how the kernels' times were put together.
         way: how the model is run.
         latency_ms: the prediction; where `under_load` gives a distribution, its mean.
@@ -126,6 +128,7 @@ class Prediction(Frozen):
     model: str
     target: str
     flavour: str
+    holds_for: tuple[str, ...] = ()
     composition: UsedComposition
     way: RunMode = AS_USUAL
     latency_ms: float

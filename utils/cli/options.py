@@ -376,7 +376,7 @@ def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
                         help="wait while another process writes to the same folder or measures on the same device (default: "
                              "end with an error)")
     shared.add_argument("--verbose", action="store_true", help="debug lines on stderr too")
-    shared.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
+    shared.add_argument("--quiet", action="store_true", help="only errors on stderr")
     return made
 
 

@@ -21,8 +21,8 @@ from runtimes.ort.graph.half_precision import SUFFIX, in_half
 from runtimes.ort.graph.new_batch import REBATCH, at_batch, fixed_batch
 from runtimes.ort.graph.nodes import bodies_of
 from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
-from utils import files
-from utils.errors import UserError
+from utils import cli, files
+from utils.errors import OpenSizes, UserError
 from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.model_files import (
@@ -43,6 +43,8 @@ DEFAULT_DIMS = TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=1, lt=
 TENSOR_FIELDS = ("name", "data_type", "external_data")
 MOST_CALLED = 50_000  # nodes; ONNX Runtime takes half a minute to write so many calls out
 DEEPEST_CALLS = 100  # functions; ONNX Runtime runs out of stack at some thousands
+SHOWN_SIZES = 3  # places of an open dimension
+NO_SIZE = "SIZE"  # in place of one, where none is known to fit
 OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
 
 
@@ -313,12 +315,12 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         log.info("%s: %s, as its file suggests (--dim says otherwise)", stem,
                  ", ".join(f"{dim}={size}" for dim, size in stamped.items()))
     given |= stamped
-    missing = [f"{dim} ({'; '.join(places)})" for dim, places in dynamic.items() if dim not in given]
-    if missing:
-        fitting = fitting_sizes(proto, [dim for dim in dynamic if dim not in given], given, stem)
-        options = " ".join(f"--dim {shlex.quote(f'{dim}={size}')}" for dim, size in fitting.items())
-        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example "
-                        f"{options or '--dim NAME=SIZE'}")
+    if missing := [dim for dim in dynamic if dim not in given]:
+        fitting = fitting_sizes(proto, missing, given, stem)
+        options = " ".join(f"--dim {shlex.quote(f'{dim}={fitting.get(dim, NO_SIZE)}')}" for dim in missing)
+        one = f"dimension {missing[0]} ({'; '.join(dynamic[missing[0]][:SHOWN_SIZES])}) is open; give its size"
+        several = f"{len(missing)} dimensions are open ({cli.first_of(missing)}); give their sizes"
+        raise OpenSizes(f"{shown}: {one if len(missing) == 1 else several}", options)
     group, collection = origin_in(proto)
     return Source(name=name or stem, group=group, collection=collection, graph_only=proto, given=model, sha256=digest,
                   dims=given)
