@@ -25,8 +25,13 @@ class UsedComposition(Frozen):
     """How the times of the kernels were put together to the model's.
 
     latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms; in kind `sum_nodes` plus node_ms for each node that moves
-    data. Kind `pipeline` simulates host and GPU, which wait for each other, with `costs`; it takes no alpha or beta. `assumed`:
-    no model was ever measured on the target, so the constants are defaults.
+    data. Kind `pipeline` simulates host and GPU, which wait for each other, with `costs`; it takes no alpha or beta.
+
+    Attributes:
+        label: which time of the kernels is added up (records/measurement.py).
+        kind: the form.
+        alpha, beta_ms, node_ms, costs: its constants.
+        assumed: whether no model was ever measured on the target, so that the constants are defaults.
     """
 
     label: str
@@ -38,13 +43,16 @@ class UsedComposition(Frozen):
     assumed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)  # a model has dozens: pydantic's checks would take a fifth of a prediction's time
 class KernelShare:
-    """One kernel of the model: how often it runs, the time of one run, and its share of the model's kernel time (a ratio).
-
-    It is no pydantic class: a model has dozens, and to check each would take a fifth of a prediction's time.
+    """One kernel of the model.
 
     Attributes:
+        id, type: of the kernel.
+        count: how often it runs.
+        latency_ms, total_ms: of one run, and of all.
+        share: of the model's kernel time, a ratio.
+        provenance: where its time comes from.
         launches: number of GPU launches, where the composition needs it.
         unsteady: whether its time was measured while the machine was unsteady.
         provider: the execution provider that runs it, `cuda` or `cpu`; in a CUDA session the CPU runs some nodes.

@@ -95,6 +95,7 @@ class ModelDifference(Frozen):
     """Two models on one target. Version 1 is the first.
 
     Attributes:
+        target: that both are predicted for.
         a, b: the models.
         cuda_graph: whether both are replayed as CUDA graphs, so that they do not wait for the host.
         difference_ms, ratio: the latency of B less, and divided by, that of A.
