@@ -112,6 +112,7 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
           read_load: Callable[[], LoadReading] | None = None) -> list[dict[str, Any]]:
     """One row per case: what is predicted from what, and the median time in ms; with `read_load`, also under the load that it
     reads."""
+    os.environ[VARIABLE] = OFF  # for this process; the commands name theirs
     target, _ = choose_target(workspace, target)
     cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
                          for strict in (False, True))

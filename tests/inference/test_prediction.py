@@ -199,6 +199,18 @@ def test_the_speed_under_a_load_is_timed_too(workspace: Workspace, tmp_path: Pat
     assert median_ms["reading the load"] > 0
     assert median_ms["the same file under load, which is read each time"] > 0
     assert median_ms["from the shell"] > 0
+    assert median_ms["from the shell, again"] > 0
+
+
+def test_the_command_is_timed_for_several_models(workspace: Workspace) -> None:
+    """Without a cache, with an empty one, and again, which takes less of the processors."""
+    speed = ("inference/prediction_speed.py", "--workspace", workspace.root, "--target", TARGET, "--repeats", "1", "--json",
+             "--model", "anet_c16.onnx", "anet_c8.onnx")
+    rows = json.loads(printed(*speed, "--shell"))
+    assert [row["model"] for row in rows] == ["anet_c16", "anet_c8"]
+    assert all(0 < row["again_processor_s"] < row["without_cache_processor_s"] for row in rows)
+    assert all(row["first_s"] > 0 for row in rows)
+    assert run_script(*map(str, speed)).returncode == 2
 
 
 def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRecord, tmp_path: Path,

@@ -198,7 +198,7 @@ class Predictors:
     def _key(self, about: Saved, kernels: Sequence[Kernel]) -> str:
         """The key, in the user's cache, of what an estimator, whose file has a digest, says of kernels on an idle device."""
         return key_of("kernels", about, sorted(self.sidecar.idle_load.items()), sorted(kernel.id for kernel in kernels),
-                      package_version(*XGBOOST), code_of("records", "training/kernels", "utils"))
+                      package_version(*XGBOOST), code_of("records", "runtimes", "training", "utils"))
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
