@@ -57,6 +57,7 @@ from inference.core.best_batch import best_batches, said_of_batches
 from inference.core.host_pace import PaceAsked
 from inference.core.model_run import trace_of
 from inference.core.predictor import Predictor
+from inference.core.questions import Question, questions_of
 from inference.core.ranking import order_of, said_of_order
 from inference.core.report import log_measured, print_predictions, verdict
 from inference.core.run_modes import RunMode
@@ -65,7 +66,7 @@ from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading
 from inference.live.load_sources import LiveSources
 from inference.sharing.shared_models import PERCENTILE, SloUnderLoad
 from records.host_pace import read_pace
-from runtimes.analysis import optimized_once, own_names
+from runtimes.analysis import optimized_once
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
@@ -88,6 +89,7 @@ python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
 python inference/predict_model_latency.py --model model_zoo/models --target nvidia-h200 --dim batch=1,8
 python inference/predict_model_latency.py --model decoder.onnx --sizes seq=1,past=128 seq=1,past=1024  # needs your own
+python inference/predict_model_latency.py --model resnet18_b8.onnx --rebatch 1,16,64  # needs a model of a fixed batch
 python inference/predict_model_latency.py --model resnet18.onnx --strict --top 10 --json
 python inference/predict_model_latency.py --dag graph_model/model_DAG/*/resnet18_fp32_b16_224x224.json
 python inference/predict_model_latency.py --model resnet18.onnx --measure-missing
@@ -105,13 +107,6 @@ python inference/predict_model_latency.py --model resnet18.onnx --probe --watch 
 python inference/predict_model_latency.py --model resnet18.onnx --host-pace measure  # needs a GPU
 python inference/predict_model_latency.py --model resnet18.onnx --target h200 --machine host.json  # needs host_pace.py
 """
-
-
-class Question(NamedTuple):
-    """A model, and the sizes of its dynamic dimensions at which it is predicted."""
-
-    model: Path
-    sizes: Sequence[dict[str, int]]
 
 
 class Answer(NamedTuple):
@@ -138,6 +133,7 @@ def options() -> argparse.ArgumentParser:
                         "it; its kernel record must still be there")
     cli.add_dim(parser)
     cli.add_sizes(parser)
+    cli.add_rebatch(parser)
     cli.add_static(parser)
     cli.add_no_weights(parser)
     cli.add_target(parser)
@@ -220,37 +216,6 @@ def check_several(parser: argparse.ArgumentParser, args: argparse.Namespace, mod
         if given and len(models) > 1:
             parser.error(f"{option} {why}, and --model names {len(models)}: {', '.join(map(str, models[:3]))}"
                          f"{', …' if len(models) > 3 else ''}")
-
-
-def questions_of(models: Sequence[Path], sizes: Sequence[dict[str, int]]) -> list[Question]:
-    """Each model with its sizes. One model is asked for all, so that a size that it lacks is an error; of several, each takes
-    those sizes that it has.
-
-    Raises:
-        UserError: none of several models has one of the sizes.
-    """
-    if len(models) == 1:
-        return [Question(models[0], sizes)]
-    names = dict.fromkeys(name for size in sizes for name in size)
-    own = {model: names_in(model, names) for model in models}
-    if unknown := [name for name in names if not any(name in of_model for of_model in own.values())]:
-        raise UserError(f"none of the {len(models)} models has a size named {', '.join(unknown)}: check --dim and --sizes")
-    return [Question(model, distinct_sizes([{name: size[name] for name in size if name in own[model]} for size in sizes]))
-            for model in models]
-
-
-def names_in(model: Path, names: Sequence[str] | dict[str, None]) -> frozenset[str]:
-    """Those of the names of sizes that stand for one in the file `model`: none in a record, whose sizes are fixed, nor in a
-    file that can't be read, which the prediction says."""
-    try:
-        return frozenset() if model.suffix == ".json" else own_names(model, names)
-    except UserError:
-        return frozenset()
-
-
-def distinct_sizes(sizes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """The same without repetitions."""
-    return list({tuple(size.items()): size for size in sizes}.values())
 
 
 def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
@@ -388,7 +353,7 @@ def warned_of(answers: Sequence[Prediction | EnergyPrediction]) -> dict[str, lis
 def called(answer: Answer, others: Mapping[str, int]) -> str:
     """A model's name, with the sizes besides its batch."""
     sizes = ",".join(f"{name}={size}" for name, size in others.items())
-    return f"{answer.run.run.record.file_stem}{f'@{sizes}' if sizes else ''}{f', {answer.dtype}' if answer.dtype else ''}"
+    return f"{answer.model.stem}{f'@{sizes}' if sizes else ''}{f', {answer.dtype}' if answer.dtype else ''}"
 
 
 def as_json(answer: Answer, several: bool) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 Reads a model and what training learned for the target, as the predictor does. If --config names a Prometheus, or with --metrics
 FILE, predictions under load are timed too, with the load read anew each time. Prints one row per case; writes nothing.
+
+With --shell it takes several models, and times only the command: without a cache, with an empty one, and again. Each model has
+a row, with the seconds on the clock, and those of processors, which tell less of what else runs.
 """
 
 from __future__ import annotations
@@ -13,11 +16,15 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gc
+import os
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from inference import Predictor, predict
 from inference.core.sources import record_of
@@ -25,9 +32,11 @@ from inference.core.targets import choose_target, fitted_for
 from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading, current_load, fields_asked
 from inference.sharing.co_runner import probe_of
 from utils import cli
+from utils.cache_folder import OFF, VARIABLE
 from utils.config import read_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
+from utils.temporary import temporary_folder
 from utils.timing import summarize
 
 if TYPE_CHECKING:
@@ -35,11 +44,13 @@ if TYPE_CHECKING:
 
 MANY = 1000
 SHELLS = 3  # predictions from the shell, at most
+SHOWN_FIELDS = ("without_cache", "first", "again")
 EXAMPLES = """
 python inference/prediction_speed.py --model resnet18.onnx
 python inference/prediction_speed.py --workspace out/demo --model resnet18_fp32_b1_224x224.onnx  # needs make demo
 python inference/prediction_speed.py --model resnet18.onnx --target nvidia-h200
 python inference/prediction_speed.py --model resnet18.onnx --target nvidia-h200 --config my.yaml  # needs a Prometheus
+python inference/prediction_speed.py --model model_zoo/models --target nvidia-h200 --shell
 """
 
 
@@ -53,17 +64,41 @@ def milliseconds(work: Callable[[], Any], repeats: int) -> float:
     return summarize(samples).median_ms
 
 
-def from_the_shell(model: Path, workspace: Workspace, target: str, strict: bool) -> None:
-    """Makes one prediction by the command.
+def from_the_shell(model: Path, workspace: Workspace, target: str, strict: bool = False, cache: str = OFF) -> None:
+    """Makes one prediction by the command; `cache`: the folder of its cache, or OFF.
 
     Raises:
         UserError: it failed; with its own message.
     """
     command = [sys.executable, "inference/predict_model_latency.py", "--workspace", str(workspace.root), "--model", str(model),
                "--target", target]
-    done = subprocess.run([*command, "--strict"] if strict else command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--strict"] if strict else command, cwd=ROOT, env=os.environ | {VARIABLE: cache},
+                          capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(done.stderr.strip().removeprefix("error: "))
+
+
+def shell_row(model: Path, workspace: Workspace, target: str, repeats: int) -> dict[str, Any]:
+    """The median seconds of one model's predictions from the shell: on the clock, and of processors."""
+    def taken(cache: str) -> tuple[float, float]:
+        began, used = time.perf_counter(), _processor_s()
+        from_the_shell(model, workspace, target, cache=cache)
+        return time.perf_counter() - began, _processor_s() - used
+
+    rounds: list[tuple[tuple[float, float], ...]] = []
+    for _ in range(repeats):
+        with temporary_folder() as cache:
+            rounds.append((taken(OFF), taken(str(cache)), taken(str(cache))))
+    medians = {field: [statistics.median(one[place][kind] for one in rounds) for kind in range(2)]
+               for place, field in enumerate(SHOWN_FIELDS)}
+    return {"model": model.stem} | {f"{field}_s": clock_s for field, (clock_s, _) in medians.items()} | {
+        f"{field}_processor_s": processor_s for field, (_, processor_s) in medians.items()}
+
+
+def _processor_s() -> float:
+    """The time of processors that ended children took."""
+    used = psutil.Process().cpu_times()
+    return float(used.children_user + used.children_system)
 
 
 def copies(record: ModelRecord, count: int) -> list[ModelRecord]:
@@ -77,9 +112,13 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
           read_load: Callable[[], LoadReading] | None = None) -> list[dict[str, Any]]:
     """One row per case: what is predicted from what, and the median time in ms; with `read_load`, also under the load that it
     reads."""
+    os.environ[VARIABLE] = OFF  # for this process; the commands name theirs
     target, _ = choose_target(workspace, target)
     cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
                          for strict in (False, True))
+    with temporary_folder() as cache:
+        from_the_shell(model, workspace, target, cache=str(cache))
+        kept = milliseconds(partial(from_the_shell, model, workspace, target, cache=str(cache)), min(repeats, SHELLS))
     predict_one = partial(predict, target=target)
     flavour = fitted_for(workspace, target).target.flavour
     first = milliseconds(lambda: predict_one(model, workspace=workspace), 1)
@@ -100,7 +139,7 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     gc.collect()  # garbage from reading the records is no part of predicting
     many = milliseconds(lambda: Predictor(workspace, target).predict_many(records), 1)
     return [{"case": case, "median_ms": median_ms} for case, median_ms in (
-        ("from the shell", cold), ("from the shell, --strict", cold_strict),
+        ("from the shell", cold), ("from the shell, --strict", cold_strict), ("from the shell, again", kept),
         ("in a running process, first prediction of all", first), ("the same file again", again),
         ("from its record", from_record), ("from its record, strict, first", strict_first),
         ("from its record, strict, again", strict_again), *loaded, (f"{MANY} records in one call, each read by itself", many))]
@@ -108,19 +147,29 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
+    cli.add_models(parser)
+    parser.add_argument("--shell", action="store_true",
+                        help="of each model, only the command: without a cache, first and again")
     parser.add_argument("--repeats", type=cli.count, default=20, help="calls of the cases that can be repeated (default: 20)")
     parser.add_argument("--target", help="whose predictors, as the predictor takes it (default: this machine's)")
     cli.add_load(parser, CONFIG_FILE)
     args = parser.parse_args()
     workspace = cli.start(args)
+    models = workspace.find_models(args.model)
+    if args.shell:
+        target, _ = choose_target(workspace, args.target)
+        cli.print_rows([shell_row(model.resolve(), workspace, target, min(args.repeats, SHELLS))
+                        for model in cli.progress(models, "models")], args.json, "seconds of a prediction from the shell")
+        return 0
+    if len(models) > 1:
+        parser.error(f"--model names {len(models)} models: give --shell, or one model")
     config = read_config(args.config, InferenceConfig, args.changes).never_idle()
 
     def read_load() -> LoadReading:
         fitted = fitted_for(workspace, args.target)
         return current_load(config, args.metrics, fields_asked(fitted), fitted.sharing is not None)
 
-    rows = cases(workspace.find_model(args.model).resolve(), workspace, args.target, args.repeats,
+    rows = cases(models[0].resolve(), workspace, args.target, args.repeats,
                  read_load if args.metrics or config.prometheus.url else None)
     cli.print_rows(rows, args.json, "how long a prediction takes")
     return 0

@@ -2,7 +2,8 @@
 
 A model may come from anywhere, and a damaged or hostile one can take ONNX or a runtime down, keep it busy for ever, or fill the
 memory. The process that asks therefore never parses a model: a child does (`runtimes.analysis_worker`), and its reply is a
-record. The child is kept for the next model, and replaced when it ends.
+record. The child is kept for the next model, and replaced when it ends. What it found in a file is kept in the user's cache
+(`runtimes.kept_replies`), so that the next command need not start it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import quote_from_bytes, unquote_to_bytes
-
-from pydantic import PlainSerializer, PlainValidator
+from typing import TYPE_CHECKING, Any
 
 from measuring.worker_process import TooMuchMemory, WorkerFailed, WorkerProcess
 from records.interface import Interface
 from records.kernel_record import ModelOrigin, ModelRecord
 from runtimes import runtime_named
+from runtimes.analysis_messages import AS_THE_FILE_SAYS, Reply, Task
+from runtimes.kept_replies import is_known, keep_reply, kept_reply, reply_key
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import Flavour
-from utils.frozen import Frozen
 from utils.model_files import check_plain_file, may_name_files
 from utils.paths import Workspace
 from utils.processes import CRASHED
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     import onnx
 
 ModelAtSize = tuple[Path, dict[str, int]]  # a model's file, and the sizes of its dynamic dimensions
-AS_THE_FILE_SAYS = ModelOrigin()
 MODULE = "runtimes.analysis_worker"
 
 # No file may cost more than a minute and 4 GiB unless it is that large itself. A bit less, since the process is looked at from
@@ -51,92 +49,6 @@ LIMIT_MIB, LIMIT_SIZES = 3584.0, 8.0  # for a small file, and as a multiple of a
 KEPT_MIB = 1024.0  # a child that still holds more than this after a model is replaced
 FACTOR = "HASE_LIMITS"  # in the environment: a factor for both limits
 NAMELESS = "the model in memory"
-
-# JSON is UTF-8, and the name of a file need not be.
-AnyPath = Annotated[Path, PlainSerializer(lambda path: quote_from_bytes(os.fsencode(path))), PlainValidator(
-    lambda text: Path(os.fsdecode(unquote_to_bytes(text))) if isinstance(text, str) else text)]
-
-
-class Task(Frozen):
-    """What the child is asked to do with a model.
-
-    Attributes:
-        do: `record` takes it apart, `write` also writes its records, `sizes` says which `names` are dynamic dimensions of it,
-            `weights` names the files of its weights, `interface` reads its inputs and outputs, `graph` describes the graph that
-            ONNX Runtime runs, `opens` checks that ONNX Runtime loads it; `prepare` only loads what the others need.
-        folder: the current folder, from which paths and the weights of a model in memory are found.
-        model: its file.
-        in_memory: the file only holds a model in memory.
-        runtime: its name.
-        flavour: of the record.
-        device: `cpu`, `cuda` or, for a graph, `auto`.
-        workspace, origin: for `write`, where to and what `Runtime.write_records` takes.
-        dims, static: sizes of its dynamic dimensions, and whether they are fixed before it is optimised.
-        names: for `sizes`.
-        kept: the folder of optimised graphs that are used again (see `optimized_once`); None: none are kept.
-        no_weights: whether files of its weights may be missing.
-        half: whether it is read in half precision (`runtimes.ort.graph.half_precision`).
-    """
-
-    do: Literal["record", "write", "sizes", "weights", "interface", "graph", "opens", "prepare"]
-    folder: AnyPath = Path()
-    model: AnyPath = Path()
-    in_memory: bool = False
-    runtime: str = ""
-    flavour: Flavour | None = None
-    workspace: AnyPath = Path()
-    device: str = ""
-    origin: ModelOrigin = AS_THE_FILE_SAYS
-    dims: dict[str, int] = {}
-    static: bool = False
-    names: tuple[str, ...] = ()
-    kept: AnyPath | None = None
-    no_weights: bool = False
-    half: bool = False
-
-
-class Note(Frozen):
-    """A line of the child's log: the logger's name, the level, and the text."""
-
-    logger: str
-    level: int
-    text: str
-
-
-class Failure(Frozen):
-    """Why the child has no answer.
-
-    Attributes:
-        kind: `user` is a `UserError`, `system` an `OSError`, `bug` anything else.
-        text: the message; of a bug its traceback.
-        number, path: of an `OSError`.
-    """
-
-    kind: Literal["user", "system", "bug"]
-    text: str
-    number: int = 0
-    path: AnyPath | None = None
-
-    def exception(self) -> Exception:
-        """The exception that is raised in place of the child's."""
-        if self.kind == "user":
-            return UserError(self.text)
-        if self.kind == "system":
-            return OSError(self.number, self.text, str(self.path) if self.path else None)
-        return RuntimeError(f"the process that analyses models met a bug:\n{self.text}")
-
-
-class Reply(Frozen):
-    """What the child found: records, an interface, a graph, names or files, as asked; what it logged; and why it failed, if it
-    did."""
-
-    records: tuple[ModelRecord, ...] = ()
-    interface: Interface | None = None
-    graph: dict[str, Any] = {}
-    names: tuple[str, ...] = ()
-    files: tuple[AnyPath, ...] = ()
-    notes: tuple[Note, ...] = ()
-    failure: Failure | None = None
 
 
 class Analyst:
@@ -172,8 +84,7 @@ class Analyst:
             limit_s: of time, for a model of no size.
 
         Raises:
-            UserError: the model can't be used, takes the child down, or reaches a limit.
-            OSError: as the child met it.
+            UserError: the model takes the child down, or reaches a limit.
         """
         factor = _factor()
         limit_s = factor * (limit_s + size_gib * LIMIT_S_PER_GIB)
@@ -198,10 +109,6 @@ class Analyst:
             self._has_served = True
             if self._child.holds_mib() > KEPT_MIB:
                 self.stop()
-        for note in reply.notes:
-            logging.getLogger(note.logger).log(note.level, "%s", note.text)
-        if reply.failure:
-            raise reply.failure.exception()
         return reply
 
 
@@ -246,9 +153,14 @@ if hasattr(os, "register_at_fork"):
 atexit.register(lambda: _analyst.stop())
 
 
-def prepare() -> None:
-    """Starts the child, so that it is ready when the first model comes."""
-    _analyst.prepare()
+def prepare(models: Iterable[Path | None]) -> None:
+    """Starts the child, so that it is ready when the first model comes; unless all are files that were taken apart before.
+
+    Args:
+        models: their files; None for one in memory.
+    """
+    if not all(model and is_known(model) for model in models):
+        _analyst.prepare()
 
 
 @contextmanager
@@ -380,10 +292,23 @@ def check_opens(model: Path, device: str, dims: Mapping[str, int], static: bool)
 
 
 def _ask(task: Task, weights: Sequence[Path] = (), analyst: Analyst | None = None) -> Reply:
-    """The child's reply to a task about a model with these files of weights."""
-    size_gib = sum(map(_stored_bytes, (task.model, *weights))) / 2**30
-    limit_s = runtime_named(task.runtime).analysis_limit_s if task.runtime else LIMIT_S
-    return (analyst or _analyst).ask(task, size_gib, limit_s)
+    """The child's reply to a task about a model with these files of weights, or the kept one.
+
+    Raises:
+        UserError: the model can't be used, takes the child down, or reaches a limit.
+        OSError: as the child met it.
+    """
+    key = reply_key(task, weights)
+    if (reply := kept_reply(key, task)) is None:
+        size_gib = sum(map(_stored_bytes, (task.model, *weights))) / 2**30
+        limit_s = runtime_named(task.runtime).analysis_limit_s if task.runtime else LIMIT_S
+        reply = (analyst or _analyst).ask(task, size_gib, limit_s)
+        keep_reply(key, reply)
+    for note in reply.notes:
+        logging.getLogger(note.logger).log(note.level, "%s", note.text)
+    if reply.failure:
+        raise reply.failure.exception()
+    return reply
 
 
 def _stored_bytes(path: Path) -> int:

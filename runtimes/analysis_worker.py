@@ -20,12 +20,12 @@ from pathlib import Path
 
 import runtimes.ort.graph.analysis  # noqa: F401 - loaded before the first model comes
 from runtimes import runtime_named
-from runtimes.analysis import AnyPath, Failure, Note, Reply, Task
+from runtimes.analysis_messages import AnyPath, Failure, Note, Reply, Task
 from runtimes.ort.building.kernel_models import kernel_in
 from runtimes.ort.graph.interface import interface_of
 from runtimes.ort.graph.parsing import document, kept_in, parse_graph
 from runtimes.ort.graph.source import dynamic_names, read_source, reading
-from utils.errors import UserError
+from utils.errors import OpenSizes, UserError
 from utils.lazy import onnx, onnxruntime
 from utils.model_graphs import weight_files
 from utils.ort_sessions import model_errors, open_session
@@ -110,6 +110,8 @@ def printable(text: str) -> str:
 
 def failure_of(error: Exception, task: Task) -> Failure:
     """What the process that asked is told of an error."""
+    if isinstance(error, OpenSizes):
+        return Failure(kind="open", text=printable(error.said), options=printable(error.options))
     if isinstance(error, UserError):
         return Failure(kind="user", text=printable(str(error)))
     if isinstance(error, OSError):

@@ -26,6 +26,7 @@ from runtimes import flavour_of
 from runtimes.ort.building.kernel_models import kernel_build
 from runtimes.ort.graph.analysis import analyze
 from utils import files
+from utils.cache_folder import OFF, VARIABLE
 from utils.fingerprint import Flavour
 from utils.locks import FOLDER_VARIABLE
 from utils.model_files import GROUP_KEY
@@ -99,6 +100,14 @@ def own_locks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("locks")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_cache() -> Iterator[None]:
+    """Tests neither read nor fill the user's cache; those of the cache name a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, OFF)
         yield
 
 

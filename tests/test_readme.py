@@ -139,7 +139,7 @@ def test_the_demo_exports_what_the_first_prediction_asks_for(tmp_path: Path) -> 
     asked_of_exporter = [command_line().parse_args(options) for script, *options in commands_of("recipes/demo/run.sh", tmp_path)
                          if script == "model_zoo/torchvision_exporter.py"]
     written = {f"{export.stem}.onnx" for args in asked_of_exporter for export in asked_config(args).exports()}
-    asked = re.findall(r"model (\S+\.onnx)", "\n".join([demo, *fenced("bash", documents())]))
+    asked = re.findall(r"model ([^\s/]+\.onnx)", "\n".join([demo, *fenced("bash", documents())]))
     assert len(asked) >= 6
     assert set(asked) <= written
 

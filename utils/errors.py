@@ -15,6 +15,19 @@ class UserError(Exception):
     """Something the user can mend: the message says what is wrong, where, and what to do."""
 
 
+class OpenSizes(UserError):
+    """Dimensions of a model are open.
+
+    Attributes:
+        said: which; the message adds the options.
+        options: of a command, that give them sizes which fit the model.
+    """
+
+    def __init__(self, said: str, options: str) -> None:
+        super().__init__(f"{said}, for example {options}")
+        self.said, self.options = said, options
+
+
 class DeviceUnavailable(UserError):
     """This process can't use a device; where the machine has it, another process may be able to."""
 

@@ -52,7 +52,7 @@ def configure(log_file: Path | None, *, verbose: bool = False, quiet: bool = Fal
     Args:
         log_file: the file for full lines, or None for the console only.
         verbose: DEBUG lines on the console too.
-        quiet: only warnings and errors on the console.
+        quiet: only errors on the console.
     """
     root = logging.getLogger("hase")
     root.setLevel(logging.DEBUG)
@@ -61,7 +61,7 @@ def configure(log_file: Path | None, *, verbose: bool = False, quiet: bool = Fal
         root.removeHandler(old)
         old.close()
     console = _CurrentStderr()
-    console.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
+    console.setLevel(logging.DEBUG if verbose else logging.ERROR if quiet else logging.INFO)
     console.setFormatter(_Colour())
     root.addHandler(console)
     if log_file is None:

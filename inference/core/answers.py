@@ -25,8 +25,13 @@ class UsedComposition(Frozen):
     """How the times of the kernels were put together to the model's.
 
     latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms; in kind `sum_nodes` plus node_ms for each node that moves
-    data. Kind `pipeline` simulates host and GPU, which wait for each other, with `costs`; it takes no alpha or beta. `assumed`:
-    no model was ever measured on the target, so the constants are defaults.
+    data. Kind `pipeline` simulates host and GPU, which wait for each other, with `costs`; it takes no alpha or beta.
+
+    Attributes:
+        label: which time of the kernels is added up (records/measurement.py).
+        kind: the form.
+        alpha, beta_ms, node_ms, costs: its constants.
+        assumed: whether no model was ever measured on the target, so that the constants are defaults.
     """
 
     label: str
@@ -38,13 +43,16 @@ class UsedComposition(Frozen):
     assumed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)  # a model has dozens: pydantic's checks would take a fifth of a prediction's time
 class KernelShare:
-    """One kernel of the model: how often it runs, the time of one run, and its share of the model's kernel time (a ratio).
-
-    It is no pydantic class: a model has dozens, and to check each would take a fifth of a prediction's time.
+    """One kernel of the model.
 
     Attributes:
+        id, type: of the kernel.
+        count: how often it runs.
+        latency_ms, total_ms: of one run, and of all.
+        share: of the model's kernel time, a ratio.
+        provenance: where its time comes from.
         launches: number of GPU launches, where the composition needs it.
         unsteady: whether its time was measured while the machine was unsteady.
         provider: the execution provider that runs it, `cuda` or `cpu`; in a CUDA session the CPU runs some nodes.
@@ -85,6 +93,8 @@ class Prediction(Frozen):
     Attributes:
         model: the record's name: the file's stem, with the sizes of dynamic dimensions.
         target, flavour: names of the target that the prediction holds for, and of the graph's flavour.
+        holds_for: the machine and the versions that were measured, unless this is that machine, and how the graph was made here
+            without its provider; in words.
         composition: how the kernels' times were put together.
         way: how the model is run.
         latency_ms: the prediction; where `under_load` gives a distribution, its mean.
@@ -126,6 +136,7 @@ class Prediction(Frozen):
     model: str
     target: str
     flavour: str
+    holds_for: tuple[str, ...] = ()
     composition: UsedComposition
     way: RunMode = AS_USUAL
     latency_ms: float

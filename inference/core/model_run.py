@@ -20,7 +20,7 @@ from inference.core.kernels_in_model import KernelInModel, Placed, placed_kernel
 from inference.core.memory import device_memory_mib, memory_warnings, peak_memory
 from inference.core.model_warnings import uncounted, used_estimators
 from inference.core.run_modes import AS_USUAL
-from inference.core.targets import Fitted, mismatches
+from inference.core.targets import Fitted, holds_for, mismatches
 from inference.core.uncertainty import (
     BEYOND_POWER,
     CALIBRATED,
@@ -354,7 +354,7 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
     memory = peak_memory(record, layouts={key[0]: run.known[key].layout for key in times.counts})
     device_mib = device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
     return Prediction(
-        model=record.model, target=fitted.target.name, flavour=record.flavour.name,
+        model=record.model, target=fitted.target.name, flavour=record.flavour.name, holds_for=holds_for(record, fitted),
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
                                     node_ms=used.node_ms, costs=run.costs, assumed=used.assumed),
         way=run.run_mode, latency_ms=latency, interval_ms=(unsure.span.low * latency, unsure.span.high * latency),

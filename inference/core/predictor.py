@@ -223,8 +223,9 @@ class Predictor:
         """
         check_calls()
         dims, sources = checked_dims(dims), list(sources)
-        if "fitted" not in self.__dict__ and any(map(needs_analysis, sources)):
-            analysis.prepare()  # it starts while the predictors are read
+        if "fitted" not in self.__dict__ and (analysed := [source for source in sources if needs_analysis(source)]):
+            analysis.prepare(self.workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else None
+                             for source in analysed)  # it starts while the predictors are read
         fitted = self.fitted
         used, load = composition or fitted.composition, dict(load or {})
         check_run_mode(run_mode, used, fitted.target.name)

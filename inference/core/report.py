@@ -66,7 +66,8 @@ def print_predictions(predictions: Sequence[Prediction], top: int, energies: Seq
     load = first.load if isinstance(first.load, str) else ", ".join(f"{k}={v:g}" for k, v in first.load.items())
     if first.under_load and first.under_load.told_by == "probe":
         load = ", ".join(filter(None, (load, "as the probe met it")))
-    log.info("target %s, %s, load %s; latency = %s", first.target, first.way.description, load, how)
+    log.info("%s", "; ".join((f"target {first.target}, {first.way.description}, load {load}", f"latency = {how}",
+                              *(f"holds for {what}" for what in first.holds_for))))
     any_rough = any(prediction.rough_estimate for prediction in predictions)
     all_fit = all(prediction.fits_memory is not False for prediction in predictions)
     named = {(prediction.model, file) for prediction, file in zip(predictions, files, strict=False)}

@@ -45,6 +45,7 @@ class Fitted:
         sharing: how the target's GPU takes turns between processes; None where that was not learned.
         other_cudnn: whether this machine has the target's device, but another minor version of cuDNN than was measured.
         notices: what the reader should know about the choice and the versions.
+        measured_on: the machine and the versions that were measured, in words; "" where this machine is the target.
         sheet_range: how far off times are that were carried over from another card; None for a card that was measured.
     """
 
@@ -56,6 +57,7 @@ class Fitted:
     sharing: Sharing | None = None
     other_cudnn: bool = False
     notices: tuple[str, ...] = ()
+    measured_on: str = ""
     sheet_range: Range | None = None
 
 
@@ -164,11 +166,15 @@ def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
 
 
 def version_notice(sidecar: Sidecar) -> str:
-    """A notice about the versions that the predictors hold for: those that differ here, if this machine is the target, else
-    those that were measured. Empty where there is nothing to say."""
+    """A notice about versions that differ here from those that were measured, if this machine is the target; else empty."""
     if differ := other_cudnn(sidecar):
         return (f"measured with cuDNN {differ[0]}, here is {differ[1]}: convolutions may run other kernels and take other "
                 "times, so the interval is widened")
+    return ""
+
+
+def measured_on(sidecar: Sidecar) -> str:
+    """The machine and the versions that were measured, in words; "" where this machine is the target."""
     measured = sidecar.machines[-1] if sidecar.machines else None
     if measured is None or is_here(sidecar.target):
         return ""
@@ -176,7 +182,7 @@ def version_notice(sidecar: Sidecar) -> str:
     runtime = runtime_named(flavour.runtime)
     about = [f"{runtime.title} {measured.versions.get(runtime.package) or flavour.runtime_version}"]
     about += [f"cuDNN {measured.versions['cudnn']}"] if runtime.uses_cudnn and measured.versions.get("cudnn") else []
-    return f"the predictions hold for {measured.device_name} with {', '.join(about)}, driver {measured.driver}"
+    return f"{measured.device_name} with {', '.join(about)}, driver {measured.driver}"
 
 
 def minor(version: str) -> str:
@@ -215,7 +221,7 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
     versions = version_notice(sidecar)
     return Fitted(sidecar.target, predictors, composition, uncertainty, host, sharing,
                   other_cudnn=other_cudnn(sidecar) is not None,
-                  notices=(*notices, versions) if versions else notices)
+                  notices=(*notices, versions) if versions else notices, measured_on=measured_on(sidecar))
 
 
 def carried_over(measured: Fitted, gpu: Gpu, correction: Correction | None = None) -> Fitted:
@@ -286,8 +292,15 @@ def check_target(record: ModelRecord, target: Target, dtypes: Sequence[str], for
     if graph.instruction_set != trained.instruction_set:
         warnings.append(f"the graph is shaped for {graph.instruction_set or 'another CPU'}, "
                         f"the target is an {trained.instruction_set} CPU: layouts may differ")
+    return warnings
+
+
+def holds_for(record: ModelRecord, fitted: Fitted) -> tuple[str, ...]:
+    """What a prediction holds for, in words: the machine that was measured, unless it is this one, and how the graph was
+    made, if without the target's provider."""
+    said = [fitted.measured_on] if fitted.measured_on else []
     if record.derived:
         loads_much = record.weight_bytes > MOST_LOADED_BYTES and has_cuda()
-        why = "the GPU would have to load all its weights" if loads_much else f"no {graph.device} device here"
-        warnings.append(f"{why}: its graph is derived with the CPU provider")
-    return warnings
+        why = "the GPU would have to load all its weights" if loads_much else f"no {record.flavour.device} device is here"
+        said.append(f"a graph that is derived with the CPU provider, since {why}")
+    return tuple(said)

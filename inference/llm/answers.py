@@ -13,8 +13,13 @@ Objective = Literal["ttft", "tpot"]
 
 
 class Time(Frozen):
-    """A time in ms, and the range around it that held nine of ten predictions of a single run. That of a sum is the sum of the
-    ranges: runs of one model err alike, so their errors don't cancel out."""
+    """A time.
+
+    Attributes:
+        ms: the prediction.
+        interval_ms: the range around it that held nine of ten predictions of a single run. That of a sum is the sum of the
+            ranges: runs of one model err alike, so their errors don't cancel out.
+    """
 
     ms: float
     interval_ms: tuple[float, float]
@@ -25,7 +30,11 @@ class Time(Frozen):
 
 
 class TokenTime(Time):
-    """The time of one token of each sequence, when the cache holds `cached` tokens of each before."""
+    """The time of one token of each sequence.
+
+    Attributes:
+        cached: how many tokens of each the cache holds before.
+    """
 
     cached: int
 
@@ -77,6 +86,7 @@ class ObjectiveMet(Frozen):
     Attributes:
         objective: `ttft`: the time to first token; `tpot`: the mean time per further token.
         limit_ms, predicted_ms: the objective, and the prediction that is compared with it.
+        met: whether the prediction is at most the limit.
         headroom_ms: the limit less the prediction.
     """
 

@@ -71,8 +71,15 @@ def shared_model_of(run: PredictedRun) -> SharedModel:
 
 
 class OneOfTwo(Frozen):
-    """A model's latency alone, and its distribution while the other model runs in a loop. It is a rough estimate if the
-    prediction of either model is."""
+    """A model's latency alone, and its distribution while the other model runs in a loop.
+
+    Attributes:
+        model, dims: the record's name, and the sizes given to its dynamic dimensions.
+        idle_ms: its latency alone.
+        under_load: the distribution beside the other.
+        rough_estimate: whether the prediction of either model is one.
+        estimated_operators: as in `Prediction`.
+    """
 
     model: str
     dims: dict[str, int]
@@ -83,7 +90,13 @@ class OneOfTwo(Frozen):
 
 
 class Pair(Frozen):
-    """Two models on one GPU, in the order in which they were given, with the warnings of both predictions."""
+    """Two models on one GPU.
+
+    Attributes:
+        target: of both.
+        models: in the order in which they were given.
+        warnings: of both predictions.
+    """
 
     target: str
     models: tuple[OneOfTwo, OneOfTwo]
@@ -105,7 +118,12 @@ def _of_pair(model: SharedModel, neighbour: SharedModel) -> OneOfTwo:
 
 
 class LoadPoint(Frozen):
-    """The latency next to a background that is busy for `busy_share` (a ratio) of the time."""
+    """The latency next to a background.
+
+    Attributes:
+        busy_share: the share of the time (a ratio) for which the background is busy.
+        mean_ms, p50_ms, p95_ms, p99_ms: of the latency.
+    """
 
     busy_share: float
     mean_ms: float
@@ -115,7 +133,13 @@ class LoadPoint(Frozen):
 
 
 class LoadCurve(Frozen):
-    """A model's latency for loads from idle to a background that is always busy, with the warnings of its prediction."""
+    """A model's latency for loads from idle to a background that is always busy.
+
+    Attributes:
+        model, target, dims: the record's name, the target, and the sizes given to dynamic dimensions.
+        points: by load.
+        rough_estimate, estimated_operators, warnings: as in `Prediction`.
+    """
 
     model: str
     target: str
@@ -172,7 +196,8 @@ class SloUnderLoad(Slo):
 
     Attributes:
         highest_busy_share: the largest share of the time (a ratio) for which a background may be busy. None where the objective
-            is missed on an idle device already, or where `unknown_because` says why the share is not known.
+            is missed on an idle device already, or where the share is not known.
+        unknown_because: why it is not known; None where it is.
     """
 
     highest_busy_share: float | None = None

@@ -24,6 +24,7 @@ import psutil
 
 from recipes.large_models.decoders import DECODERS, WEIGHTS, DecoderSize, Precision, write_decoder
 from utils import cli
+from utils.cache_folder import OFF, VARIABLE
 from utils.errors import UserError
 from utils.paths import ROOT
 from utils.temporary import temporary_folder
@@ -53,7 +54,8 @@ def cost_of(command: Sequence[str]) -> Cost:
         UserError: it failed; with its own message.
     """
     began, worked = time.perf_counter(), os.times()
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {VARIABLE: OFF}, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
     root, peak = psutil.Process(process.pid), 0
     while process.poll() is None:
         peak = max(peak, held_bytes(root))

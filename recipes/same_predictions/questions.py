@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 RECORDS, CPU_WORKSPACE, ANSWERS = (HERE / name for name in ("records.tar.xz", "cpu.tar.xz", "answers.json.xz"))
 CPU_CONFIG = HERE / "training.yaml"
 TRACE, METRICS, LEARNED = "trace.json", {"cuda": "busy.json", "cpu": "busy_cpu.json"}, "learned"
-WORDS = ("warnings", "unknown_because")  # fields of an answer with sentences, which may change
+WORDS = ("warnings", "holds_for", "unknown_because")  # fields of an answer with sentences, which may change
 TOLERANCE = 1e-12  # a ratio. Between kinds of CPU (AVX2, AVX-512), numpy's exp and log differ in the last of 16 digits, and
 # answers by up to 3.4e-16; on one machine they are always the same, with any number of threads
 

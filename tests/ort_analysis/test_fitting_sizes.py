@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ from inference.core.sources import record_of
 from runtimes import flavour_of
 from runtimes.ort.graph.analysis import analyze
 from utils.errors import UserError
+from utils.paths import ROOT
 
 OPSETS = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
 QKV = {"wq": (256, 256), "wk": (256, 128), "wv": (256, 128)}
@@ -62,7 +67,7 @@ def model(name: str) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_message_suggests_sizes_that_fit(name: str) -> None:
-    with pytest.raises(UserError, match=r"is open; give its size, for example --dim") as refused:
+    with pytest.raises(UserError, match=r"give (its size|their sizes), for example --dim") as refused:
         analyze(model(name), "cpu")
     suggested = {dim: int(size) for dim, size in re.findall(r"--dim (\w+)=(\d+)", str(refused.value))}
     assert suggested == MODELS[name][-1]
@@ -104,3 +109,20 @@ def test_no_work_is_refused_although_an_output_is_left() -> None:
                               [numpy_helper.from_array(np.array([0]), "axes")])
     with pytest.raises(UserError, match=r"with batch=0 most of its nodes .* have nothing to do"):
         record_of(helper.make_model(graph, opset_imports=OPSETS, ir_version=10), flavour_of("cpu"), {"batch": 0})
+
+
+@pytest.mark.slow
+def test_the_command_says_the_whole_command(tmp_path: Path) -> None:
+    """It can be pasted: it works, with the head size of the attention, and is one line."""
+    name = next(name for name in MODELS if "head" in MODELS[name][-1])
+    onnx.save(model(name), tmp_path / "two words.onnx")
+    words = ["inference/predict_model_latency.py", "--model", str(tmp_path / "two words.onnx"), "--target", "nvidia-h200",
+             "--quiet"]
+    refused = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1)
+    said, _, whole = refused.stderr.strip().partition(": python ")
+    assert re.search(r"\d dimensions are open \(\w+ and \d more\); give their sizes$", said)
+    assert shlex.split(whole)[:len(words)] == words
+    again = subprocess.run([sys.executable, *shlex.split(whole)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert f"head={MODELS[name][-1]['head']}" in again.stdout

@@ -21,7 +21,8 @@ from conftest import small_model
 from recipes.fuzz.damaged_models import calls, choice, folded, large_constants, loop, network
 from records.kernel_record import ModelRecord
 from runtimes import analysis, flavour_of
-from runtimes.analysis import Analyst, Reply, Task
+from runtimes.analysis import Analyst
+from runtimes.analysis_messages import Failure, Reply, Task
 from runtimes.ort.graph.analysis import analyze
 from utils.errors import UserError
 from utils.files import write_bytes
@@ -209,8 +210,8 @@ def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path, own_analyst: An
 
 
 def test_a_bug_and_a_full_disk_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug = analysis.Failure(kind="bug", text="Traceback …\nKeyError: 1")
-    full = analysis.Failure(kind="system", text="No space left on device", number=28, path=Path("/x"))
+    bug = Failure(kind="bug", text="Traceback …\nKeyError: 1")
+    full = Failure(kind="system", text="No space left on device", number=28, path=Path("/x"))
     replies = iter([Reply(failure=bug), Reply(failure=full)])
     monkeypatch.setattr(analysis.WorkerProcess, "ask", lambda self, task: next(replies))
     path = saved(small_model(), tmp_path / "small.onnx")

@@ -23,6 +23,7 @@ from made_up_dataset import METRIC, TARGET, conv, draw_kernels, gemm, relu, tens
 from records.kernel_record import Kernel, Tensor
 from records.kernel_types import describe_kernel
 from training.kernels import estimators, sidecar
+from training.kernels import predictors as predictors_module
 from training.kernels.boosters import LEAF_STEP, SavedBoosters, as_arrays, from_arrays
 from training.kernels.label_training import train_label
 from training.kernels.predictors import read_predictors
@@ -103,6 +104,33 @@ def test_order_and_repeats(trained: Workspace) -> None:
     apart = read_predictors(trained.predictors(TARGET.name))
     assert times.latency_ms == [apart.predict([kernel], {}).latency_ms[0] for kernel in mixed]
     assert predictors.predict(mixed, {}) == times  # from the cache
+
+
+def test_predicted_times_are_kept_in_the_users_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process reads no booster, except for other kernels, labels or loads; nor does it take those of other files."""
+    monkeypatch.setenv("HASE_CACHE", str(tmp_path / "cache"))
+    first = read_predictors(folder)
+    times, alone, loaded = first.predict(NEW, {}), first.predict(NEW[:1], {}, strict=True), first.predict(NEW, {METRIC: 50.0})
+    asked: list[int] = []
+    predict = predictors_module.predict_kernels
+
+    def counted(*arguments: Any) -> Any:
+        asked.append(len(arguments[1]))
+        return predict(*arguments)
+
+    monkeypatch.setattr(predictors_module, "predict_kernels", counted)
+    second = read_predictors(folder)
+    assert (second.predict(NEW, {}), second.predict(NEW[:1], {}, strict=True)) == (times, alone)
+    assert not asked
+    assert second.predict(NEW, {METRIC: 50.0}) == loaded
+    assert second.predict(NEW, {}, "kernel_time").latency_ms != times.latency_ms
+    assert read_predictors(folder).predict(NEW[1:], {}).latency_ms == times.latency_ms[1:]
+    assert asked == [len(NEW), len(NEW), len(NEW) - 1]
+    about = second.sidecar.labels["run"].model_copy(update={"sha256": "another file's"})
+    other = read_predictors(folder)
+    other.sidecar = other.sidecar.model_copy(update={"labels": {**other.sidecar.labels, "run": about}})
+    with pytest.raises(UserError, match=r"damaged|changed"):
+        other.predict(NEW, {}, "run")
 
 
 def test_a_type_without_predictor_falls_back_and_is_not_dropped(trained: Workspace) -> None:

@@ -13,7 +13,8 @@ import pytest
 from inference.evaluation.evaluated_models import Failures, models_of
 from measuring.worker_process import WorkerFailed, WorkerProcess
 from runtimes import flavour_of
-from runtimes.analysis import Reply, Task, analyze_all
+from runtimes.analysis import analyze_all
+from runtimes.analysis_messages import Reply, Task
 from tests.conftest import small_model
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace

@@ -16,13 +16,23 @@ from records.kernel_record import Kernel
 from records.measurement import GPU_LABEL, drift_key, inputs_key
 from training.kernels.estimators import KernelModel, predict_kernels
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.saved_form import open_estimator
+from training.kernels.saved_form import Saved, open_estimator
 from training.kernels.schema import times_beyond
 from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import REMEDY, Sidecar, estimators_of, read_measured, read_sidecar, sidecar_path
+from training.kernels.sidecar import (
+    REMEDY,
+    XGBOOST,
+    Sidecar,
+    estimators_of,
+    read_measured,
+    read_sidecar,
+    sidecar_path,
+)
 from training.kernels.transfer import OtherPredictors, Transferred
 from utils import files
+from utils.cache_folder import code_of, kept_json, key_of
 from utils.errors import UserError
+from utils.fingerprint import package_version
 from utils.logger import get_logger
 from utils.paths import ADMITTED, SHIPPED, Workspace
 
@@ -167,17 +177,28 @@ class Predictors:
         """
         if self.sidecar.doubt is None or not kernels:
             return {}
-        if self._doubt is None:
-            self._doubt = open_estimator(self.sidecar.doubt, KernelModel, self.folder, REMEDY)
         doubts = {kernel.id: self._doubts.get(kernel.id) for kernel in kernels}  # first, since another thread may clear them
         if new := list({kernel.id: kernel for kernel in kernels if doubts[kernel.id] is None}.values()):
-            factors = predict_kernels(self._doubt, new, self.features_of(new), tuple(self.sidecar.idle_load.values()))
-            found = {kernel.id: max(math.log(factor), 0.0) for kernel, factor in zip(new, factors.tolist(), strict=True)}
+            found = kept_json(self._key(self.sidecar.doubt, new), lambda: self._doubts_of(new))
             if len(self._doubts) > REMEMBERED_KERNELS:
                 self._doubts.clear()
             self._doubts.update(found)
             doubts |= found
         return {name: doubt for name, doubt in doubts.items() if doubt is not None}
+
+    def _doubts_of(self, kernels: Sequence[Kernel]) -> dict[str, float]:
+        """The doubts of kernels that were learned."""
+        if self._doubt is None and self.sidecar.doubt is not None:
+            self._doubt = open_estimator(self.sidecar.doubt, KernelModel, self.folder, REMEDY)
+        if self._doubt is None:
+            return {}
+        factors = predict_kernels(self._doubt, kernels, self.features_of(kernels), tuple(self.sidecar.idle_load.values()))
+        return {kernel.id: max(math.log(factor), 0.0) for kernel, factor in zip(kernels, factors.tolist(), strict=True)}
+
+    def _key(self, about: Saved, kernels: Sequence[Kernel]) -> str:
+        """The key, in the user's cache, of what an estimator, whose file has a digest, says of kernels on an idle device."""
+        return key_of("kernels", about, sorted(self.sidecar.idle_load.items()), sorted(kernel.id for kernel in kernels),
+                      package_version(*XGBOOST), code_of("records", "runtimes", "training", "utils"))
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
@@ -188,13 +209,22 @@ class Predictors:
             times |= {name: (measured[label], "measured") for name in kernels
                       if name not in times and (measured := self.measured.get(name)) and label in measured}
         rest = [kernel for name, kernel in kernels.items() if name not in times]
+        about = self.sidecar.labels.get(label)
         if not rest:
             return times
+        if about is None or self.admitted or load != tuple(self.sidecar.idle_load.values()):
+            return times | self._predicted(rest, load, label)
+        kept = kept_json(self._key(about, rest), lambda: self._predicted(rest, load, label))
+        return times | {name: (float(time_ms), str(origin)) for name, (time_ms, origin) in kept.items()}
+
+    def _predicted(self, kernels: Sequence[Kernel], load: tuple[float, ...], label: str) -> dict[str, tuple[float, str]]:
+        """The predicted time of each kernel by id, and whether it is predicted or estimated."""
+        times: dict[str, tuple[float, str]] = {}
         model = self.kernel_model(label)
-        predicted = predict_kernels(model, rest, self.features_of(rest), load)
+        predicted = predict_kernels(model, kernels, self.features_of(kernels), load)
         if self.admitted:
-            predicted = self._by_admitted(self.admitted, rest, predicted, load, label)
-        for kernel, time_ms in zip(rest, predicted.tolist(), strict=True):
+            predicted = self._by_admitted(self.admitted, kernels, predicted, load, label)
+        for kernel, time_ms in zip(kernels, predicted.tolist(), strict=True):
             known = kernel.type in model.predictor_of
             if not known and not kernel.moves_data:  # of any type: it only renames a tensor, which costs next to nothing
                 times[kernel.id] = (model.roofline.floor_ms, "predicted")

@@ -238,6 +238,18 @@ def sizes_together(text: str) -> dict[str, int]:
     return {name: size for name, (size,) in dims.items()}
 
 
+def add_rebatch(parser: argparse.ArgumentParser) -> None:
+    """`--rebatch N[,N…]`: another batch than the fixed one that a model was exported at; kept as the size `rebatch`."""
+    parser.add_argument("--rebatch", action="append", dest="dim", type=rebatch_as_size, metavar="N[,N…]",
+                        help="another batch than the fixed one that a model was exported at; refused where its graph allows no "
+                             "other")
+
+
+def rebatch_as_size(text: str) -> str:
+    """`1,16` as the sizes `rebatch=1,16`."""
+    return f"rebatch={','.join(map(str, counts(text)))}"
+
+
 def branch_as_size(text: str) -> str:
     """An option type: `NODE=else` becomes the size `NODE.else=1`, and `else` becomes `else=1`."""
     node, _, branch = text.rpartition("=")
@@ -371,7 +383,7 @@ def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
                         help="wait while another process writes to the same folder or measures on the same device (default: "
                              "end with an error)")
     shared.add_argument("--verbose", action="store_true", help="debug lines on stderr too")
-    shared.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
+    shared.add_argument("--quiet", action="store_true", help="only errors on stderr")
     return made
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from utils.errors import UserError
+from utils.errors import OpenSizes, UserError
 from utils.temporary import remove_temporaries
 
 EXIT_ROUGH = 3  # an answer is a rough estimate (with --fail-on-rough)
@@ -103,7 +104,9 @@ def _report(error: BaseException, stopped: str) -> int | None:
     if isinstance(error, BrokenPipeError):  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    if isinstance(error, UserError):
+    if isinstance(error, OpenSizes):
+        print(f"error: {error.said}: python {shlex.join(sys.argv)} {error.options}", file=sys.stderr)
+    elif isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
     elif isinstance(error, OSError) and user_can_mend(error):
         print(f"error: {explain(error)}", file=sys.stderr)

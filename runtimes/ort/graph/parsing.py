@@ -222,7 +222,7 @@ def _optimized(source: Source, changed: onnx.ModelProto, flavour: Flavour, deriv
             save(changed, {FRESH: 1, **dims})
             _restore_bodies(path, changed)
 
-    if static or not source.dims:
+    if static or source.all_fixed:
         write()
     else:
         keep(f"{source.sha256}-{flavour.name}", path, write)
@@ -341,7 +341,7 @@ def _parsed(source: Source, proto: onnx.ModelProto, flavour: Flavour, reduced: R
     refuse_other_caches(proto.graph.node, inferred.tensors, source.open_names, source.name)
     _check_trips(source, inferred, proto)
     _check_sizes_by_data(source, inferred.used, all_tensors(inferred))
-    tensors, original, fixed = inferred.tensors, source.graph_only.graph, static or not source.dims
+    tensors, original, fixed = inferred.tensors, source.graph_only.graph, static or source.all_fixed
 
     def on_provider(proto: onnx.ModelProto, tensors: dict[str, KernelInput], original: onnx.GraphProto,
                     shapes_known: Callable[[], Mapping[str, Shape]], outside: frozenset[str] = frozenset(),

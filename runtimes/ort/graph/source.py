@@ -18,10 +18,11 @@ from runtimes.ort.graph.bodies import body_sizes, made_within, steering_inputs
 from runtimes.ort.graph.constants import read_by_value
 from runtimes.ort.graph.fitting_sizes import fitting_sizes
 from runtimes.ort.graph.half_precision import SUFFIX, in_half
+from runtimes.ort.graph.new_batch import REBATCH, at_batch, fixed_batch
 from runtimes.ort.graph.nodes import bodies_of
 from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
-from utils import files
-from utils.errors import UserError
+from utils import cli, files
+from utils.errors import OpenSizes, UserError
 from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.model_files import (
@@ -42,6 +43,8 @@ DEFAULT_DIMS = TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=1, lt=
 TENSOR_FIELDS = ("name", "data_type", "external_data")
 MOST_CALLED = 50_000  # nodes; ONNX Runtime takes half a minute to write so many calls out
 DEEPEST_CALLS = 100  # functions; ONNX Runtime runs out of stack at some thousands
+SHOWN_SIZES = 3  # places of an open dimension
+NO_SIZE = "SIZE"  # in place of one, where none is known to fit
 OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
 
 
@@ -75,8 +78,9 @@ class Source:
         group, collection: those that the file names; "" where it names none.
         graph_only: the graph; its large tensors refer to files, as `utils.model_graphs` describes it.
         given: the file, or the model in memory.
-        sha256: the hash of the file, or of the serialised model; with an ending where it is read in half precision.
-        dims: the sizes of its dynamic dimensions.
+        sha256: the hash of the file, or of the serialised model; with an ending where it is read in half precision, or at
+            another batch.
+        dims: the sizes of its dynamic dimensions, and perhaps its new batch (`runtimes.ort.graph.new_batch`).
     """
 
     name: str
@@ -87,13 +91,27 @@ class Source:
     sha256: str
     dims: dict[str, int]
 
+    @property
+    def rebatched(self) -> bool:
+        """Whether it is taken at another batch than the fixed one of its file."""
+        return REBATCH in self.dims and REBATCH not in self.open_names.values()
+
+    @property
+    def all_fixed(self) -> bool:
+        """Whether no size was given besides a new batch: its graph holds all of them."""
+        return not self.dims or (len(self.dims) == 1 and self.rebatched)
+
     @cached_property
     def loadable(self) -> Path | bytes:
         """The file, or the serialised model, that a runtime loads: with all weights.
 
         Raises:
-            UserError: dynamic dimensions without a name get one, and the weights can't be read, or take more than 2 GiB.
+            UserError: dynamic dimensions without a name get one, and the weights can't be read, or take more than 2 GiB; or the
+                model is taken at another batch than its file's.
         """
+        if self.rebatched:
+            raise UserError(f"{self.name}: its file has another batch than {self.dims[REBATCH]}, so that its graph in ONNX "
+                            "Runtime can be predicted, but nothing can load it: leave --rebatch out")
         if isinstance(self.given, Path) and not any("." in dim for dim in open_dims(self.graph_only)):
             return self.given
         whole = read_whole_model(self.given) if isinstance(self.given, Path) else self.given
@@ -141,7 +159,8 @@ def dynamic_names(model: Path, names: Iterable[str]) -> set[str]:
     """
     proto = read_as_written(model)
     check_sound(proto, str(model))
-    return (set(open_dims(proto)) & set(names)) | _sizes_by_data(proto, names)
+    own = set(open_dims(proto)) | ({REBATCH} if fixed_batch(proto) else set())
+    return (own & set(names)) | _sizes_by_data(proto, names)
 
 
 def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
@@ -278,13 +297,16 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         raise UserError(f"{shown}: no ONNX model with nodes in it ({f'this is {kind}' if kind else 'an empty graph'})")
     if _reading.half:
         proto, name, digest = in_half(proto, shown), f"{name or stem}{SUFFIX}", f"{digest}{SUFFIX}"
+    dynamic = open_dims(proto)
+    if REBATCH in given and REBATCH not in dynamic:
+        proto, digest = at_batch(proto, given[REBATCH], shown), f"{digest}_{REBATCH}{given[REBATCH]}"
     unread = {tensor.name for tensor in proto.graph.initializer if is_hollow(tensor)}
     if unread and (decisive := sorted(unread & read_by_value(proto.graph))):
         raise UserError(f"{shown}: what it computes depends on its {decisive[0]}, whose file is missing")
-    dynamic = open_dims(proto)
-    unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto, given))
+    unknown = sorted(set(given) - set(dynamic) - {REBATCH} - _sizes_by_data(proto, given))
     if unknown:
-        available = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else "all its dimensions are fixed"
+        available = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else (
+            "all its dimensions are fixed (--rebatch 8 takes it at a batch of 8, where its graph allows that)")
         within = sorted(body_sizes(proto.graph))
         available += f"; of Loops and Ifs {', '.join(within)} can be given" if within else ""
         raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {available}")
@@ -293,12 +315,12 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         log.info("%s: %s, as its file suggests (--dim says otherwise)", stem,
                  ", ".join(f"{dim}={size}" for dim, size in stamped.items()))
     given |= stamped
-    missing = [f"{dim} ({'; '.join(places)})" for dim, places in dynamic.items() if dim not in given]
-    if missing:
-        fitting = fitting_sizes(proto, [dim for dim in dynamic if dim not in given], given, stem)
-        options = " ".join(f"--dim {shlex.quote(f'{dim}={size}')}" for dim, size in fitting.items())
-        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example "
-                        f"{options or '--dim NAME=SIZE'}")
+    if missing := [dim for dim in dynamic if dim not in given]:
+        fitting = fitting_sizes(proto, missing, given, stem)
+        options = " ".join(f"--dim {shlex.quote(f'{dim}={fitting.get(dim, NO_SIZE)}')}" for dim in missing)
+        one = f"dimension {missing[0]} ({'; '.join(dynamic[missing[0]][:SHOWN_SIZES])}) is open; give its size"
+        several = f"{len(missing)} dimensions are open ({cli.first_of(missing)}); give their sizes"
+        raise OpenSizes(f"{shown}: {one if len(missing) == 1 else several}", options)
     group, collection = origin_in(proto)
     return Source(name=name or stem, group=group, collection=collection, graph_only=proto, given=model, sha256=digest,
                   dims=given)

@@ -1,0 +1,116 @@
+"""What is kept from one command to the next: a folder of entries in the user's cache, by key.
+
+It may be emptied at any time. Entries are written at once, each with its digest, so that processes may share the folder, and an
+entry that is damaged counts as missing. Above MOST_BYTES those that were not used for longest are removed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from utils.logger import get_logger
+from utils.paths import ROOT
+from utils.temporary import temporary_file
+
+VARIABLE = "HASE_CACHE"  # environment: the folder, or `off`
+OFF = "off"
+MOST_BYTES = 256 << 20
+LEFT_SHARE = 0.8  # of MOST_BYTES, once entries are removed, so that this is seldom done
+BLOCK_BYTES = 4096  # what an entry takes on the disk at least
+DIGEST_BYTES = 32
+log = get_logger("cache")
+
+
+def cache_folder() -> Path | None:
+    """The folder, which need not exist: HASE_CACHE, else `hase` in XDG_CACHE_HOME or ~/.cache; None where nothing is kept."""
+    named = os.environ.get(VARIABLE, "")
+    if named:
+        return None if named == OFF else Path(named).absolute()
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(home):  # the XDG specification has others ignored
+        return Path(home) / "hase"
+    try:
+        return Path.home() / ".cache" / "hase"
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def key_of(*parts: object) -> str:
+    """The name of an entry that depends on these parts, as their `repr` shows them."""
+    return hashlib.sha256(repr(parts).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def read_entry(key: str) -> bytes | None:
+    """What is kept under a key; None where nothing is, or it is damaged."""
+    if (folder := cache_folder()) is None:
+        return None
+    try:
+        whole = (folder / key).read_bytes()
+    except OSError:
+        return None
+    digest, data = whole[:DIGEST_BYTES], whole[DIGEST_BYTES:]
+    if hashlib.sha256(data).digest() != digest:
+        log.debug("%s: damaged, so it is made anew", folder / key)
+        return None
+    with suppress(OSError):  # removed by another process, or a folder that can only be read
+        os.utime(folder / key)
+    return data
+
+
+def write_entry(key: str, data: bytes) -> None:
+    """Keeps something under a key. Where that fails (no space, no permission), nothing is kept."""
+    if (folder := cache_folder()) is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with temporary_file(folder / key) as temporary:  # without fsync: what a crash leaves has another digest
+            temporary.write_bytes(hashlib.sha256(data).digest() + data)
+            temporary.replace(folder / key)
+        _remove_oldest(folder)
+    except OSError as error:
+        log.debug("%s: nothing is kept: %s", folder, error)
+
+
+def kept_json(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The JSON object under a key, made by `make` and kept if it is missing."""
+    if (data := read_entry(key)) is not None:
+        found: dict[str, Any] = json.loads(data)
+        return found
+    made = make()
+    write_entry(key, json.dumps(made).encode())
+    return made
+
+
+@functools.cache
+def code_of(*folders: str) -> tuple[tuple[str, int, int], ...]:
+    """Size and time of change of each file of Hase's code, and of its tables, in folders of the repository: part of the key of
+    what these make."""
+    return tuple(sorted((str(path.relative_to(ROOT)), stat.st_size, stat.st_mtime_ns) for folder in folders
+                        for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json", ".yaml")
+                        for stat in [path.stat()]))
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Removes the entries that were not used for longest, if all take more than MOST_BYTES."""
+    entries = []
+    with os.scandir(folder) as found:
+        for entry in found:
+            with suppress(OSError):  # another process removed it
+                stat = entry.stat(follow_symlinks=False)
+                entries.append((stat.st_mtime_ns, max(stat.st_size, BLOCK_BYTES), entry.path))
+    total = sum(size for _, size, _ in entries)
+    if total <= MOST_BYTES:
+        return
+    for _, size, path in sorted(entries):
+        if total <= LEFT_SHARE * MOST_BYTES:
+            break
+        with suppress(OSError):
+            os.unlink(path)
+        total -= size
