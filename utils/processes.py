@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures  # which loads its pool of processes at the first use
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -113,6 +114,29 @@ def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, cra
                     results[number] = crashed(items[number])
         left = left[jobs + 1:]
     return [results[number] for number in range(len(items))]
+
+
+def in_processes(task: Callable[[T], list[R]], batches: Iterable[T], jobs: int) -> Iterator[R]:
+    """The results of `task` for batch after batch, in order, computed in `jobs` processes. A batch is taken when a process will
+    soon be free for it, so a stream may be longer than memory.
+
+    Args:
+        task: a function at the top of a module, or a partial one; it gives the results of a batch.
+        batches: its arguments; they and the results are pickled.
+        jobs: number of processes.
+    """
+    with process_pool(jobs) as pool:
+        pending: deque[futures.Future[list[R]]] = deque()
+        try:
+            for batch in batches:
+                pending.append(pool.submit(task, batch))
+                if len(pending) > jobs + 1:
+                    yield from pending.popleft().result()
+            while pending:
+                yield from pending.popleft().result()
+        finally:
+            for future in pending:  # nobody wants them any more
+                future.cancel()
 
 
 def set_by_signal() -> Event:

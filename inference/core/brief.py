@@ -119,14 +119,11 @@ class BriefPredictions:
         Raises:
             UserError: a model can't be predicted, or its energy.
         """
-        records = [record for _, record in models]
-        if self._together:
-            self._table.add(records)
-        together = [self._together and self._table.usual(record) for record in records]
-        usual = [record for record, is_usual in zip(records, together, strict=True) if is_usual]
+        numbers = self._table.numbers([record for _, record in models]) if self._together else [None] * len(models)
+        usual = [(record, of_model) for (_, record), of_model in zip(models, numbers, strict=True) if of_model is not None]
         answers = iter(self._of_usual(usual) if usual else [])
-        return [next(answers) if is_usual else self._of_run(self._one_by_one(source))
-                for (source, _), is_usual in zip(models, together, strict=True)]
+        return [self._of_run(self._one_by_one(source)) if of_model is None else next(answers)
+                for (source, _), of_model in zip(models, numbers, strict=True)]
 
     def _of_run(self, run: PredictedRun) -> BriefPrediction:
         """The main numbers of a prediction that was made by itself."""
@@ -138,20 +135,23 @@ class BriefPredictions:
         memory = (whole.peak_memory_mib, whole.fits_memory) if self._wanted.memory else (None, None)
         return BriefPrediction(whole.model, whole.latency_ms, whole.interval_ms, whole.rough_estimate, energy, *memory)
 
-    def _of_usual(self, records: Sequence[ModelRecord]) -> list[BriefPrediction]:
-        batch = self._table.batch(records)
+    def _of_usual(self, models: Sequence[tuple[ModelRecord, list[int]]]) -> list[BriefPrediction]:
+        """The predictions of models with the numbers of their kernels."""
+        batch = self._table.batch([record.model for record, _ in models], [of_model for _, of_model in models])
         found = _latencies(batch, self._conditions)
         low_ms, high_ms = found.spans.low * found.latency_ms, found.spans.high * found.latency_ms
-        answers = [BriefPrediction(record.model, latency, interval, rough) for record, latency, interval, rough in zip(
-            records, found.latency_ms.tolist(), zip(low_ms.tolist(), high_ms.tolist(), strict=True), found.rough.tolist(),
-            strict=True)]
+        answers = [BriefPrediction(*numbers) for numbers in zip(
+            batch.models, found.latency_ms.tolist(), zip(low_ms.tolist(), high_ms.tolist(), strict=True),
+            found.rough.tolist(), strict=True)]
         if self._wanted.energy is not None:
             energies = _energies(batch, self._wanted.energy, found, low_ms, high_ms)
             answers = [answer._replace(energy=energy) for answer, energy in zip(answers, energies, strict=True)]
-        return list(map(self._with_memory, answers, records)) if self._wanted.memory else answers
+        if self._wanted.memory:
+            answers = [self._with_memory(answer, *model) for answer, model in zip(answers, models, strict=True)]
+        return answers
 
-    def _with_memory(self, answer: BriefPrediction, record: ModelRecord) -> BriefPrediction:
-        peak_mib = peak_memory(record, layouts=self._table.layouts(record)).peak_mib
+    def _with_memory(self, answer: BriefPrediction, record: ModelRecord, numbers: Sequence[int]) -> BriefPrediction:
+        peak_mib = peak_memory(record, layouts=self._table.layouts(record, numbers)).peak_mib
         return answer._replace(peak_memory_mib=peak_mib,
                                fits_memory=None if self._device_mib is None else peak_mib <= self._device_mib)
 
@@ -164,7 +164,7 @@ def _totals(batch: Batch, amounts: Floats) -> Floats:
 
 def _any(batch: Batch, kernels: Mask) -> Mask:
     """Whether each model has one of these kernels."""
-    return np.asarray(kernels[batch.runs].any(axis=1) if kernels.any() else np.zeros(len(batch.records), dtype=bool))
+    return np.asarray(kernels[batch.runs].any(axis=1) if kernels.any() else np.zeros(len(batch.models), dtype=bool))
 
 
 class _Composed:
@@ -282,8 +282,7 @@ def _energies(batch: Batch, learned: EnergyModel, found: _Latencies, low_ms: Flo
     """
     columns, latency = batch.columns, found.latency_ms
     if not latency.all():
-        name = batch.records[int(np.argmin(latency))].model
-        raise UserError(f"{name}: a run takes no time, so there is no energy to predict")
+        raise UserError(f"{batch.models[int(np.argmin(latency))]}: a run takes no time, so there is no energy to predict")
     busy_ms = _totals(batch, columns.kernels().gpu_ms)
     timed_j, fixed_j = _totals(batch, columns["timed_j"]), _totals(batch, columns["fixed_j"])
     limit_w = math.inf if learned.limit_w is None else learned.limit_w

@@ -6,7 +6,8 @@ A kernel is worked out once, when the first model that holds it comes. A model i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,12 +24,15 @@ from training.energy.learned import Part
 if TYPE_CHECKING:
     from inference.core.buffers import Layout
     from inference.core.conditions import Conditions
-    from records.kernel_record import Kernel, ModelRecord
+    from records.kernel_record import Kernel, ModelRecord, Node
     from training.energy.learned import EnergyModel
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 MOST_KERNELS = 50_000  # in the table: it is begun anew when it holds more
+InRun = tuple[str, str, str, float]  # of a node: its kernel, the provider, what it is inside of, and how often it runs
+IN_RUN: Callable[[Node], InRun] = attrgetter("kernel_id", "provider", "inside", "runs")
+ONCE = "", 1.0  # of a node in the main graph
 CERTAINLY = KernelUncertainty("estimated", CERTAIN, CERTAIN, False)
 
 
@@ -119,12 +123,12 @@ class Batch(NamedTuple):
     """Models by the numbers of their kernels.
 
     Attributes:
-        records: the models.
+        models: their names.
         runs: models × nodes: the number of each node's kernel in `columns`; NOTHING where a model has no more nodes.
         columns: the kernels.
     """
 
-    records: Sequence[ModelRecord]
+    models: Sequence[str]
     runs: Ints
     columns: Columns
 
@@ -138,37 +142,48 @@ class KernelTable:
         self._begin()
 
     def _begin(self) -> None:
-        self._numbers: dict[Placed, int] = {}
+        self._numbers: dict[InRun, int] = {}
         self._unusual: set[Placed] = set()
-        self.known: list[KernelInModel | None] = [None]
+        self._layouts: list[Layout | None] = [None]
         self._rows = np.array([Contribution()], dtype=float)
 
-    def usual(self, record: ModelRecord) -> bool:
-        """Whether the nodes of a model run once each, in the order of the record, and are what the predictors hold for. Others
-        are predicted one by one.
+    def numbers(self, records: Sequence[ModelRecord]) -> list[list[int] | None]:
+        """The number of each node's kernel in the table, for each model; kernels that are new to it are worked out together.
 
-        Call it after `add`.
+        None for a model that must be predicted by itself: its nodes do not all run once, in the order of the record, or it is
+        not what the predictors hold for.
         """
-        if record.guessed or record.assumed or not self._of_target(record) or any(
-                node.inside or node.runs != 1.0 for node in record.nodes):
-            return False
-        keys = {(node.kernel_id, node.provider) for node in record.nodes}
-        return self._unusual.isdisjoint(keys) and len({name for name, _ in keys}) == len(record.kernels)
-
-    def _of_target(self, record: ModelRecord) -> bool:
-        """Whether a model's graph is of the runtime that the predictors hold for."""
-        graph, trained = record.flavour, self._conditions.fitted.target.flavour
-        return (graph.device, graph.runtime, graph.runtime_version) == (
-            trained.device, trained.runtime, trained.runtime_version)
-
-    def add(self, records: Sequence[ModelRecord]) -> None:
-        """Works out the kernels of models that are not in the table yet."""
-        if len(self.known) > MOST_KERNELS:
+        if len(self._layouts) > MOST_KERNELS:
             self._begin()
-        numbers, unusual = self._numbers, self._unusual
+        found = [self._found(record) for record in records]
+        unknown = [record for record, of_model in zip(records, found, strict=True) if None in of_model]
+        if unknown:
+            self._add(unknown)
+            found = [self._found(record) if None in of_model else of_model
+                     for record, of_model in zip(records, found, strict=True)]
+        return [self._if_usual(record, of_model) for record, of_model in zip(records, found, strict=True)]
+
+    def _found(self, record: ModelRecord) -> list[int | None]:
+        return list(map(self._numbers.get, map(IN_RUN, record.nodes)))
+
+    def _if_usual(self, record: ModelRecord, found: Sequence[int | None]) -> list[int] | None:
+        """The numbers of a model's kernels if it can be predicted together with others; else None."""
+        numbers = [number for number in found if number is not None]
+        graph, trained = record.flavour, self._conditions.fitted.target.flavour
+        if len(numbers) < len(found) or record.guessed or record.assumed or (
+                graph.device, graph.runtime, graph.runtime_version) != (
+                trained.device, trained.runtime, trained.runtime_version):
+            return None
+        of_nodes = len(set(numbers))
+        if of_nodes != len(record.kernels):  # kernels that run on both providers, or that no node has
+            of_nodes = len({node.kernel_id for node in record.nodes})
+        return numbers if of_nodes == len(record.kernels) else None
+
+    def _add(self, records: Sequence[ModelRecord]) -> None:
+        """Works out the kernels of models that are not in the table yet."""
         placed = {key: record.kernels[key[0]] for record in records
                   for key in {(node.kernel_id, node.provider) for node in record.nodes}
-                  if key not in numbers and key not in unusual}
+                  if (*key, *ONCE) not in self._numbers and key not in self._unusual}
         self._unusual |= {key for key, kernel in placed.items()
                           if is_control_flow(kernel) or kernel.subgraphs or kernel.dtype in self._dtypes}
         new = {key: kernel for key, kernel in placed.items() if key not in self._unusual}
@@ -176,28 +191,26 @@ class KernelTable:
             return
         contributed = contributions(new, self._conditions)
         rows = [contribution(kernel, contributed[key], self._learned) for key, kernel in new.items()]
-        self._numbers |= {key: number for number, key in enumerate(new, len(self.known))}
-        if len(self.known) + len(rows) > len(self._rows):  # room for as many again, so that few additions copy the table
-            self._rows = np.concatenate([self._rows[:len(self.known)], np.empty((len(self.known) + len(rows),
-                                                                                 len(COLUMN)))])
-        self._rows[len(self.known):len(self.known) + len(rows)] = np.array(rows, dtype=float)
-        self.known += [contributed[key] for key in new]
+        before, after = len(self._layouts), len(self._layouts) + len(rows)
+        if after > len(self._rows):  # room for as many again, so that few additions copy the table
+            self._rows = np.concatenate([self._rows[:before], np.empty((after, len(COLUMN)))])
+        self._rows[before:after] = np.array(rows, dtype=float)
+        self._layouts += [contributed[key].layout for key in new]
+        self._numbers |= {(*key, *ONCE): number for number, key in enumerate(new, before)}
 
-    def batch(self, records: Sequence[ModelRecord]) -> Batch:
-        """Models whose kernels are in the table, by the numbers of these."""
-        numbers = self._numbers
-        of_models = [[numbers[node.kernel_id, node.provider] for node in record.nodes] for record in records]
-        runs = np.full((len(records), max(map(len, of_models), default=0)), NOTHING)
-        for row, of_model in zip(runs, of_models, strict=True):
+    def batch(self, models: Sequence[str], numbers: Sequence[Sequence[int]]) -> Batch:
+        """Models by the numbers of their kernels in the table, with these kernels alone."""
+        runs = np.full((len(models), max(map(len, numbers), default=0)), NOTHING)
+        for row, of_model in zip(runs, numbers, strict=True):
             row[:len(of_model)] = of_model
-        used = np.zeros(len(self.known), dtype=bool)
+        used = np.zeros(len(self._layouts), dtype=bool)
         used[runs] = used[NOTHING] = True
         places = np.flatnonzero(used)
-        renumbered = np.zeros(len(self.known), dtype=int)
+        renumbered = np.zeros(len(self._layouts), dtype=int)
         renumbered[places] = np.arange(len(places))
-        return Batch(records, renumbered[runs], Columns(self._rows[places]))
+        return Batch(models, renumbered[runs], Columns(self._rows[places]))
 
-    def layouts(self, record: ModelRecord) -> Mapping[str, Layout]:
+    def layouts(self, record: ModelRecord, numbers: Sequence[int]) -> dict[str, Layout]:
         """How the kernels of a model in the table use memory, by id."""
-        return {node.kernel_id: known.layout for node in record.nodes
-                if (known := self.known[self._numbers[node.kernel_id, node.provider]]) is not None}
+        return {node.kernel_id: layout for node, number in zip(record.nodes, numbers, strict=True)
+                if (layout := self._layouts[number]) is not None}

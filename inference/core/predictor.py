@@ -13,13 +13,14 @@ runs), else the predicted one, else an estimate from measured operators of its c
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 
-from inference.core.arguments import check_calls, checked_dims, checked_target, workspace_at
+from inference.core.arguments import check_calls, checked_count, checked_dims, checked_target, workspace_at
 from inference.core.brief import BriefPrediction, BriefPredictions, Wanted
 from inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
 from inference.core.energy import EnergyPrediction, energy_of
@@ -45,6 +46,7 @@ from runtimes import analysis
 from training.energy.learned import EnergyModel, read_energy
 from training.energy.scaled import scaled
 from utils.paths import Workspace
+from utils.processes import in_processes
 
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
@@ -58,11 +60,17 @@ if TYPE_CHECKING:
 
 POINTS = 21  # of a curve over the load
 BATCH = 256  # models that a stream predicts together
+S = TypeVar("S")
 T = TypeVar("T")
 
 
 def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """The items in lists of `size`, the last one shorter."""
+    """The items in lists of `size`, the last one shorter.
+
+    Raises:
+        UserError: `size` is no number of models.
+    """
+    checked_count("batch", size)
     left = iter(items)
     while batch := list(islice(left, size)):
         yield batch
@@ -274,7 +282,8 @@ class Predictor:
 
     def predict_stream(self, sources: Iterable[Source], *, batch: int = BATCH,
                        **options: Unpack[Options]) -> Iterator[Prediction]:
-        """As `predict_many`, one after another: it takes `batch` models at a time, and holds no more of them.
+        """As `predict_many`, one after another: it takes `batch` models at a time, and holds no more of them. Where latencies,
+        energies and memory are enough, `predict_briefly` takes a small part of the time.
 
         Args:
             sources: as for `predict_many`; they may be made while they are taken, and may never end.
@@ -287,25 +296,40 @@ class Predictor:
         for models in batches(sources, batch):
             yield from self.predict_many(models, **options)
 
-    def predict_briefly(self, sources: Iterable[Source], *, energy: bool = False, memory: bool = False, batch: int = BATCH,
+    def predict_briefly(self, sources: Iterable[S], *, make: Callable[[S], Source] | None = None, energy: bool = False,
+                        memory: bool = False, batch: int = BATCH, processes: int = 1,
                         **options: Unpack[Options]) -> Iterator[BriefPrediction]:
         """The main numbers of predictions, for a search over many thousands of models: the same as `predict_stream` has,
-        without warnings and tables, in a small part of the time.
+        without warnings and tables, in a small part of the time. It takes `batch` models at a time.
+
+        With several processes it takes a few batches ahead. They are spawned, so a script that asks for them must keep what it
+        does when it is run under `if __name__ == "__main__"`. To hand a record over takes longer than to predict it: give what
+        is small (a path, a choice of the search), and `make`, which then works in all processes at the same time.
 
         Args:
-            sources: as for `predict_stream`.
+            sources: as for `predict_stream`; or with `make`, anything it takes.
+            make: makes each source of what `sources` gives; for several processes a function at the top of a module, or a
+                `functools.partial` of one.
             energy: whether energies are wanted.
             memory: whether peak memories are wanted, which take longer than all other numbers together.
             batch: number of models that are predicted together.
+            processes: that share the work.
             options: as for `predict_many`.
 
         Raises:
             UserError: the model, the predictors, the load or the pace can't be used, or nothing was learned of the target's
                 energy; the message says why.
         """
-        predicts = self.brief(energy=energy, memory=memory, **options)
-        for models in batches(sources, batch):
-            yield from predicts(models)
+        if processes == 1:
+            predicts = self.brief(energy=energy, memory=memory, **options)
+            for items in batches(sources, batch):
+                yield from predicts([make(item) for item in items] if make else cast("list[Source]", items))
+        else:
+            checked_count("processes", processes)
+            fresh = Predictor(self.workspace, self.target, strict=self.strict, force=self.force, estimators=self.estimators,
+                              any_device=self.any_device, no_weights=self.no_weights)  # without what was read
+            work = pickle.dumps((partial(fresh.brief, energy=energy, memory=memory, **options), make))
+            yield from in_processes(partial(_predicted_briefly, work), batches(sources, batch), processes)
 
     def brief(self, *, energy: bool = False, memory: bool = False,
               **options: Unpack[Options]) -> Callable[[Sequence[Source]], list[BriefPrediction]]:
@@ -436,6 +460,19 @@ class Predictor:
 
     def _run_of(self, model: Source | PredictedRun, options: Options) -> PredictedRun:
         return model if isinstance(model, PredictedRun) else self.run(model, **options)
+
+
+@cache
+def _brief_of(work: bytes) -> tuple[Callable[[Sequence[Source]], list[BriefPrediction]], Callable[[Any], Source] | None]:
+    """What predicts, and what makes sources, in a process of a stream; kept from batch to batch."""
+    brief, make = pickle.loads(work)
+    return brief(), make
+
+
+def _predicted_briefly(work: bytes, items: list[Any]) -> list[BriefPrediction]:
+    """The predictions of a batch, in a process of a stream."""
+    predicts, make = _brief_of(work)
+    return predicts([make(item) for item in items] if make else items)
 
 
 def predict(source: Source, *, workspace: Workspace | str | Path | None = None, target: str | None = None, strict: bool = False,

@@ -47,6 +47,10 @@ def leaves_gpu_idle(kernel: Kernel, label: str) -> bool:
     return label in ON_GPU and not kernel.moves_data
 
 
+def _features(kernel: Kernel) -> npt.NDArray[np.float64]:
+    return np.array(KERNEL_FEATURES.compute(kernel), dtype=float)
+
+
 @dataclass
 class Predictors:
     """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it.
@@ -65,7 +69,7 @@ class Predictors:
     _models: dict[str, KernelModel | Transferred] = field(default_factory=dict, repr=False)
     _doubt: KernelModel | None = field(default=None, repr=False)
     _doubts: dict[str, float] = field(default_factory=dict, repr=False)
-    _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
+    _features: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
 
     @property
@@ -137,7 +141,7 @@ class Predictors:
 
     def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
         """kernels × KERNEL_FEATURES; those of a kernel are computed once and kept."""
-        return np.array([files.cached(self._features, kernel.id, partial(KERNEL_FEATURES.compute, kernel), REMEMBERED_KERNELS)
+        return np.array([files.cached(self._features, kernel.id, partial(_features, kernel), REMEMBERED_KERNELS)
                          for kernel in kernels], dtype=float)
 
     def drift_of(self, kernel: Kernel, label: str) -> float:
