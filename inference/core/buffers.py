@@ -110,7 +110,8 @@ def lay_out(store: Arena | Block, run: Iterable[NodeBuffers], scratch_bytes: Ite
     """
     places: dict[str, tuple[int, int]] = {}
     for buffers, scratch in zip(run, scratch_bytes, strict=True):
-        places |= {name: store.allocate(int(times * size)) for name, size in buffers.made}
+        for name, size in buffers.made:
+            places[name] = store.allocate(int(times * size))
         if scratch:
             store.free(store.allocate(scratch))
         for name in buffers.freed:
