@@ -6,6 +6,7 @@ the records in memory, in rounds that take turns, so that other work on the mach
 ratio within a round. The first pass over the records meets new kernels, the second one none.
 
 Prints one row per way: networks a second in the first and in the second pass, and how many times those of the earlier commit.
+The earlier commit's answers hold its peak memory, which it estimated more simply.
 """
 
 from __future__ import annotations
@@ -66,11 +67,12 @@ print(json.dumps({"seconds": seconds, "latencies_ms": latencies}))
 
 
 class Way(NamedTuple):
-    """A way to predict: the options of `Predictor.predict_briefly`, and which part of the networks is enough to time it (one in
-    `fewer`)."""
+    """A way to predict: the options of `Predictor.predict_briefly`, which part of the networks is enough to time it (one in
+    `fewer`), and the passes over those whose kernels it knows."""
 
     options: dict[str, Any]
-    fewer: int
+    fewer: int = 1
+    passes: int = 8
 
 
 @contextmanager
@@ -122,21 +124,23 @@ def seconds_before(folder: Path, candidates: Path) -> list[float]:
 
 
 def seconds_of(way: Way, candidates: Path, count: int) -> list[float]:
-    """What a way takes for the first and the second pass, in seconds: from when the stream asks for the first record of the
-    pass until the last answer is there. Processes have started, and have read the predictors and the records, before."""
-    warm_up, began, ended = 2 * BATCH * way.options.get("processes", 1), list[float](), list[float]()
+    """What a way takes for one pass over the records, in seconds, if it meets new kernels, and if it knows them all: from when
+    the stream asks for the first record until the last answer is there. Processes have started, and have read the predictors
+    and the records, before. The known kernels are timed over several passes, since processes work a few batches ahead."""
+    warm_up, began, ended = 4 * BATCH * way.options.get("processes", 1), list[float](), list[float]()
 
     def places() -> Iterator[int]:
         yield from (0 for _ in range(warm_up))
-        for _ in range(2):
+        for passes in (1, way.passes):
             began.append(time.perf_counter())
-            yield from range(count)
+            yield from list(range(count)) * passes
 
     make = functools.partial(record_at, path=candidates)
     for number, _ in enumerate(Predictor(target=TARGET).predict_briefly(places(), make=make, batch=BATCH, **way.options), 1):
-        if number in (warm_up + count, warm_up + 2 * count):
+        if number in (warm_up + count, warm_up + (1 + way.passes) * count):
             ended.append(time.perf_counter())
-    return [end - begin for begin, end in zip(began, ended, strict=True)]
+    first_s, second_s = (end - begin for begin, end in zip(began, ended, strict=True))
+    return [first_s, second_s / way.passes]
 
 
 def rows_of(seconds: dict[str, list[list[float]]], counts: dict[str, int], earlier: str) -> list[dict[str, Any]]:
@@ -161,9 +165,9 @@ def main() -> int:
     parser.add_argument("--processes", type=cli.count, default=2, help="of the way with several (default: 2)")
     args = parser.parse_args()
     cli.start(args)
-    ways = {"brief": Way({}, 1), "brief, with energy": Way({"energy": True}, 1),
-            "brief, with energy and memory": Way({"energy": True, "memory": True}, SLOWER),
-            f"brief, {args.processes} processes": Way({"processes": args.processes}, 1)}
+    ways = {"brief": Way({}), f"brief, {args.processes} processes": Way({"processes": args.processes}),
+            "brief, with energy": Way({"energy": True}),
+            "brief, with energy and memory": Way({"energy": True, "memory": True}, SLOWER, 1)}
     counts = {args.before: args.count} | {name: max(BATCH, args.count // way.fewer) for name, way in ways.items()}
     seconds: dict[str, list[list[float]]] = {name: [] for name in counts}
     with checked_out(args.before) as earlier, temporary_folder() as folder:
