@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from inference.core.model_run import PredictedRun
     from inference.core.sources import Source
     from records.kernel_record import ModelRecord
+    from training.composition.intervals import CalibratedInterval
     from training.energy.learned import EnergyModel
 
 Floats = npt.NDArray[np.float64]
@@ -183,27 +184,25 @@ class _Composed:
             return np.maximum(latencies_ms(batch.runs, kernels, costs, self._beside), _totals(batch, kernels.gpu_ms))
         return np.asarray(latency_ms(used, _totals(batch, columns["time_ms"] * time_times), _totals(batch, columns["works"])))
 
-    def relative(self, ends_ms: Sequence[Floats]) -> _Spans:
-        """The factors from the latencies to the shortest and longest of others; 1 for a model that takes no time."""
-        low, high = (end(ends_ms) for end in (np.minimum.reduce, np.maximum.reduce))
-        return _Spans(*(np.divide(end, self.latency_ms, out=np.ones_like(end), where=self.latency_ms > 0)
-                        for end in (low, high)))
+    def _relative(self, low_ms: Floats, high_ms: Floats) -> _Spans:
+        """The factors from the latencies to other ones; 1 for a model that takes no time."""
+        return _Spans(*(np.divide(end_ms, self.latency_ms, out=np.ones_like(end_ms), where=self.latency_ms > 0)
+                        for end_ms in (low_ms, high_ms)))
 
     def moved_by(self, kernels: Mask) -> _Spans:
         """The factors by which the latencies move if these kernels are at the low ends, or all at the high ends, of their
         times."""
-        columns, costs = self._batch.columns, self._conditions.costs
-        low, high = (self.at(costs, np.where(kernels, columns[f"time_{end}"], 1.0),
-                             np.where(kernels, columns[f"launches_{end}"], 1.0)) for end in ("low", "high"))
-        return _Spans(*(np.divide(end, self.latency_ms, out=np.ones_like(end), where=self.latency_ms > 0)
-                        for end in (low, high)))
+        columns = self._batch.columns
+        return self._relative(*(self.at(self._conditions.costs, np.where(kernels, columns[f"time_{end}"], 1.0),
+                                        np.where(kernels, columns[f"launches_{end}"], 1.0)) for end in ("low", "high")))
 
     def moved_by_host(self) -> _Spans | None:
         """The factors by which they move with the host's pace (`model_run.hosts_span`); None where it does not matter."""
         pace, usual = self._conditions.pace, self._conditions.usual_costs
         if pace is None or usual is None or self._conditions.used.assumed:
             return None
-        return self.relative([self.at(usual.at_pace(end)) for end in hosts_between(pace.ratio)])
+        ends_ms = [self.at(usual.at_pace(end)) for end in hosts_between(pace.ratio)]
+        return self._relative(np.minimum.reduce(ends_ms), np.maximum.reduce(ends_ms))
 
 
 def _latencies(batch: Batch, conditions: Conditions) -> _Latencies:
@@ -213,8 +212,8 @@ def _latencies(batch: Batch, conditions: Conditions) -> _Latencies:
     latency = composed.latency_ms
     everything = np.ones(len(columns["time_ms"]), dtype=bool)
     of_kernels, by_rough = composed.moved_by(everything), composed.moved_by(columns.mask("rough"))
-    if used.calibrated:
-        fit, moved = _calibrated(batch, conditions, latency), composed.moved_by(~columns.mask("calibrated"))
+    if used.calibrated is not None:
+        fit, moved = _calibrated(batch, used.calibrated, latency), composed.moved_by(~columns.mask("calibrated"))
     else:
         fit, moved = _fitted(batch, conditions), of_kernels
     hosts = composed.moved_by_host()
@@ -242,10 +241,9 @@ def _joined(spans: Sequence[_Spans]) -> _Spans:
     return _Spans(np.exp(-low), np.exp(np.sqrt(sum(np.log(np.maximum(span.high, 1.0)) ** 2 for span in spans))))
 
 
-def _calibrated(batch: Batch, conditions: Conditions, latency: Floats) -> _Spans:
+def _calibrated(batch: Batch, interval: CalibratedInterval, latency: Floats) -> _Spans:
     """The calibrated interval of each model, as `intervals.CalibratedInterval.ends` and `intervals.sources` have it."""
-    interval, columns = conditions.used.calibrated, batch.columns
-    assert interval is not None
+    columns = batch.columns
     gpu_ms = columns.kernels().gpu_ms
     total_ms = _totals(batch, gpu_ms)
     busy = (total_ms > 0) & (latency > 0)

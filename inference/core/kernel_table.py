@@ -6,7 +6,7 @@ A kernel is worked out once, when the first model that holds it comes. A model i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graph_model.simulation.many_runs import NOTHING, Ints, RunKernels
-from inference.core.kernels_in_model import KernelInModel, Placed, contributions
+from inference.core.kernels_in_model import KernelInModel, contributions
 from inference.core.model_run import novelty
 from inference.core.targets import FLOATING
 from inference.core.uncertainty import CALIBRATED, CERTAIN, KernelUncertainty
@@ -133,6 +133,19 @@ class Batch(NamedTuple):
     columns: Columns
 
 
+class _Numbers(dict[InRun, int]):
+    """Numbers of kernels from 1 on. A kernel gets one when it is first asked for, and is then among the `new` ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new: list[InRun] = []
+
+    def __missing__(self, key: InRun) -> int:
+        self.new.append(key)
+        self[key] = len(self) + 1
+        return self[key]
+
+
 class KernelTable:
     """The kernels of all models so far."""
 
@@ -142,8 +155,8 @@ class KernelTable:
         self._begin()
 
     def _begin(self) -> None:
-        self._numbers: dict[InRun, int] = {}
-        self._unusual: set[Placed] = set()
+        self._numbers = _Numbers()
+        self._unusual: set[int] = set()  # numbers
         self._layouts: list[Layout | None] = [None]
         self._rows = np.array([Contribution()], dtype=float)
 
@@ -153,50 +166,47 @@ class KernelTable:
         None for a model that must be predicted by itself: its nodes do not all run once, in the order of the record, or it is
         not what the predictors hold for.
         """
-        if len(self._layouts) > MOST_KERNELS:
+        if len(self._layouts) > MOST_KERNELS or len(self._layouts) <= len(self._numbers):  # full, or unfinished after an error
             self._begin()
-        found = [self._found(record) for record in records]
-        unknown = [record for record, of_model in zip(records, found, strict=True) if None in of_model]
-        if unknown:
-            self._add(unknown)
-            found = [self._found(record) if None in of_model else of_model
-                     for record, of_model in zip(records, found, strict=True)]
-        return [self._if_usual(record, of_model) for record, of_model in zip(records, found, strict=True)]
+        found = []
+        new: dict[InRun, Kernel] = {}
+        for record in records:
+            found.append(list(map(self._numbers.__getitem__, map(IN_RUN, record.nodes))))
+            if self._numbers.new:
+                new |= {key: record.kernels[key[0]] for key in self._numbers.new}
+                self._numbers.new.clear()
+        if new:
+            self._add(new)
+        return [numbers if self._is_usual(record, numbers) else None for record, numbers in zip(records, found, strict=True)]
 
-    def _found(self, record: ModelRecord) -> list[int | None]:
-        return list(map(self._numbers.get, map(IN_RUN, record.nodes)))
-
-    def _if_usual(self, record: ModelRecord, found: Sequence[int | None]) -> list[int] | None:
-        """The numbers of a model's kernels if it can be predicted together with others; else None."""
-        numbers = [number for number in found if number is not None]
+    def _is_usual(self, record: ModelRecord, numbers: Sequence[int]) -> bool:
+        """Whether a model can be predicted together with others."""
         graph, trained = record.flavour, self._conditions.fitted.target.flavour
-        if len(numbers) < len(found) or record.guessed or record.assumed or (
+        if record.guessed or record.assumed or not self._unusual.isdisjoint(numbers) or (
                 graph.device, graph.runtime, graph.runtime_version) != (
                 trained.device, trained.runtime, trained.runtime_version):
-            return None
-        of_nodes = len(set(numbers))
-        if of_nodes != len(record.kernels):  # kernels that run on both providers, or that no node has
-            of_nodes = len({node.kernel_id for node in record.nodes})
-        return numbers if of_nodes == len(record.kernels) else None
+            return False
+        if len(set(numbers)) == len(record.kernels):
+            return True
+        of_nodes = {node.kernel_id for node in record.nodes}  # a kernel may run on both providers, or be one that no node has
+        return len(of_nodes) == len(record.kernels)
 
-    def _add(self, records: Sequence[ModelRecord]) -> None:
-        """Works out the kernels of models that are not in the table yet."""
-        placed = {key: record.kernels[key[0]] for record in records
-                  for key in {(node.kernel_id, node.provider) for node in record.nodes}
-                  if (*key, *ONCE) not in self._numbers and key not in self._unusual}
-        self._unusual |= {key for key, kernel in placed.items()
-                          if is_control_flow(kernel) or kernel.subgraphs or kernel.dtype in self._dtypes}
-        new = {key: kernel for key, kernel in placed.items() if key not in self._unusual}
-        if not new:
-            return
-        contributed = contributions(new, self._conditions)
-        rows = [contribution(kernel, contributed[key], self._learned) for key, kernel in new.items()]
-        before, after = len(self._layouts), len(self._layouts) + len(rows)
+    def _add(self, new: Mapping[InRun, Kernel]) -> None:
+        """Adds kernels, which have the next numbers."""
+        usual = {key[:2]: kernel for key, kernel in new.items() if key[2:] == ONCE and not (
+            is_control_flow(kernel) or kernel.subgraphs or kernel.dtype in self._dtypes)}
+        contributed = contributions(usual, self._conditions)
+        rows, before = [], len(self._layouts)
+        for number, (key, kernel) in enumerate(new.items(), before):
+            known = contributed[key[:2]] if key[2:] == ONCE and key[:2] in usual else None
+            rows.append(Contribution() if known is None else contribution(kernel, known, self._learned))
+            self._layouts.append(None if known is None else known.layout)
+            if known is None:
+                self._unusual.add(number)
+        after = before + len(rows)
         if after > len(self._rows):  # room for as many again, so that few additions copy the table
             self._rows = np.concatenate([self._rows[:before], np.empty((after, len(COLUMN)))])
         self._rows[before:after] = np.array(rows, dtype=float)
-        self._layouts += [contributed[key].layout for key in new]
-        self._numbers |= {(*key, *ONCE): number for number, key in enumerate(new, before)}
 
     def batch(self, models: Sequence[str], numbers: Sequence[Sequence[int]]) -> Batch:
         """Models by the numbers of their kernels in the table, with these kernels alone."""

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
-from inference import Predictor
+from inference.core.predictor import BATCH, Predictor
 from recipes.search.candidates import candidate
 from records.kernel_record import ModelRecord
 from utils import cli
@@ -45,7 +45,7 @@ python recipes/search/speed.py --before HEAD~1 --json
 """
 TARGET, FLAVOUR = "nvidia-h200", Flavour(device="cuda", runtime_version="1.31")
 BEFORE = "a646845"
-BATCH, SLOWER = 64, 4
+SLOWER = 4
 # Runs in the earlier commit's folder: how many seconds its predictions took, in the first and in the second pass.
 EARLIER = """
 import json, sys, time
@@ -136,7 +136,7 @@ def seconds_of(way: Way, candidates: Path, count: int) -> list[float]:
             yield from list(range(count)) * passes
 
     make = functools.partial(record_at, path=candidates)
-    for number, _ in enumerate(Predictor(target=TARGET).predict_briefly(places(), make=make, batch=BATCH, **way.options), 1):
+    for number, _ in enumerate(Predictor(target=TARGET).predict_briefly(places(), make=make, **way.options), 1):
         if number in (warm_up + count, warm_up + (1 + way.passes) * count):
             ended.append(time.perf_counter())
     first_s, second_s = (end - begin for begin, end in zip(began, ended, strict=True))
