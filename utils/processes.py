@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from threading import Event
 from typing import TypeVar
 
 from utils import cli
-from utils.cli.running import CHILD_GRACE_S, SIGNALS, stop_at_signals
+from utils.cli.running import CHILD_GRACE_S, GARBAGE_EVERY, SIGNALS, stop_at_signals
 from utils.lazy import multiprocessing
 from utils.temporary import temporary_folder
 
@@ -60,6 +61,7 @@ def begin_child(temporary: Path | None = None) -> None:
         temporary: folder for its temporary files; the parent removes it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.set_threshold(GARBAGE_EVERY)  # as in the scripts that start it
     stop_at_signals("", CHILD_GRACE_S, None)
     die_with_parent(signal.SIGTERM)
     if temporary is not None:

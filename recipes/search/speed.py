@@ -1,12 +1,17 @@
 """How many networks a second a search can have predicted, by this code and by that of an earlier commit, side by side.
 
-The networks are drawn from a search space of MobileNetV3's kind (candidates.py), each with a record of its own. The earlier
-commit is checked out into a temporary folder, and predicts the same records with the predictors that it shipped. Each way gets
-the records in memory, in rounds that take turns, so that other work on the machine slows all of them alike; what counts is the
-ratio within a round. The first pass over the records meets new kernels, the second one none.
+The networks are drawn from the space of inference/search/ofa.py. The earlier commit is checked out into a temporary folder, and
+predicts the same records with the predictors that it shipped. Each way gets the records in memory, in rounds that take turns.
+Their seconds are those of the processor, so other work on the machine changes them little. The first pass over the records
+meets new kernels, the second one none; a few other networks come before, so that the predictors are read. The earlier commit's
+answers hold its peak memory, which it estimated more simply.
 
-Prints one row per way: networks a second in the first and in the second pass, and how many times those of the earlier commit.
-The earlier commit's answers hold its peak memory, which it estimated more simply.
+Then the whole work of a search, which makes each record from the network's name and predicts latency and energy: in one process
+and in several, in rounds that take turns: by the clock, and what the ratio would be if each process had a core of its own, from
+the seconds of the processor. With other work on all cores (the load is printed) the two can't agree. Starts are left out: a
+process takes some seconds to read the predictors and to make the parts of networks, so several are for long searches.
+
+Prints one row per way: networks a second, and how many times those of the earlier commit, or of one process.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -25,11 +31,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from inference.core.predictor import BATCH, Predictor
-from recipes.search.candidates import candidate
-from records.kernel_record import ModelRecord
+import psutil
+
+from inference.core.predictor import BATCH, Predictor, batches
+from inference.search import ofa
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import Flavour
@@ -40,12 +47,15 @@ from utils.temporary import temporary_folder
 log = get_logger("speed")
 EXAMPLES = """
 python recipes/search/speed.py
-python recipes/search/speed.py --count 4000 --rounds 1 --processes 4
+python recipes/search/speed.py --count 500 --rounds 1 --processes 4
 python recipes/search/speed.py --before HEAD~1 --json
 """
 TARGET, FLAVOUR = "nvidia-h200", Flavour(device="cuda", runtime_version="1.31")
 BEFORE = "a646845"
-SLOWER = 4
+SEARCHED, WARM_UP = 12, 4096  # times as many networks as records in memory; networks that each process goes through before
+FIRST = 32  # other networks, which come before
+WAYS: dict[str, dict[str, Any]] = {"latency": {}, "latency and energy": {"energy": True},
+                                    "latency, energy and memory": {"energy": True, "memory": True}}
 # Runs in the earlier commit's folder: how many seconds its predictions took, in the first and in the second pass.
 EARLIER = """
 import json, sys, time
@@ -56,23 +66,15 @@ except ImportError:  # where it was then
 from inference import Predictor
 records = [ModelRecord.model_validate_json(line) for line in open(sys.argv[1], encoding="utf-8")]
 predictor = Predictor(target=sys.argv[2])
-predictor.predict_many(records[:1])
+first = int(sys.argv[3])
+predictor.predict_many(records[:first])
 seconds = []
 for _ in range(2):
-    began = time.perf_counter()
-    latencies = [prediction.latency_ms for prediction in predictor.predict_many(records)]
-    seconds.append(time.perf_counter() - began)
-print(json.dumps({"seconds": seconds, "latencies_ms": latencies}))
+    began = time.process_time()
+    latencies = [prediction.latency_ms for prediction in predictor.predict_many(records[first:])]
+    seconds.append(time.process_time() - began)
+print(json.dumps(seconds))
 """
-
-
-class Way(NamedTuple):
-    """A way to predict: the options of `Predictor.predict_briefly`, which part of the networks is enough to time it (one in
-    `fewer`), and the passes over those whose kernels it knows."""
-
-    options: dict[str, Any]
-    fewer: int = 1
-    passes: int = 8
 
 
 @contextmanager
@@ -90,71 +92,84 @@ def checked_out(commit: str) -> Iterator[Path]:
         yield folder
 
 
-def write_candidates(path: Path, count: int) -> None:
-    """Writes the records of `count` networks, one a line."""
-    with path.open("w", encoding="utf-8") as lines:
-        for number in range(count):
-            lines.write(candidate(number, FLAVOUR).model_dump_json() + "\n")
-
-
-@functools.cache
-def records_in(path: Path) -> list[ModelRecord]:
-    """The records in a file, read once in each process."""
-    with path.open(encoding="utf-8") as lines:
-        return [ModelRecord.model_validate_json(line) for line in lines]
-
-
-def record_at(place: int, path: Path) -> ModelRecord:
-    return records_in(path)[place]
-
-
-def seconds_before(folder: Path, candidates: Path) -> list[float]:
-    """What the earlier commit took for the first and the second pass, in seconds.
+def seconds_before(folder: Path, records: Path) -> list[float]:
+    """What the earlier commit took for the first and the second pass, in seconds of the processor.
 
     Raises:
         UserError: it failed.
     """
-    command = [sys.executable, "-c", EARLIER, str(candidates), TARGET]
+    command = [sys.executable, "-c", EARLIER, str(records), TARGET, str(FIRST)]
     done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True,
                           check=False)
     if done.returncode:
         raise UserError(f"the earlier commit failed: {done.stderr.strip()}")
-    seconds: list[float] = json.loads(done.stdout)["seconds"]
+    seconds: list[float] = json.loads(done.stdout)
     return seconds
 
 
-def seconds_of(way: Way, candidates: Path, count: int) -> list[float]:
-    """What a way takes for one pass over the records, in seconds, if it meets new kernels, and if it knows them all: from when
-    the stream asks for the first record until the last answer is there. Processes have started, and have read the predictors
-    and the records, before. The known kernels are timed over several passes, since processes work a few batches ahead."""
-    warm_up, began, ended = 4 * BATCH * way.options.get("processes", 1), list[float](), list[float]()
-
-    def places() -> Iterator[int]:
-        yield from (0 for _ in range(warm_up))
-        for passes in (1, way.passes):
-            began.append(time.perf_counter())
-            yield from list(range(count)) * passes
-
-    make = functools.partial(record_at, path=candidates)
-    for number, _ in enumerate(Predictor(target=TARGET).predict_briefly(places(), make=make, **way.options), 1):
-        if number in (warm_up + count, warm_up + (1 + way.passes) * count):
-            ended.append(time.perf_counter())
-    first_s, second_s = (end - begin for begin, end in zip(began, ended, strict=True))
-    return [first_s, second_s / way.passes]
+def seconds_of(wanted: dict[str, Any], count: int) -> list[float]:
+    """The same for this code, which predicts records in memory, batch after batch."""
+    records = [ofa.make(name, FLAVOUR) for name in names_of(count)]
+    predicts, seconds = Predictor(target=TARGET).brief(**wanted), list[float]()
+    predicts(records[:FIRST])
+    for _ in range(2):
+        began = time.process_time()
+        for batch in batches(records[FIRST:], BATCH):
+            predicts(batch)
+        seconds.append(time.process_time() - began)
+    return seconds
 
 
-def rows_of(seconds: dict[str, list[list[float]]], counts: dict[str, int], earlier: str) -> list[dict[str, Any]]:
+def search_s(count: int, processes: int) -> tuple[float, float]:
+    """What a search takes for `count` networks, in seconds by the clock, and of the processor. The processes have started, and
+    have seen most parts of networks, before: they went through WARM_UP other ones each."""
+    warm_up, began, ended = WARM_UP * processes, (0.0, 0.0), (0.0, 0.0)
+
+    def names() -> Iterator[str]:
+        nonlocal began
+        yield from ofa.choices(warm_up, seed=1)
+        began = time.perf_counter(), processor_s()
+        yield from ofa.choices(count)
+
+    make = functools.partial(ofa.make, flavour=FLAVOUR)
+    predicted = Predictor(target=TARGET).predict_briefly(names(), make=make, energy=True, processes=processes)
+    for number, _ in enumerate(predicted, 1):
+        if number == warm_up + count:  # while the processes are still there
+            ended = time.perf_counter(), processor_s()
+    return ended[0] - began[0], ended[1] - began[1]
+
+
+def processor_s() -> float:
+    """Seconds of the processor that this process and those that it started took so far."""
+    own = psutil.Process()
+    return sum(times.user + times.system for times in (one.cpu_times() for one in (own, *own.children(recursive=True))))
+
+
+def names_of(count: int) -> Iterator[str]:
+    """The networks whose records are in memory: those that come before, and `count` more."""
+    return itertools.chain(ofa.choices(FIRST, seed=1), ofa.choices(count))
+
+
+def rows_of(seconds: dict[str, list[list[float]]], count: int, earlier: str) -> list[dict[str, Any]]:
     """A row per way: networks a second, and the medians of how many times those of the earlier commit in the same round."""
     rows = []
     for name, rounds in seconds.items():
         row: dict[str, Any] = {"way": name}
-        for place, which in enumerate(("first", "second")):
-            each_s = [of_round[place] / counts[name] for of_round in rounds]
-            before_s = [of_round[place] / counts[earlier] for of_round in seconds[earlier]]
-            row[f"{which} pass (networks/s)"] = round(1.0 / median(each_s))
-            row[f"{which} pass, ratio"] = round(median(before / now for before, now in zip(before_s, each_s, strict=True)), 2)
+        for place, which in enumerate(("new kernels", "known kernels")):
+            row[f"{which} (networks/s)"] = round(count / median(of_round[place] for of_round in rounds))
+            row[f"{which}, ratio"] = round(median(before[place] / now[place] for before, now in zip(
+                seconds[earlier], rounds, strict=True)), 2)
         rows.append(row)
     return rows
+
+
+def rows_of_searches(seconds: dict[int, list[tuple[float, float]]], count: int, load: float) -> list[dict[str, Any]]:
+    """A row per number of processes; `load`: the machine's while they ran."""
+    return [{"search, processes": processes, "networks/s": round(count / median(clock_s for clock_s, _ in rounds)),
+             "ratio": round(median(one[0] / now[0] for one, now in zip(seconds[1], rounds, strict=True)), 2),
+             "with a core each, ratio": round(median(processes * one[1] / now[1] for one, now in zip(
+                 seconds[1], rounds, strict=True)), 2),
+             "cores": os.cpu_count(), "load": round(load, 1)} for processes, rounds in seconds.items()]
 
 
 def main() -> int:
@@ -162,23 +177,30 @@ def main() -> int:
     parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help=f"the earlier commit (default: {BEFORE})")
     parser.add_argument("--count", type=cli.count, default=1000, help="networks (default: 1000)")
     parser.add_argument("--rounds", type=cli.count, default=3, help="rounds in which the ways take turns (default: 3)")
-    parser.add_argument("--processes", type=cli.count, default=2, help="of the way with several (default: 2)")
+    parser.add_argument("--processes", type=cli.count, default=2, help="of a search with several (default: 2)")
     args = parser.parse_args()
     cli.start(args)
-    ways = {"brief": Way({}), f"brief, {args.processes} processes": Way({"processes": args.processes}),
-            "brief, with energy": Way({"energy": True}),
-            "brief, with energy and memory": Way({"energy": True, "memory": True}, SLOWER, 1)}
-    counts = {args.before: args.count} | {name: max(BATCH, args.count // way.fewer) for name, way in ways.items()}
-    seconds: dict[str, list[list[float]]] = {name: [] for name in counts}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in (args.before, *WAYS)}
+    searches: dict[int, list[tuple[float, float]]] = {processes: [] for processes in sorted({1, args.processes})}
+    loads = []
     with checked_out(args.before) as earlier, temporary_folder() as folder:
-        candidates = folder / "candidates.jsonl"
-        write_candidates(candidates, max(counts.values()))
+        records = folder / "records.jsonl"
+        records.write_text("".join(ofa.make(name, FLAVOUR).model_dump_json() + "\n" for name in names_of(args.count)))
         for place in range(args.rounds):
             log.info("round %d of %d", place + 1, args.rounds)
-            seconds[args.before].append(seconds_before(earlier, candidates))
-            for name, way in ways.items():
-                seconds[name].append(seconds_of(way, candidates, counts[name]))
-    cli.print_rows(rows_of(seconds, counts, args.before), args.json, "how many networks a second a search can have predicted")
+            seconds[args.before].append(seconds_before(earlier, records))
+            for name, wanted in WAYS.items():
+                seconds[name].append(seconds_of(wanted, args.count))
+            for processes, of_search in searches.items():
+                of_search.append(search_s(SEARCHED * args.count, processes))
+                loads.append(os.getloadavg()[0])
+    tables = {"predictions": rows_of(seconds, args.count, args.before),
+              "searches": rows_of_searches(searches, SEARCHED * args.count, median(loads))}
+    if args.json:
+        cli.print_json(tables)
+    else:
+        cli.print_table(tables["predictions"], "how many networks a second are predicted, in seconds of the processor")
+        cli.print_table(tables["searches"], "how many networks a second are made and predicted, by the clock")
     return 0
 
 

@@ -20,8 +20,8 @@ from inference import Predictor
 from inference.core import kernel_table
 from inference.core.brief import BriefPrediction
 from inference.core.run_modes import RunMode
+from inference.search import ofa
 from recipes.same_predictions.questions import CPU_WORKSPACE, RECORDS
-from recipes.search.candidates import candidate
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record
 from utils.errors import UserError
@@ -32,6 +32,12 @@ from utils.paths import Workspace
 CUDA = Flavour(device="cuda", runtime_version="1.31")
 H200, CPU = "nvidia-h200", "cpu-avx512"
 TOLERANCE = 1e-9  # a ratio
+NETWORKS = list(ofa.choices(30))
+
+
+def candidate(number: int, flavour: Flavour) -> ModelRecord:
+    """A network of a search space; the number says which."""
+    return ofa.make(NETWORKS[number % len(NETWORKS)], flavour)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +125,7 @@ def test_several_processes_give_the_same() -> None:
     assert list(predictor.predict_briefly(iter(range(30)), make=make, batch=4, energy=True, processes=2)) == alone
     taken = iter(range(1000))
     stream = predictor.predict_briefly(taken, make=make, batch=4, processes=2)
-    assert next(stream).model == "candidate_0"
+    assert next(stream).model == NETWORKS[0]
     stream.close()  # type: ignore[attr-defined]
     assert next(taken) == 16  # one batch came back, and as many as two processes and one more wait for
     with pytest.raises(UserError, match="nowhere"):

@@ -1,0 +1,139 @@
+"""Networks of the search space `ofa` as torchvision builds them and torch exports them: are their records those that the search
+builds itself? And a network's ONNX file, to train or to measure it.
+
+Draws networks at random, builds each with torchvision's `MobileNetV3`, with weights and statistics drawn at random, exports it,
+and has ONNX Runtime optimise the graph, as for any model. Compares the kernels in their order, the providers, which node reads
+which one's output, and the bytes of weights with the record of inference/search/ofa.py, and then the predictions: latency,
+energy and peak memory.
+
+Prints a row per network; the exit status is 1 if one differs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import argparse
+import contextlib
+import io
+import warnings
+from typing import Any
+
+from inference import Predictor
+from inference.search import ofa
+from records.kernel_record import ModelRecord
+from utils import cli
+from utils.errors import UserError
+from utils.files import replacing
+from utils.lazy import onnx, torch
+from utils.logger import get_logger
+
+log = get_logger("exported")
+TARGET = "nvidia-h200"
+EXAMPLES = """
+python recipes/search/exported.py --count 3
+python recipes/search/exported.py --count 50 --seed 1 --json
+python recipes/search/exported.py --network ofa_r128_w1.0_33.33_33.33_33.33_33.33_33.33 --out small.onnx
+"""
+
+
+def network_of(name: str) -> torch.nn.Module:
+    """The network with this name, with random weights. Their biases are no zeros, as those of a trained network.
+
+    Raises:
+        UserError: the space has no such network.
+    """
+    from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
+
+    choice = ofa.choice_of(name)
+    before, *widths = ofa.channels_of(choice.width)
+    blocks = [InvertedResidualConfig(before, 3, before, before, False, "RE", 1, 1, 1.0)]
+    for stage, channels, of_stage in zip(ofa.STAGES, widths, choice.stages, strict=True):
+        for place, block in enumerate(of_stage):
+            blocks.append(InvertedResidualConfig(
+                before, block.window, ofa.rounded(block.expansion * before), channels, stage.excited,
+                {"Relu": "RE", "HardSwish": "HS"}[stage.activation], stage.stride if place == 0 else 1, 1, 1.0))
+            before = channels
+    torch.manual_seed(0)
+    network = MobileNetV3(blocks, ofa.FEATURES, ofa.CLASSES)
+    with torch.no_grad():
+        for called, values in network.named_parameters():
+            if called.endswith("bias"):
+                values.normal_(std=0.1)
+    return network.eval()
+
+
+def exported(name: str) -> onnx.ModelProto:
+    """The ONNX model of a network, for one image."""
+    side = ofa.choice_of(name).side
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(network_of(name), (torch.zeros(1, 3, side, side),), dynamo=True, external_data=False,
+                                    verbose=False, input_names=["input"], output_names=["output"])
+    torch._dynamo.reset()  # its caches hold every model traced
+    if program is None:
+        raise RuntimeError("torch.onnx.export returned nothing")
+    return program.model_proto
+
+
+def graph_of(record: ModelRecord) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Each node's kernel, its provider, and the places of the nodes whose outputs it reads (-1: the model's input)."""
+    maker = {name: place for place, node in enumerate(record.nodes) for name in node.outputs} | dict.fromkeys(record.inputs, -1)
+    return [(node.kernel_id, node.provider, tuple(maker[name] for name in node.inputs if name in maker))
+            for node in record.nodes]
+
+
+def differences(built: ModelRecord, of_file: ModelRecord) -> str:
+    """How two records of one network differ; "" where they do not."""
+    if (first := graph_of(built)) != (second := graph_of(of_file)):
+        pairs = [(one, other) for one, other in zip(first, second, strict=False) if one != other]
+        return f"{len(first)} and {len(second)} nodes, {len(pairs)} differ, e.g. {pairs[:1]}"
+    if built.weight_bytes != of_file.weight_bytes:
+        return f"{built.weight_bytes} and {of_file.weight_bytes} bytes of weights"
+    return "" if built.kernels == of_file.kernels else "kernels of the same ids"
+
+
+def compared(predictor: Predictor, name: str) -> dict[str, Any]:
+    """A row about a network: its record as it is built, and as it is exported."""
+    built, model = ofa.make(name, predictor.fitted.target.flavour), exported(name)
+    of_file = predictor.record(model)
+    first, second = predictor.predict_briefly([built, of_file], energy=True, memory=True)
+    found = differences(built, of_file)
+    if not found and first[1:] != second[1:]:
+        found = f"{first[1:]} and {second[1:]}"
+    return {"network": name, "nodes": len(built.nodes), "latency (ms)": first.latency_ms, "differs": found or "no"}
+
+
+def options() -> argparse.ArgumentParser:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--count", type=cli.count, default=10, help="networks (default: 10)")
+    parser.add_argument("--seed", type=cli.whole, default=0, help="of the networks (default: 0)")
+    parser.add_argument("--network", metavar="NAME", help="write this network's ONNX file instead (with --out)")
+    parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="the file")
+    return parser
+
+
+def main() -> int:
+    parser = options()
+    args = parser.parse_args()
+    cli.start(args)
+    if bool(args.network) != bool(args.out):
+        parser.error("--network and --out go together")
+    if args.network:
+        with replacing(args.out) as path:
+            onnx.save(exported(args.network), path)
+        return 0
+    predictor = Predictor(target=TARGET)
+    rows = [compared(predictor, name) for name in cli.progress(list(ofa.choices(args.count, args.seed)), "exporting")]
+    cli.print_rows(rows, args.json, "records as they are built and as they are exported")
+    if wrong := [row["network"] for row in rows if row["differs"] != "no"]:
+        raise UserError(f"{len(wrong)} of {len(rows)} networks differ: {cli.first_of(wrong)}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
