@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import onnx
-
 from inference.core.brief import BriefPrediction
 from inference.core.chances import chance_within
 from inference.core.conditions import pace_of
@@ -20,6 +18,7 @@ from inference.core.uncertainty import HOSTS, host_warning
 from inference.search.spaces import Choice, failed, space_of
 from records.kernel_record import ModelRecord
 from utils.errors import UserError
+from utils.lazy import onnx
 from utils.paths import Workspace
 
 MIB = 2**20

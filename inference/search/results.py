@@ -18,6 +18,7 @@ from typing import Any
 from inference.search.evaluating import Candidate, Question
 from utils.errors import UserError
 from utils.files import append_line, line_with_digest, line_without_digest, replacing
+from utils.lazy import pyarrow
 
 PARQUET, CSV = ".parquet", ".csv"
 ROWS_AT_A_TIME = 10_000  # of the table: a group of a Parquet file
@@ -123,9 +124,6 @@ def _csv_rows(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def _parquet_rows(path: Path) -> Iterator[Any]:
-    import pyarrow
-    import pyarrow.parquet
-
     types = {"model": pyarrow.string(), "error": pyarrow.string(), "rough_estimate": pyarrow.bool_(), "front": pyarrow.bool_(),
              "rank": pyarrow.int64()}
     schema = pyarrow.schema([(name, types.get(name, pyarrow.float64())) for name in COLUMNS])

@@ -29,7 +29,7 @@ from records.kernel_record import ModelRecord
 from utils import cli
 from utils.errors import UserError
 from utils.files import replacing
-from utils.lazy import onnx, torch
+from utils.lazy import onnx, torch, torchvision
 from utils.logger import get_logger
 
 log = get_logger("exported")
@@ -47,19 +47,17 @@ def network_of(name: str) -> torch.nn.Module:
     Raises:
         UserError: the space has no such network.
     """
-    from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
-
-    choice = ofa.choice_of(name)
+    choice, mobilenet = ofa.choice_of(name), torchvision.models.mobilenetv3
     before, *widths = ofa.channels_of(choice.width)
-    blocks = [InvertedResidualConfig(before, 3, before, before, False, "RE", 1, 1, 1.0)]
+    blocks = [mobilenet.InvertedResidualConfig(before, 3, before, before, False, "RE", 1, 1, 1.0)]
     for stage, channels, of_stage in zip(ofa.STAGES, widths, choice.stages, strict=True):
         for place, block in enumerate(of_stage):
-            blocks.append(InvertedResidualConfig(
+            blocks.append(mobilenet.InvertedResidualConfig(
                 before, block.window, ofa.rounded(block.expansion * before), channels, stage.excited,
                 {"Relu": "RE", "HardSwish": "HS"}[stage.activation], stage.stride if place == 0 else 1, 1, 1.0))
             before = channels
     torch.manual_seed(0)
-    network = MobileNetV3(blocks, ofa.FEATURES, ofa.CLASSES)
+    network = mobilenet.MobileNetV3(blocks, ofa.FEATURES, ofa.CLASSES)
     with torch.no_grad():
         for called, values in network.named_parameters():
             if called.endswith("bias"):

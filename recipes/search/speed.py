@@ -52,7 +52,7 @@ python recipes/search/speed.py --before HEAD~1 --json
 """
 TARGET, FLAVOUR = "nvidia-h200", Flavour(device="cuda", runtime_version="1.31")
 BEFORE = "a646845"
-SEARCHED, WARM_UP = 12, 4096  # times as many networks as records in memory; networks that each process goes through before
+SEARCHED, WARM_UP = 12, 4096  # times as many networks as records in memory; networks for each process, before the clock starts
 FIRST = 32  # other networks, which come before
 WAYS: dict[str, dict[str, Any]] = {"latency": {}, "latency and energy": {"energy": True},
                                     "latency, energy and memory": {"energy": True, "memory": True}}
@@ -121,20 +121,17 @@ def seconds_of(wanted: dict[str, Any], count: int) -> list[float]:
 
 
 def search_s(count: int, processes: int) -> tuple[float, float]:
-    """What a search takes for `count` networks, in seconds by the clock, and of the processor. The processes have started, and
-    have seen most parts of networks, before: they went through WARM_UP other ones each."""
-    warm_up, began, ended = WARM_UP * processes, (0.0, 0.0), (0.0, 0.0)
-
-    def names() -> Iterator[str]:
-        nonlocal began
-        yield from ofa.choices(warm_up, seed=1)
-        began = time.perf_counter(), processor_s()
-        yield from ofa.choices(count)
-
+    """What a search takes for `count` networks while it is going on, in seconds by the clock, and of the processor: it began
+    some thousand networks before, and goes on after them."""
+    before, after = WARM_UP * processes, (processes + 2) * BATCH
     make = functools.partial(ofa.make, flavour=FLAVOUR)
-    predicted = Predictor(target=TARGET).predict_briefly(names(), make=make, energy=True, processes=processes)
+    predicted = Predictor(target=TARGET).predict_briefly(ofa.choices(before + count + after), make=make, energy=True,
+                                                         processes=processes)
+    began = ended = (0.0, 0.0)
     for number, _ in enumerate(predicted, 1):
-        if number == warm_up + count:  # while the processes are still there
+        if number == before:
+            began = time.perf_counter(), processor_s()
+        if number == before + count:
             ended = time.perf_counter(), processor_s()
     return ended[0] - began[0], ended[1] - began[1]
 
