@@ -76,6 +76,7 @@ class Candidate(NamedTuple):
         chance: how likely it keeps to all limits, 0 to 1. The chances of latency and energy are multiplied, which is cautious
             since the two go together; the memory has no interval, so it counts as it is predicted.
         score: the larger the better.
+        number: its place in the space, from 0 on; names may come twice.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Candidate(NamedTuple):
     score: float | None = None
     chance: float | None = None
     error: str | None = None
+    number: int = 0
 
 
 class Evaluator:

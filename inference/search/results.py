@@ -20,6 +20,7 @@ from utils.errors import UserError
 from utils.files import append_line, line_with_digest, line_without_digest, replacing
 from utils.lazy import pyarrow
 
+PART_VERSION = 1
 PARQUET, CSV = ".parquet", ".csv"
 ROWS_AT_A_TIME = 10_000  # of the table: a group of a Parquet file
 COLUMNS = (*Candidate._fields, "rank", "front")
@@ -52,7 +53,7 @@ class PartFile:
             question: what it asks.
         """
         self.path = out.with_name(f"{out.name}.part")
-        self._heading = json.dumps({"search": json.loads(json.dumps(question._asdict(), default=str))})
+        self._heading = json.dumps({"version": PART_VERSION, "search": json.loads(json.dumps(question._asdict(), default=str))})
 
     def begin(self) -> None:
         """Begins the file if it is not there.
@@ -106,8 +107,8 @@ def _whole_lines(path: Path) -> Iterator[str]:
 
 def write_table(out: Path, candidates: Iterable[Candidate], best: Sequence[Candidate], front: Sequence[Candidate]) -> None:
     """Writes all candidates as CSV or Parquet, completely or not at all."""
-    ranks, on_front = {one.model: rank for rank, one in enumerate(best, 1)}, {one.model for one in front}
-    rows = ({**candidate._asdict(), "rank": ranks.get(candidate.model), "front": candidate.model in on_front}
+    ranks, on_front = {one.number: rank for rank, one in enumerate(best, 1)}, {one.number for one in front}
+    rows = ({**candidate._asdict(), "rank": ranks.get(candidate.number), "front": candidate.number in on_front}
             for candidate in candidates)
     with replacing(out) as path, (_parquet_rows if out.suffix == PARQUET else _csv_rows)(path) as write:
         while batch := [row for _, row in zip(range(ROWS_AT_A_TIME), rows, strict=False)]:
@@ -125,7 +126,7 @@ def _csv_rows(path: Path) -> Iterator[Any]:
 @contextmanager
 def _parquet_rows(path: Path) -> Iterator[Any]:
     types = {"model": pyarrow.string(), "error": pyarrow.string(), "rough_estimate": pyarrow.bool_(), "front": pyarrow.bool_(),
-             "rank": pyarrow.int64()}
+             "rank": pyarrow.int64(), "number": pyarrow.int64()}
     schema = pyarrow.schema([(name, types.get(name, pyarrow.float64())) for name in COLUMNS])
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         def write(rows: Sequence[Mapping[str, Any]]) -> None:

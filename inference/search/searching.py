@@ -90,7 +90,8 @@ def search(question: Question, top: int, out: Path | None = None, processes: int
             log.info("%d candidates were searched before; going on from there", tally.searched)
     total = None if space.total is None else -(-(space.total - tally.searched) // BATCH)
     found_in_batches = batches(_evaluated(question, left, processes), BATCH)
-    for candidates in cli.progress(found_in_batches, f"batches of {BATCH} candidates", total):
+    for batch in cli.progress(found_in_batches, f"batches of {BATCH} candidates", total):
+        candidates = [candidate._replace(number=number) for number, candidate in enumerate(batch, tally.searched)]
         for candidate in candidates:
             tally.add(candidate)
         if part is not None:

@@ -171,7 +171,7 @@ def test_what_was_found_is_not_trusted_blindly(tmp_path: Path) -> None:
     part.path.write_text(part.path.read_text().replace("another", "an other"))
     with pytest.raises(UserError, match=r"found.csv.part, line 2: damaged"):
         search(asked, 3, out)
-    part.path.write_text('{"search": {"spa')
+    part.path.write_text('{"version": 1, "search": {"spa')
     assert search(asked, 3, out).searched == 10
 
 
