@@ -1,4 +1,4 @@
-"""An evolutionary search with Optuna over the networks of inference/search/ofa.py, beside a random one of as many networks.
+"""An evolutionary search with Optuna over the networks of inference/search/ofa.py, beside a random one.
 
 People have searchers of their own: `chosen` and `evolved` below are all it takes to ask one for networks, and to tell it what
 they take. Both searches look for networks with many operations and a short latency. Operations stand for how much a network can
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inference import Predictor
+from inference.core.predictor import BATCH, Predictor, batches
 from inference.search import ofa
 from inference.search.best import hypervolume
 from utils import cli
@@ -35,7 +35,7 @@ TARGET, USUAL_PACE = "nvidia-h200", 1.0
 POPULATION = 100
 EXAMPLES = """
 python recipes/search/evolve.py --count 2000  # needs Optuna
-python recipes/search/evolve.py --count 5000 --seeds 3 --out fronts.csv --json  # needs Optuna
+python recipes/search/evolve.py --count 5000 --random-count 100000 --out fronts.csv --json  # needs Optuna
 """
 Numbers = tuple[float, float]  # of a network: latency in ms, and 10⁹ operations
 Predict = Callable[[Sequence[str]], list[Numbers]]
@@ -70,8 +70,8 @@ def evolved(predict: Predict, count: int, seed: int) -> dict[str, Numbers]:
 
 def drawn(predict: Predict, count: int, seed: int) -> dict[str, Numbers]:
     """Networks drawn at random, with their numbers."""
-    networks = list(ofa.choices(count, seed))
-    return dict(zip(networks, predict(networks), strict=True))
+    return {network: numbers for networks in batches(ofa.choices(count, seed), BATCH)
+            for network, numbers in zip(networks, predict(networks), strict=True)}
 
 
 def predictions() -> Predict:
@@ -99,7 +99,8 @@ def front_of(found: dict[str, Numbers]) -> dict[str, Numbers]:
 
 def options() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--count", type=cli.count, default=2000, help="networks of each search (default: 2000)")
+    parser.add_argument("--count", type=cli.count, default=2000, help="networks of a search (default: 2000)")
+    parser.add_argument("--random-count", type=cli.count, metavar="N", help="of the random search (default: as many)")
     parser.add_argument("--seeds", type=cli.count, default=1, help="of each search (default: 1)")
     parser.add_argument("--slowest-ms", type=cli.positive, default=2.0, help="where the hypervolume ends (default: 2 ms)")
     parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="write the networks of the fronts to this CSV")
@@ -113,11 +114,12 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     networks: list[dict[str, Any]] = []
     predict = predictions()
+    searches = ("random", drawn, args.random_count or args.count), ("evolutionary", evolved, args.count)
     for seed in range(args.seeds):
-        for name, searched in (("random", drawn), ("evolutionary", evolved)):
+        for name, searched, count in searches:
             began = time.monotonic()
-            front = front_of(searched(predict, args.count, seed))
-            rows.append({"search": name, "seed": seed, "networks": args.count, "on the front": len(front),
+            front = front_of(searched(predict, count, seed))
+            rows.append({"search": name, "seed": seed, "networks": count, "on the front": len(front),
                          "hypervolume (ms · GFLOP)": hypervolume(list(front.values()), args.slowest_ms),
                          "took (s)": time.monotonic() - began})
             networks += [{"search": name, "seed": seed, "network": network, "latency_ms": latency_ms, "gflop": gflop}

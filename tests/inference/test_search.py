@@ -196,6 +196,8 @@ def test_a_python_file_is_a_space(tmp_path: Path) -> None:
     assert [one.model for one in found.best] == ["3", "2", "4"] or [one.model for one in found.best] == ["3", "4", "2"]
     assert (found.searched, found.failed, found.first_error) == (12, 1, "7: make failed with ValueError: seven has no network")
     assert table_of(tmp_path / "found.csv")[7]["error"] == found.first_error
+    example = search(question(str(ROOT / "recipes/search/spaces/few_blocks.py"), 20), top=1)
+    assert example.best[0].score == max(-sum(map(len, ofa.choice_of(name).stages)) for name in ofa.choices(20, seed=7))
     by_flops = search(question(str(space), 4, score="flops"), top=1)
     assert by_flops.searched == 4
     assert by_flops.best[0].score == by_flops.best[0].gflop
