@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -193,11 +193,16 @@ def named(choice: Choice) -> str:
     return choice.graph.name if isinstance(choice, onnx.ModelProto) else str(choice)
 
 
-@cache
-def _evaluator(question: Question) -> Evaluator:
+@lru_cache(1)
+def evaluator(question: Question) -> Evaluator:
+    """What answers a question in this process.
+
+    Raises:
+        UserError: the space or the predictors can't be used, or nothing was learned of the target's energy.
+    """
     return Evaluator(question)
 
 
 def evaluated(question: Question, choices: Sequence[Choice]) -> list[Candidate]:
     """The candidates that choices stand for, in any process."""
-    return _evaluator(question)(choices)
+    return evaluator(question)(choices)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from inference.core.predictor import BATCH, batches
 from inference.search.best import Best, Front, admitted
-from inference.search.evaluating import Candidate, Evaluator, Question, evaluated, is_model, named
+from inference.search.evaluating import Candidate, Question, evaluated, evaluator, is_model, named
 from inference.search.results import PartFile, check_suffix, write_table
 from inference.search.spaces import Choice, space_of
 from utils import cli
@@ -73,7 +73,7 @@ def search(question: Question, top: int, out: Path | None = None, processes: int
     Raises:
         UserError: the space, the predictors or `out` can't be used.
     """
-    for notice in Evaluator(question).notices:
+    for notice in evaluator(question).notices:
         log.warning(notice)
     space = space_of(question.space, Workspace(question.workspace), question.most, question.seed)
     tally, left, part = _Tally(top, question.limits.least_chance), space.choices(), None

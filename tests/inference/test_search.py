@@ -132,6 +132,7 @@ def test_candidates_have_the_numbers_of_predictions_and_the_chance_to_keep_to_li
     assert [one.score for one in found.best] == sorted((one.score or 0 for one in found.best), reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_batches")
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     asked, out, whole = question(limits=Limits(latency_ms=1.2)), tmp_path / "found.csv", tmp_path / "whole.csv"
@@ -189,6 +190,7 @@ def test_a_table_has_a_row_per_candidate(tmp_path: Path) -> None:
                                       check_dtype=False)
 
 
+@pytest.mark.slow
 def test_a_python_file_is_a_space(tmp_path: Path) -> None:
     space = tmp_path / "mine.py"
     space.write_text(MY_SPACE)
