@@ -1,12 +1,12 @@
 """Networks of the search space `ofa` as torchvision builds them and torch exports them: are their records those that the search
-builds itself? And a network's ONNX file, to train or to measure it.
+builds itself? And networks' ONNX files, to train or to measure them.
 
 Draws networks at random, builds each with torchvision's `MobileNetV3`, with weights and statistics drawn at random, exports it,
 and has ONNX Runtime optimise the graph, as for any model. Compares the kernels in their order, the providers, which node reads
 which one's output, and the bytes of weights with the record of inference/search/ofa.py, and then the predictions: latency,
 energy and peak memory.
 
-Prints a row per network; the exit status is 1 if one differs.
+Prints a row per network; the exit status is 1 if one differs. With --network, it writes these networks into a folder instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TARGET = "nvidia-h200"
 EXAMPLES = """
 python recipes/search/exported.py --count 3
 python recipes/search/exported.py --count 50 --seed 1 --json
-python recipes/search/exported.py --network ofa_r128_w1.0_33.33_33.33_33.33_33.33_33.33 --out small.onnx
+python recipes/search/exported.py --network ofa_r128_w1.0_33.33_33.33_33.33_33.33_33.33 --out out/networks
 """
 
 
@@ -110,8 +110,8 @@ def options() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--count", type=cli.count, default=10, help="networks (default: 10)")
     parser.add_argument("--seed", type=cli.whole, default=0, help="of the networks (default: 0)")
-    parser.add_argument("--network", metavar="NAME", help="write this network's ONNX file instead (with --out)")
-    parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="the file")
+    parser.add_argument("--network", nargs="+", metavar="NAME", help="write these networks as ONNX files instead (with --out)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where")
     return parser
 
 
@@ -122,8 +122,9 @@ def main() -> int:
     if bool(args.network) != bool(args.out):
         parser.error("--network and --out go together")
     if args.network:
-        with replacing(args.out) as path:
-            onnx.save(exported(args.network), path)
+        for name in cli.progress(args.network, "exporting"):
+            with replacing(args.out / f"{name}.onnx") as path:
+                onnx.save(exported(name), path)
         return 0
     predictor = Predictor(target=TARGET)
     rows = [compared(predictor, name) for name in cli.progress(list(ofa.choices(args.count, args.seed)), "exporting")]
