@@ -18,18 +18,16 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import argparse
-import contextlib
-import io
-import warnings
 from typing import Any
 
 from inference import Predictor
 from inference.search import ofa
+from recipes.search.spaces.ofa_in_torch import exported
 from records.kernel_record import ModelRecord
 from utils import cli
 from utils.errors import UserError
 from utils.files import replacing
-from utils.lazy import onnx, torch, torchvision
+from utils.lazy import onnx
 from utils.logger import get_logger
 
 log = get_logger("exported")
@@ -39,43 +37,6 @@ python recipes/search/exported.py --count 3
 python recipes/search/exported.py --count 50 --seed 1 --json
 python recipes/search/exported.py --network ofa_r128_w1.0_33.33_33.33_33.33_33.33_33.33 --out out/networks
 """
-
-
-def network_of(name: str) -> torch.nn.Module:
-    """The network with this name, with random weights. Their biases are no zeros, as those of a trained network.
-
-    Raises:
-        UserError: the space has no such network.
-    """
-    choice, mobilenet = ofa.choice_of(name), torchvision.models.mobilenetv3
-    before, *widths = ofa.channels_of(choice.width)
-    blocks = [mobilenet.InvertedResidualConfig(before, 3, before, before, False, "RE", 1, 1, 1.0)]
-    for stage, channels, of_stage in zip(ofa.STAGES, widths, choice.stages, strict=True):
-        for place, block in enumerate(of_stage):
-            blocks.append(mobilenet.InvertedResidualConfig(
-                before, block.window, ofa.rounded(block.expansion * before), channels, stage.excited,
-                {"Relu": "RE", "HardSwish": "HS"}[stage.activation], stage.stride if place == 0 else 1, 1, 1.0))
-            before = channels
-    torch.manual_seed(0)
-    network = mobilenet.MobileNetV3(blocks, ofa.FEATURES, ofa.CLASSES)
-    with torch.no_grad():
-        for called, values in network.named_parameters():
-            if called.endswith("bias"):
-                values.normal_(std=0.1)
-    return network.eval()
-
-
-def exported(name: str) -> onnx.ModelProto:
-    """The ONNX model of a network, for one image."""
-    side = ofa.choice_of(name).side
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        program = torch.onnx.export(network_of(name), (torch.zeros(1, 3, side, side),), dynamo=True, external_data=False,
-                                    verbose=False, input_names=["input"], output_names=["output"])
-    torch._dynamo.reset()  # its caches hold every model traced
-    if program is None:
-        raise RuntimeError("torch.onnx.export returned nothing")
-    return program.model_proto
 
 
 def graph_of(record: ModelRecord) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from inference import Predictor
 from recipes.same_predictions.questions import CPU_WORKSPACE
-from recipes.search.exported import exported
+from recipes.search.spaces.ofa_in_torch import exported
 from runtimes.ort.runner import random_feed
 from utils import cli
 from utils.errors import UserError
