@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     import onnxruntime.quantization.shape_inference
     import onnxruntime_genai
     import openvino
+    import optuna
     import pandas
+    import pyarrow
+    import pyarrow.parquet
     import pynvml
     import requests
     import rich.console
@@ -65,8 +68,8 @@ if TYPE_CHECKING:
     import xgboost
 
 __all__ = ["ai3", "bcrypt", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai",
-           "openvino", "pandas", "pynvml", "requests", "rich", "scipy", "sklearn", "torch", "torchvision", "transformers",
-           "tvm", "tvm_ffi", "xgboost"]
+           "openvino", "optuna", "pandas", "pyarrow", "pynvml", "requests", "rich", "scipy", "sklearn", "torch", "torchvision",
+           "transformers", "tvm", "tvm_ffi", "xgboost"]
 
 
 class LazyPackage:

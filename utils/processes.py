@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures  # which loads its pool of processes at the first use
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +17,7 @@ from threading import Event
 from typing import TypeVar
 
 from utils import cli
-from utils.cli.running import CHILD_GRACE_S, SIGNALS, stop_at_signals
+from utils.cli.running import CHILD_GRACE_S, GARBAGE_EVERY, SIGNALS, stop_at_signals
 from utils.lazy import multiprocessing
 from utils.temporary import temporary_folder
 
@@ -59,6 +61,7 @@ def begin_child(temporary: Path | None = None) -> None:
         temporary: folder for its temporary files; the parent removes it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.set_threshold(GARBAGE_EVERY)  # as in the scripts that start it
     stop_at_signals("", CHILD_GRACE_S, None)
     die_with_parent(signal.SIGTERM)
     if temporary is not None:
@@ -113,6 +116,29 @@ def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, cra
                     results[number] = crashed(items[number])
         left = left[jobs + 1:]
     return [results[number] for number in range(len(items))]
+
+
+def in_processes(task: Callable[[T], list[R]], batches: Iterable[T], jobs: int) -> Iterator[R]:
+    """The results of `task` for batch after batch, in order, computed in `jobs` processes. A batch is taken when a process will
+    soon be free for it, so a stream may be longer than memory.
+
+    Args:
+        task: a function at the top of a module, or a partial one; it gives the results of a batch.
+        batches: its arguments; they and the results are pickled.
+        jobs: number of processes.
+    """
+    with process_pool(jobs) as pool:
+        pending: deque[futures.Future[list[R]]] = deque()
+        try:
+            for batch in batches:
+                pending.append(pool.submit(task, batch))
+                if len(pending) > jobs + 1:
+                    yield from pending.popleft().result()
+            while pending:
+                yield from pending.popleft().result()
+        finally:
+            for future in pending:  # nobody wants them any more
+                future.cancel()
 
 
 def set_by_signal() -> Event:

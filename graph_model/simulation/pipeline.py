@@ -117,17 +117,17 @@ class PipelineCosts(Frozen):
             name: pace * getattr(self, name) for name in PipelineCosts.model_fields if name != "gap_ms"})
 
 
-def _launch_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
+def launch_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     """The host's time for one launch of each node."""
     return costs.launch_ms + costs.recurrent_launch_ms * (tracks.kinds == NodeKind.RECURRENT)
 
 
-def _own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
+def own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     """The host's time for the dispatch of each node."""
     of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.convolution_ms, costs.node_ms + costs.product_ms,
                         costs.node_ms, costs.node_ms + costs.reducing_ms,
                         costs.node_ms + costs.attention_ms])  # in the order of NodeKind
-    return of_kind[tracks.kinds] + _launch_ms(tracks, costs) * tracks.launches
+    return of_kind[tracks.kinds] + launch_ms(tracks, costs) * tracks.launches
 
 
 class HostTimes(NamedTuple):
@@ -144,12 +144,12 @@ def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = No
     Where the host waits, the GPU's work on a node begins no earlier than the node's dispatch. `lead_ms` alone may say
     otherwise: it is fitted to whole runs, and also makes up for what the GPU's times have too much.
     """
-    dispatch_ms = _own_ms(tracks, costs)
+    dispatch_ms = own_ms(tracks, costs)
     if off_gpu is None:
         at = costs.start_ms + np.cumsum(dispatch_ms)
         return HostTimes(at, at)
     launched = np.maximum(tracks.launches, 1.0)
-    firsts = np.maximum(costs.lead_ms - _launch_ms(tracks, costs) * (launched - 1.0), -dispatch_ms)
+    firsts = np.maximum(costs.lead_ms - launch_ms(tracks, costs) * (launched - 1.0), -dispatch_ms)
     leads = np.maximum(costs.lead_ms, -dispatch_ms)
     work = tracks.gpu_ms + costs.gap_ms * tracks.launches
     dispatched, goes_on, host, gpu = np.empty(len(dispatch_ms)), np.empty(len(dispatch_ms)), costs.start_ms, -np.inf
@@ -193,7 +193,7 @@ def gpu_work(tracks: Tracks, costs: PipelineCosts, dispatched: Floats) -> GpuWor
     launched = np.maximum(tracks.launches[working], 1.0)
     work = (tracks.gpu_ms + costs.gap_ms * tracks.launches)[working]
     last = dispatched[working] + costs.lead_ms
-    first = last - _launch_ms(tracks, costs)[working] * (launched - 1.0)
+    first = last - launch_ms(tracks, costs)[working] * (launched - 1.0)
     return GpuWork(np.column_stack([first, last]).ravel(), np.column_stack([work - work / launched, work / launched]).ravel())
 
 

@@ -11,28 +11,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 MIB = 2**20
 ALIGNED = 256  # bytes
 FIRST_REGION, LAST_REGION = MIB, 1024 * MIB  # DEFAULT_INITIAL_CHUNK_SIZE_BYTES, DEFAULT_MAX_POWER_OF_TWO_EXTEND_BYTES
+REGION = 2**60  # from the address of a region to that of the next: more than any region has, so no two touch
 DEAD_BYTES = 128 * MIB  # DEFAULT_MAX_DEAD_BYTES_PER_CHUNK: a chunk with at least so much to spare is split
-
-
-@dataclass
-class _Chunk:
-    """A part of a region: its start and its size."""
-
-    region: int
-    start: int
-    size: int
-    is_free: bool = True
-    before: _Chunk | None = field(default=None, repr=False)
-    after: _Chunk | None = field(default=None, repr=False)
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        return self.size, self.region, self.start
 
 
 class Arena:
@@ -45,67 +30,80 @@ class Arena:
 
     def __init__(self) -> None:
         self.taken = self.used = 0
-        self._next, self._regions = FIRST_REGION, 0
-        self._free: list[tuple[int, int, int]] = []  # the free chunks, the smallest first
-        self._chunks: dict[tuple[int, int], _Chunk] = {}  # by region and start
+        self._next = FIRST_REGION
+        self._free: list[tuple[int, int]] = []  # size and address of the free chunks, the smallest first
+        self._free_from: dict[int, int] = {}  # the sizes of the free chunks by their addresses
+        self._free_up_to: dict[int, int] = {}  # the addresses of the free chunks by their ends
         self._ends: list[int] = []  # of each region: where what was ever in use of it ends
 
     def allocate(self, size: int) -> tuple[int, int]:
         """Takes a chunk of at least `size` bytes; returns what `free` takes."""
-        size = max(-(-size // ALIGNED) * ALIGNED, ALIGNED)
-        place = bisect.bisect_left(self._free, (size, -1, -1))
-        if place == len(self._free):
+        size = -(-size // ALIGNED) * ALIGNED or ALIGNED
+        free = self._free
+        place = bisect.bisect_left(free, (size,))
+        if place == len(free):
             self._extend(size)
-            place = bisect.bisect_left(self._free, (size, -1, -1))
-        _, region, start = self._free.pop(place)
-        chunk = self._chunks[region, start]
-        chunk.is_free = False
-        if chunk.size >= 2 * size or chunk.size - size >= DEAD_BYTES:
-            rest = _Chunk(region, start + size, chunk.size - size, before=chunk, after=chunk.after)
-            if chunk.after:
-                chunk.after.before = rest
-            chunk.size, chunk.after = size, rest
-            self._add(rest)
-        if (beyond := start + size - self._ends[region]) > 0:
-            self.used, self._ends[region] = self.used + beyond, start + size
-        return region, start
+            place = bisect.bisect_left(free, (size,))
+        whole, at = free.pop(place)
+        end = at + whole
+        del self._free_from[at], self._free_up_to[end]
+        if whole >= 2 * size or whole - size >= DEAD_BYTES:
+            self._add(at + size, end)
+            whole = size
+        region = at // REGION
+        if at + size > self._ends[region]:
+            self.used += at + size - self._ends[region]
+            self._ends[region] = at + size
+        return at, whole
+
+    def keep(self, sizes: Iterable[int]) -> None:
+        """Takes chunks of at least these sizes that are never given back, as weights are."""
+        free, ends = self._free, self._ends
+        for size in sizes:
+            size = -(-size // ALIGNED) * ALIGNED or ALIGNED
+            place = bisect.bisect_left(free, (size,))
+            if place == len(free):
+                self._extend(size)
+                place = bisect.bisect_left(free, (size,))
+            whole, at = free.pop(place)
+            end = at + size
+            if whole >= 2 * size or whole - size >= DEAD_BYTES:
+                bisect.insort(free, (whole - size, end))
+            region = at // REGION
+            if end > ends[region]:
+                self.used += end - ends[region]
+                ends[region] = end
+        self._free_from = {at: size for size, at in free}
+        self._free_up_to = {at + size: at for size, at in free}
 
     def free(self, taken: tuple[int, int]) -> None:
         """Gives a chunk back to the arena."""
-        chunk = self._chunks[taken]
-        chunk.is_free = True
-        if chunk.after and chunk.after.is_free:
-            self._free.remove(chunk.after.order)
-            self._join(chunk, chunk.after)
-        if chunk.before and chunk.before.is_free:
-            before = chunk.before
-            self._free.remove(before.order)
-            self._join(before, chunk)
-            chunk = before
-        self._add(chunk)
+        start, size = taken
+        end = start + size
+        if behind := self._free_from.pop(end, 0):
+            del self._free[bisect.bisect_left(self._free, (behind, end))]
+            end += behind
+        if (before := self._free_up_to.pop(start, -1)) >= 0:
+            del self._free[bisect.bisect_left(self._free, (self._free_from[before], before))]
+            start = before
+        self._add(start, end)
 
     def _extend(self, size: int) -> None:
         """Takes a further region."""
         as_usual = size <= self._next
         while size > self._next:
             self._next *= 2
-        self._add(_Chunk(self._regions, 0, self._next))
-        self._regions += 1
-        self._ends.append(0)
+        start = len(self._ends) * REGION
+        self._add(start, start + self._next)
+        self._ends.append(start)
         self.taken += self._next
         if as_usual:
             self._next = self._next * 2 if self._next * 2 < LAST_REGION else LAST_REGION
 
-    def _add(self, chunk: _Chunk) -> None:
-        self._chunks[chunk.region, chunk.start] = chunk
-        bisect.insort(self._free, chunk.order)
-
-    def _join(self, first: _Chunk, second: _Chunk) -> None:
-        """Makes one chunk of two neighbours."""
-        del self._chunks[second.region, second.start]
-        first.size, first.after = first.size + second.size, second.after
-        if second.after:
-            second.after.before = first
+    def _add(self, start: int, end: int) -> None:
+        """Adds a free chunk."""
+        bisect.insort(self._free, (end - start, start))
+        self._free_from[start], self._free_up_to[end] = end - start, start
 
 
 class Block:

@@ -49,6 +49,17 @@ def checked_target(target: object) -> str | None:
     raise UserError(f"target={shown(target)}: give the name of a target or a part of it, such as \"nvidia-h200\"")
 
 
+def checked_count(name: str, value: object) -> int:
+    """A number of things, at least one.
+
+    Raises:
+        UserError: it is none.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise UserError(f"{name}={shown(value)}: give a whole number from 1 on")
+
+
 def checked_dims(dims: object) -> dict[str, int]:
     """Sizes by the names of dynamic dimensions.
 

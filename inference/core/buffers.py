@@ -37,7 +37,7 @@ class Activations(NamedTuple):
 
 class Layout(NamedTuple):
     """How a kernel uses memory: bytes and kind of each output, whether it only renames its first input, the inputs in whose
-    buffers it may work, its scratch, and what loading its weights leaves in the heap there."""
+    buffers it may work, its scratch, and what loading its weights leaves in the heap of a CPU's process."""
 
     output_bytes: tuple[int, ...]
     output_kinds: tuple[Kind, ...]
@@ -57,7 +57,7 @@ def layout_of(kernel: Kernel, device: str = "cpu") -> Layout:
         in_place = (row.sum_input,)
     return Layout(tuple(tensor.bytes for tensor in kernel.outputs),
                   tuple((DTYPE_BYTES.get(tensor.dtype, 4), tensor.shape) for tensor in kernel.outputs), not kernel.moves_data,
-                  in_place, scratch_bytes(kernel, device), _loading_bytes(kernel))
+                  in_place, scratch_bytes(kernel, device), _loading_bytes(kernel) if device == "cpu" else 0.0)
 
 
 def _loading_bytes(kernel: Kernel) -> float:
@@ -110,7 +110,8 @@ def lay_out(store: Arena | Block, run: Iterable[NodeBuffers], scratch_bytes: Ite
     """
     places: dict[str, tuple[int, int]] = {}
     for buffers, scratch in zip(run, scratch_bytes, strict=True):
-        places |= {name: store.allocate(int(times * size)) for name, size in buffers.made}
+        for name, size in buffers.made:
+            places[name] = store.allocate(int(times * size))
         if scratch:
             store.free(store.allocate(scratch))
         for name in buffers.freed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
@@ -101,6 +101,21 @@ def runs_of_kernels(record: ModelRecord) -> dict[Placed, float]:
 def kernels_in_models(records: Sequence[ModelRecord], conditions: Conditions) -> dict[Placed, KernelInModel]:
     """What each kernel of some models contributes; a kernel that several of them share is predicted once."""
     placed = {(node.kernel_id, node.provider): record.kernel_of(node) for record in records for node in record.nodes}
+    reading: set[str] = set()
+    if conditions.device == "cuda" and any(is_control_flow(kernel) for kernel in placed.values()):
+        reading = {name for record in records for name in reading_loops(record)}
+    return contributions(placed, conditions, reading)
+
+
+def contributions(placed: Mapping[Placed, Kernel], conditions: Conditions,
+                  reading: Collection[str] = ()) -> dict[Placed, KernelInModel]:
+    """What kernels contribute to the models that hold them.
+
+    Args:
+        placed: the kernels.
+        conditions: what the predictions hold for.
+        reading: the ids of Loops at which the host reads from the GPU whether they go on.
+    """
     loops = {key: kernel for key, kernel in placed.items() if is_control_flow(kernel)}
     off_gpu = {key: kernel for key, kernel in placed.items()
                if conditions.device == "cuda" and is_off_gpu(kernel, key[1]) and key not in loops}
@@ -109,7 +124,6 @@ def kernels_in_models(records: Sequence[ModelRecord], conditions: Conditions) ->
               if conditions.device == "cuda" and key in known and key not in off_gpu
               and (selects_boxes(kernel) or (selects_in_rows(kernel) and known[key].provenance != "measured"))}
     known |= _off_gpu_kernels(off_gpu, conditions)
-    reading = {name for record in records for name in reading_loops(record)} if loops and conditions.device == "cuda" else set()
     return known | {key: _control_flow_kernel(kernel, conditions.device, key[0] in reading) for key, kernel in loops.items()}
 
 

@@ -158,11 +158,11 @@ def kernels_span(run: ModelRun, latency: float, rough_only: bool) -> Span:
 
 def sources_of(run: ModelRun, latency: float) -> Sources:
     """What the error of a latency (ms) on a GPU may come from."""
-    return sources(((node.runs * kernel.gpu_ms, _novelty(kernel))
+    return sources(((node.runs * kernel.gpu_ms, novelty(kernel))
                     for node, kernel in zip(run.record.nodes, run.nodes, strict=True)), latency)
 
 
-def _novelty(kernel: KernelInModel) -> Novelty | None:
+def novelty(kernel: KernelInModel) -> Novelty | None:
     """How a kernel differs from those that were learned from; None where it was measured."""
     if kernel.provenance == "measured":
         return None
@@ -275,6 +275,7 @@ def predicted_run(record: ModelRecord, known: Mapping[Placed, KernelInModel], co
         conditions: what the prediction holds for.
         warnings: those that come first.
     """
+    known = {key: known[key] for key in runs_of_kernels(record)}  # what follows moves all of them, several times
     run = ModelRun(record, known, conditions.used, conditions.run_mode, conditions.costs)
     composed, times = run.composed(), kernel_times(record, known)
     uncertainties = [(record.kernels[key[0]],

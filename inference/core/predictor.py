@@ -13,12 +13,15 @@ runs), else the predicted one, else an estimate from measured operators of its c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 
-from inference.core.arguments import check_calls, checked_dims, checked_target, workspace_at
+from inference.core.arguments import check_calls, checked_count, checked_dims, checked_target, workspace_at
+from inference.core.brief import BriefPrediction, BriefPredictions, Wanted
 from inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
 from inference.core.energy import EnergyPrediction, energy_of
 from inference.core.from_data_sheet import CardPredictors
@@ -43,6 +46,7 @@ from runtimes import analysis
 from training.energy.learned import EnergyModel, read_energy
 from training.energy.scaled import scaled
 from utils.paths import Workspace
+from utils.processes import in_processes
 
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
@@ -55,6 +59,21 @@ if TYPE_CHECKING:
     from training.composition.fitted import Composition
 
 POINTS = 21  # of a curve over the load
+BATCH = 256  # models that a stream predicts together
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The items in lists of `size`, the last one shorter.
+
+    Raises:
+        UserError: `size` is no number of models.
+    """
+    checked_count("batch", size)
+    left = iter(items)
+    while batch := list(islice(left, size)):
+        yield batch
 
 
 class LoadOptions(TypedDict, total=False):
@@ -227,9 +246,8 @@ class Predictor:
             analysis.prepare(self.workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else None
                              for source in analysed)  # it starts while the predictors are read
         fitted = self.fitted
-        used, load = composition or fitted.composition, dict(load or {})
-        check_run_mode(run_mode, used, fitted.target.name)
-        pace = pace_of(host_pace, fitted, used, run_mode, self.workspace)
+        conditions = self._conditions(run_mode, composition, load, co_runner, host_pace)
+        load = conditions.load
         models = [self._model(source) for source in sources]
         records = [self.record(model, dims, static, dtype) for model in models]
         otherwise = [record_otherwise(model, record, static, self.no_weights, dtype)
@@ -241,8 +259,6 @@ class Predictor:
         if fitted.sharing is None and (unread := sorted(set(load) - set(fitted.predictors.sidecar.metrics))):
             notices = (*notices, f"the load's {', '.join(unread)} was in no training and is ignored")
         mismatches = [check_target(record, fitted.target, fitted.predictors.sidecar.dtypes, self.force) for record in records]
-        conditions = Conditions(fitted, used, run_mode, self.strict, load,
-                                shared_gpu_of(fitted, used, run_mode, load, co_runner), pace)
         known = kernels_in_models([*records, *filter(None, otherwise)], conditions)
         runs = [predicted_run(record, known, conditions, (
             *notices, *without, *of_record, *sharing_warning(conditions.shared_gpu), *model_warnings(record, known, run_mode),
@@ -250,6 +266,90 @@ class Predictor:
             for record, of_record, without in zip(records, mismatches, without_weights, strict=True)]
         return [run if record is None else run.spanning(predicted_run(record, known, conditions, ()))
                 for run, record in zip(runs, otherwise, strict=True)]
+
+    def _conditions(self, run_mode: RunMode, composition: Composition | None, load: Mapping[str, float] | None,
+                    co_runner: CoRunner | None, host_pace: float | HostPace | None) -> Conditions:
+        """What predictions with these options hold for.
+
+        Raises:
+            UserError: the predictors, the load or the pace can't be used.
+        """
+        fitted = self.fitted
+        used, load = composition or fitted.composition, dict(load or {})
+        check_run_mode(run_mode, used, fitted.target.name)
+        pace = pace_of(host_pace, fitted, used, run_mode, self.workspace)
+        return Conditions(fitted, used, run_mode, self.strict, load, shared_gpu_of(fitted, used, run_mode, load, co_runner),
+                          pace)
+
+    def predict_stream(self, sources: Iterable[Source], *, batch: int = BATCH,
+                       **options: Unpack[Options]) -> Iterator[Prediction]:
+        """As `predict_many`, one after another: it takes `batch` models at a time, and holds no more of them. Where latencies,
+        energies and memory are enough, `predict_briefly` takes a small part of the time.
+
+        Args:
+            sources: as for `predict_many`; they may be made while they are taken, and may never end.
+            batch: number of models that are predicted together.
+            options: as for `predict_many`.
+
+        Raises:
+            UserError: the model, the predictors, the load or the pace can't be used; the message says why.
+        """
+        for models in batches(sources, batch):
+            yield from self.predict_many(models, **options)
+
+    def predict_briefly(self, sources: Iterable[S], *, make: Callable[[S], Source] | None = None, energy: bool = False,
+                        memory: bool = False, batch: int = BATCH, processes: int = 1,
+                        **options: Unpack[Options]) -> Iterator[BriefPrediction]:
+        """The main numbers of predictions, for a search over many thousands of models: the same as `predict_stream` has,
+        without warnings and tables, in a small part of the time. It takes `batch` models at a time.
+
+        With several processes it takes a few batches ahead. They are spawned, so a script that asks for them must keep what it
+        does when it is run under `if __name__ == "__main__"`. To hand a record over takes longer than to predict it: give what
+        is small (a path, a choice of the search), and `make`, which then works in all processes at the same time.
+
+        Args:
+            sources: as for `predict_stream`; or with `make`, anything it takes.
+            make: makes each source of what `sources` gives; for several processes a function at the top of a module, or a
+                `functools.partial` of one.
+            energy: whether energies are wanted.
+            memory: whether peak memories are wanted, which take longer than all other numbers together.
+            batch: number of models that are predicted together.
+            processes: that share the work.
+            options: as for `predict_many`.
+
+        Raises:
+            UserError: the model, the predictors, the load or the pace can't be used, or nothing was learned of the target's
+                energy; the message says why.
+        """
+        if processes == 1:
+            predicts = self.brief(energy=energy, memory=memory, **options)
+            for items in batches(sources, batch):
+                yield from predicts([make(item) for item in items] if make else cast("list[Source]", items))
+        else:
+            checked_count("processes", processes)
+            fresh = Predictor(self.workspace, self.target, strict=self.strict, force=self.force, estimators=self.estimators,
+                              any_device=self.any_device, no_weights=self.no_weights)  # without what was read
+            work = pickle.dumps((partial(fresh.brief, energy=energy, memory=memory, **options), make))
+            yield from in_processes(partial(_predicted_briefly, work), batches(sources, batch), processes)
+
+    def brief(self, *, energy: bool = False, memory: bool = False,
+              **options: Unpack[Options]) -> Callable[[Sequence[Source]], list[BriefPrediction]]:
+        """What predicts a batch of models for `predict_briefly`. What it learns of kernels it keeps for the next batch.
+
+        Raises:
+            UserError: the predictors, the load or the pace can't be used, or nothing was learned of the target's energy.
+        """
+        check_calls()
+        dims, static, dtype = checked_dims(options.get("dims")), options.get("static", False), options.get("dtype")
+        conditions = self._conditions(options.get("run_mode", AS_USUAL), options.get("composition"), options.get("load"),
+                                      options.get("co_runner"), options.get("host_pace"))
+        wanted = Wanted(self.learned_energy if energy else None, memory)
+        predictions = BriefPredictions(conditions, wanted, partial(self.run, **options))
+
+        def predict_batch(sources: Sequence[Source]) -> list[BriefPrediction]:
+            return predictions.of([(source, self.record(source, dims, static, dtype)) for source in sources])
+
+        return predict_batch
 
     def shared(self, model: Source | PredictedRun, **options: Unpack[Options]) -> SharedModel:
         """A model that can be put next to co-runners on the target.
@@ -361,6 +461,19 @@ class Predictor:
 
     def _run_of(self, model: Source | PredictedRun, options: Options) -> PredictedRun:
         return model if isinstance(model, PredictedRun) else self.run(model, **options)
+
+
+@cache
+def _brief_of(work: bytes) -> tuple[Callable[[Sequence[Source]], list[BriefPrediction]], Callable[[Any], Source] | None]:
+    """What predicts, and what makes sources, in a process of a stream; kept from batch to batch."""
+    brief, make = pickle.loads(work)
+    return brief(), make
+
+
+def _predicted_briefly(work: bytes, items: list[Any]) -> list[BriefPrediction]:
+    """The predictions of a batch, in a process of a stream."""
+    predicts, make = _brief_of(work)
+    return predicts([make(item) for item in items] if make else items)
 
 
 def predict(source: Source, *, workspace: Workspace | str | Path | None = None, target: str | None = None, strict: bool = False,

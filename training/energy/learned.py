@@ -8,7 +8,7 @@ coefficient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,6 +34,7 @@ RUN, BYTES, LAUNCHES, BUSY, OPERATIONS = "run_s", "gb", "launches", "busy_s", "t
 FULL = {half: f"full_{half}m_s" for half in (1, 2, 4, 8)}
 # What a coefficient of each kind of work is, by the part of the name in front of the first ":".
 UNITS = {RUN: "W", BUSY: "W", **dict.fromkeys(FULL.values(), "W"), OPERATIONS: "pJ/FLOP", BYTES: "J/GB", LAUNCHES: "J"}
+TIMED = {BUSY, *FULL.values()}  # kinds of work that are as much as a kernel's time
 UNPACKED: tuple[Algorithm, ...] = ("router", "vector", "rows")
 WORD = 4  # bytes; an operation on a half-precision number counts half, since a tensor core does twice as many at the same power
 ENERGY_VERSION = 2
@@ -199,13 +200,36 @@ class EnergyModel(Frozen):
 
     def _total_j(self, work: Mapping[str, float]) -> tuple[float, tuple[str, ...]]:
         """The energy of a run without a power limit, and the kinds of its work that no measured model had."""
-        kinds = {kind_of_work(name) for name in self.learned_from}
-        guessed = tuple(name for name in work if kind_of_work(name) in kinds and name not in self.learned_from)
-        known = {without_type(name) for name in self.learned_from}
-        total_j = self.idle_w * work[RUN]
+        total_j, known = self.idle_w * work[RUN], {without_type(name) for name in self.learned_from}
         for name, amount in without_types(work).items():
-            total_j += amount * (self.coefficients.get(name, 0.0) if name in known else self._largest(kind_of_work(name)))
-        return total_j, guessed
+            total_j += amount * self._coefficient(name, known)
+        return total_j, self._guessed(work)
+
+    @property
+    def run_w(self) -> float:
+        """What a run takes for its time alone, whatever it does."""
+        return self.idle_w + self._coefficient(RUN, self.learned_from)
+
+    def part_j(self, part: Part) -> tuple[float, float, bool]:
+        """What the runs of a kernel add to the energy of a run without a power limit: what follows from its time, and the rest;
+        and whether it is work that no measured model had."""
+        work, known = work_of_run([part], busy_time_ms([part])), {without_type(name) for name in self.learned_from}
+        timed_j = fixed_j = 0.0
+        for name, amount in without_types(work).items():
+            if kind_of_work(name) in TIMED:
+                timed_j += amount * self._coefficient(name, known)
+            elif name != RUN:
+                fixed_j += amount * self._coefficient(name, known)
+        return timed_j, fixed_j, bool(self._guessed(work))
+
+    def _guessed(self, work: Mapping[str, float]) -> tuple[str, ...]:
+        """The kinds of work that no measured model had."""
+        kinds = {kind_of_work(name) for name in self.learned_from}
+        return tuple(name for name in work if kind_of_work(name) in kinds and name not in self.learned_from)
+
+    def _coefficient(self, name: str, known: Collection[str]) -> float:
+        """The coefficient of a work by its name without the element type; `known`: the work of the fit by such names."""
+        return self.coefficients.get(name, 0.0) if name in known else self._largest(kind_of_work(name))
 
     def _largest(self, kind: str) -> float:
         """A coefficient for work of a class that no model of the fit had: the largest of the same kind."""

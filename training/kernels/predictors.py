@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +38,13 @@ from utils.paths import ADMITTED, SHIPPED, Workspace
 
 if TYPE_CHECKING:
     from training.admission.admitted import AdmittedEstimators
+    from training.admission.interface import Estimator
 
 log = get_logger("predictors")
 ON_GPU = (GPU_LABEL, LAUNCHES)
 REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
+NOT_MEASURED: Mapping[str, float] = {}
 
 
 class KernelTimes(NamedTuple):
@@ -55,6 +57,25 @@ class KernelTimes(NamedTuple):
 def leaves_gpu_idle(kernel: Kernel, label: str) -> bool:
     """Whether `label` is one of the GPU and the kernel gives the GPU no work; then its time is zero, and not learned."""
     return label in ON_GPU and not kernel.moves_data
+
+
+def predict_distinct(model: Estimator, kernels: Sequence[Kernel], features: npt.NDArray[np.float64],
+                     load: Sequence[float]) -> npt.NDArray[np.float64]:
+    """As `predict_kernels`, but kernels of one type that look alike to the estimator are predicted once: those that differ in
+    values only, or in what they are called."""
+    place_of: dict[tuple[Any, ...], int] = {}
+    firsts: list[int] = []  # of the distinct ones
+    places = np.empty(len(kernels), dtype=int)
+    for row, kernel in enumerate(kernels):
+        key = kernel.type, kernel.flops, kernel.bytes_read + kernel.bytes_written, features[row].tobytes()
+        places[row] = place_of.setdefault(key, len(firsts))
+        if places[row] == len(firsts):
+            firsts.append(row)
+    return predict_kernels(model, [kernels[row] for row in firsts], features[firsts], load)[places]
+
+
+def _features(kernel: Kernel) -> npt.NDArray[np.float64]:
+    return np.array(KERNEL_FEATURES.compute(kernel), dtype=float)
 
 
 @dataclass
@@ -75,7 +96,8 @@ class Predictors:
     _models: dict[str, KernelModel | Transferred] = field(default_factory=dict, repr=False)
     _doubt: KernelModel | None = field(default=None, repr=False)
     _doubts: dict[str, float] = field(default_factory=dict, repr=False)
-    _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
+    _features: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    _looked_up: dict[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
 
     @property
@@ -145,18 +167,23 @@ class Predictors:
         pairs = [pair for kernel in kernels if (pair := times[kernel.id])]
         return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
+    def _measured_of(self, name: str) -> Mapping[str, float]:
+        """What was measured of a kernel, by its id; empty for one that was not. It is kept, since each label asks for it."""
+        return cast("Mapping[str, float]", files.cached(self._looked_up, name, lambda: self.measured.get(name) or NOT_MEASURED,
+                                                        REMEMBERED_KERNELS))
+
     def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
         """kernels × KERNEL_FEATURES; those of a kernel are computed once and kept."""
-        return np.array([files.cached(self._features, kernel.id, partial(KERNEL_FEATURES.compute, kernel), REMEMBERED_KERNELS)
+        return np.array([files.cached(self._features, kernel.id, partial(_features, kernel), REMEMBERED_KERNELS)
                          for kernel in kernels], dtype=float)
 
     def drift_of(self, kernel: Kernel, label: str) -> float:
         """How unsteady the machine was, a ratio, while the measured time of a kernel was taken; 0 for a steady machine."""
-        return self.measured.get(kernel.id, {}).get(drift_key(label), 0.0)
+        return self._measured_of(kernel.id).get(drift_key(label), 0.0)
 
     def inputs_realistic(self, kernel: Kernel, label: str) -> bool:
         """Whether the measured time of a kernel that depends on values was taken with realistic ones."""
-        return inputs_key(label) in self.measured.get(kernel.id, {})
+        return inputs_key(label) in self._measured_of(kernel.id)
 
     def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
         """By what factor kernels are beyond the range of the training, the largest over their features, by kernel id. Kernels
@@ -192,7 +219,7 @@ class Predictors:
             self._doubt = open_estimator(self.sidecar.doubt, KernelModel, self.folder, REMEDY)
         if self._doubt is None:
             return {}
-        factors = predict_kernels(self._doubt, kernels, self.features_of(kernels), tuple(self.sidecar.idle_load.values()))
+        factors = predict_distinct(self._doubt, kernels, self.features_of(kernels), tuple(self.sidecar.idle_load.values()))
         return {kernel.id: max(math.log(factor), 0.0) for kernel, factor in zip(kernels, factors.tolist(), strict=True)}
 
     def _key(self, about: Saved, kernels: Sequence[Kernel]) -> str:
@@ -207,7 +234,7 @@ class Predictors:
             name: (0.0, "measured") for name, kernel in kernels.items() if leaves_gpu_idle(kernel, label)}
         if look_up:
             times |= {name: (measured[label], "measured") for name in kernels
-                      if name not in times and (measured := self.measured.get(name)) and label in measured}
+                      if name not in times and label in (measured := self._measured_of(name))}
         rest = [kernel for name, kernel in kernels.items() if name not in times]
         about = self.sidecar.labels.get(label)
         if not rest:
@@ -221,7 +248,7 @@ class Predictors:
         """The predicted time of each kernel by id, and whether it is predicted or estimated."""
         times: dict[str, tuple[float, str]] = {}
         model = self.kernel_model(label)
-        predicted = predict_kernels(model, kernels, self.features_of(kernels), load)
+        predicted = predict_distinct(model, kernels, self.features_of(kernels), load)
         if self.admitted:
             predicted = self._by_admitted(self.admitted, kernels, predicted, load, label)
         for kernel, time_ms in zip(kernels, predicted.tolist(), strict=True):

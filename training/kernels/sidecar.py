@@ -10,6 +10,7 @@ The sidecar holds the SHA-256 of each file, which protects against damage.
 
 from __future__ import annotations
 
+import bisect
 import gzip
 import json
 import zlib
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from records.measurement import Milliseconds, drift_key, inputs_key
@@ -147,6 +149,7 @@ class Sidecar(Frozen):
         return self
 
 
+INDEX_AFTER = 2000  # searches for kernels: from here on it is worth the 20 ms to find where all lines start
 OF_KERNEL = TypeAdapter(dict[str, Milliseconds])  # by label
 OF_ALL = TypeAdapter(dict[str, dict[str, Milliseconds]])  # by kernel and label
 T = TypeVar("T")
@@ -161,9 +164,14 @@ class MeasuredTimes(Mapping[str, dict[str, float]]):
     def __init__(self, text: bytes, path: Path | None = None) -> None:
         """The times in some JSON; `path` is its file, for errors."""
         self._text, self._path = text, path
+        self._searches = 0
+        self._starts: list[int] = []  # of the lines; found at the INDEX_AFTER-th search
 
     def __getitem__(self, kernel: str) -> dict[str, float]:
         text, key = self._text, _line_start(kernel)
+        if self._searches >= INDEX_AFTER:
+            return self._by_index(kernel, key)
+        self._searches += 1
         low, high = text.find(b"\n") + 1, text.rfind(b"\n") + 1  # the lines to search
         while low < high:
             start = max(text.rfind(b"\n", low, (low + high) // 2) + 1, low)
@@ -173,6 +181,18 @@ class MeasuredTimes(Mapping[str, dict[str, float]]):
                 return self._checked(OF_KERNEL, line[len(key):].removesuffix(b","), kernel)
             low, high = (end + 1, high) if line < key else (low, start)
         raise KeyError(kernel)
+
+    def _by_index(self, kernel: str, key: bytes) -> dict[str, float]:
+        """The same for one of many look-ups: the places where lines start are known."""
+        text = self._text
+        if not self._starts:
+            self._starts = (np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n")) + 1).tolist()
+        starts = self._starts
+        line = bisect.bisect_left(range(len(starts)), key, key=lambda place: text[starts[place]:starts[place] + len(key)])
+        if line == len(starts) or not text.startswith(key, starts[line]):
+            raise KeyError(kernel)
+        start = starts[line]
+        return self._checked(OF_KERNEL, text[start + len(key):text.index(b"\n", start)].removesuffix(b","), kernel)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.whole())

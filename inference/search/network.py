@@ -1,0 +1,120 @@
+"""Records of networks that a search builds itself, without exporting each, from parts of graphs that are made once.
+
+A part (`Part`) is a piece of the graph that ONNX Runtime runs: its nodes, its kernels, and the tensor that comes out. Functions
+that make parts keep them (`functools.lru_cache`), so a network costs little more than to string its parts together.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from records.kernel_types import describe_kernel
+from utils.fingerprint import Flavour
+
+OPSET = 20
+
+
+class Values(NamedTuple):
+    """A tensor of float32 that a node makes: its name and shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A piece of a graph.
+
+    Attributes:
+        nodes: in the order in which they run.
+        kernels: of the nodes, by id.
+        weight_bytes: of its own constants.
+        shared_bytes: of those that it may share with other parts, by name.
+        output: what comes out.
+    """
+
+    nodes: tuple[Node, ...]
+    kernels: Mapping[str, Kernel]
+    weight_bytes: int
+    shared_bytes: Mapping[str, int]
+    output: Values
+
+
+@functools.lru_cache(50_000)
+def kernel_of(op_type: str, attributes: tuple[tuple[str, Any], ...], inputs: tuple[tuple[int, ...], ...],
+              constants: tuple[tuple[int, ...], ...], values: tuple[int, ...] | None, output: tuple[int, ...]) -> Kernel:
+    """The kernel of an operation: on inputs and then constants of these shapes. `values`: of a constant of integers."""
+    tensors = [KernelInput(dtype="float32", shape=shape) for shape in inputs]
+    tensors += [KernelInput(dtype="float32" if values is None else "int64", shape=shape, constant=True, values=values)
+                for shape in constants]
+    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in attributes}  # as in a file
+    return describe_kernel(op_type, "", OPSET, lists, tensors, [Tensor(dtype="float32", shape=output)])
+
+
+class Builder:
+    """A part of a graph while it grows. Nodes and their tensors have the names that are given, behind `name`."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._nodes, self._kernels = name, list[Node](), dict[str, Kernel]()
+        self._weight_bytes, self._shared_bytes = 0, dict[str, int]()
+
+    def add(self, name: str, op_type: str, inputs: Sequence[Values], output: tuple[int, ...],
+            constants: Sequence[tuple[int, ...]] = (), attributes: Mapping[str, Any] | None = None,
+            values: tuple[int, ...] | None = None) -> Values:
+        """A node that reads tensors and then constants; `values` are those of a constant of integers, which all nodes share."""
+        kernel = kernel_of(op_type, tuple(sorted((attributes or {}).items())), tuple(tensor.shape for tensor in inputs),
+                           tuple(constants), values, output)
+        node = f"{self._name}.{name}"
+        named = [f"{node}.constant_{place}" for place in range(len(constants))] if values is None else [f"constant {values}"]
+        self._kernels[kernel.id] = kernel
+        self._nodes.append(Node(name=node, kernel_id=kernel.id, provider="cuda", outputs=(f"{node}.out",),
+                                inputs=(*(tensor.name for tensor in inputs), *named)))
+        if values is None:
+            self._weight_bytes += kernel.weight_bytes
+        else:
+            self._shared_bytes[named[0]] = kernel.weight_bytes
+        return Values(f"{node}.out", output)
+
+    def convolution(self, name: str, image: Values, channels: int, window: int = 1, stride: int = 1, groups: int = 1) -> Values:
+        """A convolution with a bias, which a normalisation behind it was folded into."""
+        batch, before, height, width = image.shape
+        pad = window // 2
+        attributes: dict[str, Any] = {"kernel_shape": (window, window), "strides": (stride, stride)}
+        attributes |= {"pads": (pad, pad, pad, pad)} if pad else {}
+        attributes |= {"group": groups} if groups > 1 else {}
+        return self.add(name, "Conv", [image], (batch, channels, -(-height // stride), -(-width // stride)),
+                        [(channels, before // groups, window, window), (channels,)], attributes)
+
+    def each(self, name: str, op_type: str, image: Values, **attributes: float) -> Values:
+        """An operation on each element."""
+        return self.add(name, op_type, [image], image.shape, attributes=attributes)
+
+    def part(self, output: Values, called: str = "") -> Part:
+        """The part as it is now. With `called`, what comes out has that name."""
+        nodes = tuple(self._nodes)
+        if called:
+            nodes = tuple(node.model_copy(update={"outputs": (called,)}) if output.name in node.outputs else node
+                          for node in nodes)
+        return Part(nodes, self._kernels, self._weight_bytes, self._shared_bytes, Values(called or output.name, output.shape))
+
+
+def record_of_parts(model: str, flavour: Flavour, image: Values, parts: Iterable[Part]) -> ModelRecord:
+    """The record of a network that reads `image` and consists of parts, each of which reads what the one before made."""
+    nodes: list[Node] = []
+    kernels: dict[str, Kernel] = {}
+    shared_bytes: dict[str, int] = {}
+    weight_bytes, output = 0, image
+    for part in parts:
+        nodes += part.nodes
+        kernels |= part.kernels
+        shared_bytes |= part.shared_bytes
+        weight_bytes, output = weight_bytes + part.weight_bytes, part.output
+    weight_bytes += sum(shared_bytes.values())
+    return ModelRecord(
+        model=model, file_stem=model, group="searched", sha256=hashlib.sha256(model.encode()).hexdigest(), dims={},
+        flavour=flavour, derived=True, inputs={image.name: Tensor(dtype="float32", shape=image.shape)},
+        outputs={output.name: Tensor(dtype="float32", shape=output.shape)}, weight_bytes=weight_bytes,
+        opsets={"": OPSET}, kernels=kernels, nodes=tuple(nodes))

@@ -1,0 +1,171 @@
+"""The design space of once-for-all networks of MobileNetV3's kind (Cai et al., "Once-for-All", ICLR 2020): five stages of two
+to four blocks, each with a window of 3, 5 or 7 and an expansion of 3, 4 or 6, at two widths and several image sizes.
+
+A network is told by its name: `ofa_r160_w1.2_33.56_…`: an image of 160 × 160, 1.2 times the channels, and for each stage the
+window and the expansion of each block. Its layers are those of torchvision's `MobileNetV3`, with 1280 features before the
+classes. recipes/search/exported.py proves that, and the weights of the paper's networks do not fit.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from inference.search.network import Builder, Part, Values, record_of_parts
+from records.kernel_record import ModelRecord
+from utils.errors import UserError
+from utils.fingerprint import Flavour
+
+SIDES, WIDTHS = (128, 144, 160, 176, 192, 208, 224), (1.0, 1.2)
+DEPTHS, WINDOWS, EXPANSIONS = (2, 3, 4), (3, 5, 7), (3, 4, 6)
+FIRST, CLASSES, FEATURES, LAST_EXPANSION = 16, 1000, 1280, 6
+SIXTH = 0.1666666716337204  # 1/6 in single precision
+PREFIX = "ofa"
+
+
+class Stage(NamedTuple):
+    """What the blocks of a stage have in common; the first one has the stride."""
+
+    channels: int
+    stride: int
+    activation: str
+    excited: bool
+
+
+STAGES = (Stage(24, 2, "Relu", False), Stage(40, 2, "Relu", True), Stage(80, 2, "HardSwish", False),
+          Stage(112, 1, "HardSwish", True), Stage(160, 2, "HardSwish", True))
+
+
+class Block(NamedTuple):
+    """What may differ from block to block."""
+
+    window: int
+    expansion: int
+
+
+class Choice(NamedTuple):
+    """A network of the space: the side of its image, the factor of its channels, and the blocks of each stage."""
+
+    side: int
+    width: float
+    stages: tuple[tuple[Block, ...], ...]
+
+    @property
+    def name(self) -> str:
+        blocks = (".".join(f"{block.window}{block.expansion}" for block in stage) for stage in self.stages)
+        return "_".join([PREFIX, f"r{self.side}", f"w{self.width}", *blocks])
+
+
+def choice_of(name: str) -> Choice:
+    """The network with this name.
+
+    Raises:
+        UserError: the space has none.
+    """
+    found = re.fullmatch(PREFIX + r"_r(\d+)_w(\d\.\d)" + len(STAGES) * r"_(\d\d(?:\.\d\d)*)", name)
+    if found:
+        side, width, *stages = found.groups()
+        choice = Choice(int(side), float(width), tuple(
+            tuple(Block(int(block[0]), int(block[1])) for block in stage.split(".")) for stage in stages))
+        if choice.side in SIDES and choice.width in WIDTHS and all(
+                len(stage) in DEPTHS and all(block.window in WINDOWS and block.expansion in EXPANSIONS for block in stage)
+                for stage in choice.stages):
+            return choice
+    raise UserError(f"{name}: no network of this space; a name is that of {drawn(random.Random(0)).name}, with sides "
+                    f"{SIDES}, widths {WIDTHS}, {DEPTHS} blocks a stage, windows {WINDOWS} and expansions {EXPANSIONS}")
+
+
+def drawn(draw: random.Random) -> Choice:
+    """A network drawn at random."""
+    return Choice(draw.choice(SIDES), draw.choice(WIDTHS), tuple(
+        tuple(Block(draw.choice(WINDOWS), draw.choice(EXPANSIONS)) for _ in range(draw.choice(DEPTHS))) for _ in STAGES))
+
+
+def choices(count: int, seed: int = 0) -> Iterator[str]:
+    """The names of networks drawn at random; the first ones are the same for any count."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        yield drawn(draw).name
+
+
+def make(name: str, flavour: Flavour) -> ModelRecord:
+    """The record of a network as ONNX Runtime runs it on a GPU, for one image.
+
+    Raises:
+        UserError: the space has no network of this name, or the target is no GPU.
+    """
+    if flavour.device != "cuda":
+        raise UserError(f"{PREFIX}: these are graphs as ONNX Runtime runs them on a GPU; name such a target, e.g. nvidia-h200")
+    return record_of_parts(name, flavour, *_parts(choice_of(name)))
+
+
+def rounded(channels: float) -> int:
+    """A multiple of 8 channels, at most a tenth below what is asked for (torchvision's `_make_divisible`)."""
+    near = max(8, int(channels + 4) // 8 * 8)
+    return near + 8 if near < 0.9 * channels else near
+
+
+def channels_of(width: float) -> tuple[int, ...]:
+    """The channels of the first layer, and of each stage."""
+    return tuple(rounded(width * channels) for channels in (FIRST, *(stage.channels for stage in STAGES)))
+
+
+def _parts(choice: Choice) -> tuple[Values, list[Part]]:
+    """The image, and the parts of a network."""
+    first, *channels = channels_of(choice.width)
+    image = Values("input", (1, 3, choice.side, choice.side))
+    parts = [_stem(image, first)]
+    for number, (stage, blocks) in enumerate(zip(STAGES, choice.stages, strict=True)):
+        for place, block in enumerate(blocks):
+            ends = place == len(blocks) - 1  # what a stage makes has one name, whatever its depth, so that parts fit
+            parts.append(_block(f"stage{number}.{place}", f"stage{number}" if ends else "", parts[-1].output, channels[number],
+                                stage.stride if place == 0 else 1, block, stage.activation, stage.excited))
+    return image, [*parts, _head(parts[-1].output)]
+
+
+@functools.lru_cache(1000)
+def _stem(image: Values, channels: int) -> Part:
+    """The first convolution, and a block without expansion."""
+    built = Builder("stem")
+    inside = built.each("act", "HardSwish", built.convolution("conv", image, channels, 3, 2))
+    made = built.each("first.act", "Relu", built.convolution("first.depthwise", inside, channels, 3, groups=channels))
+    made = built.convolution("first.project", made, channels)
+    return built.part(built.add("first.add", "Add", [made, inside], made.shape))
+
+
+@functools.lru_cache(20_000)
+def _block(name: str, called: str, image: Values, channels: int, stride: int, block: Block, activation: str,
+           excited: bool) -> Part:
+    """An inverted residual block; what it makes is `called` so, if given."""
+    built, wide = Builder(name), rounded(block.expansion * image.shape[1])
+    inside = built.each("act1", activation, built.convolution("expand", image, wide))
+    inside = built.each("act2", activation, built.convolution("depthwise", inside, wide, block.window, stride, groups=wide))
+    if excited:
+        squeezed = built.each("squeezed", "Relu", built.convolution("fc1", _mean(built, inside), rounded(wide // 4)))
+        gate = built.each("gate", "HardSigmoid", built.convolution("fc2", squeezed, wide), alpha=SIXTH, beta=0.5)
+        inside = built.add("excited", "Mul", [gate, inside], inside.shape)
+    made = built.convolution("project", inside, channels)
+    return built.part(built.add("add", "Add", [made, image], made.shape) if made.shape == image.shape else made, called)
+
+
+@functools.lru_cache(1000)
+def _head(image: Values) -> Part:
+    """The last convolution, and the classifier."""
+    built = Builder("head")
+    pooled = _mean(built, built.each("act", "HardSwish", built.convolution("conv", image, LAST_EXPANSION * image.shape[1])))
+    flat = built.add("flat", "Reshape", [pooled], pooled.shape[:2], [(2,)], {"allowzero": 1}, pooled.shape[:2])
+    hidden = built.each("hidden", "HardSwish", _linear(built, "features", flat, FEATURES))
+    return built.part(_linear(built, "classes", hidden, CLASSES))
+
+
+def _mean(built: Builder, image: Values) -> Values:
+    return built.add("mean", "ReduceMean", [image], (*image.shape[:2], 1, 1), [(2,)],
+                     {"keepdims": 1, "noop_with_empty_axes": 0}, (-1, -2))
+
+
+def _linear(built: Builder, name: str, values: Values, made: int) -> Values:
+    return built.add(name, "Gemm", [values], (values.shape[0], made), [(made, values.shape[1]), (made,)],
+                     {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 1})

@@ -1,0 +1,129 @@
+"""Searches many models for the best ones that keep to limits on a target: latency, memory, energy.
+
+The candidates are the models of a folder, of a list of paths, those that a Python file makes (inference/search/spaces.py says
+what it defines), or those of a design space that comes with Hase (`ofa`: once-for-all networks of MobileNetV3's kind, drawn at
+random). They are taken one batch after another, so there may be more than memory holds.
+
+A limit is kept if that is likely enough (--chance), by the 90 % interval of the prediction. Among the candidates that keep to
+all limits, the best have the highest scores: the space's own score, or the operations (FLOPs) or the bytes of weights, which
+stand for how much a network can learn, and for no accuracy. Peak memories have no interval; they count as predicted, and are
+asked for only of candidates that keep to the other limits, since they take the most time.
+
+Prints a row per candidate, the best one first, or with --front the Pareto front of latency and score; --json has both. With
+--out, a table holds all candidates; if the search is interrupted, the same command goes on from there. A candidate that can't
+be predicted has an error in the table, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+from typing import Any
+
+from inference.core.host_pace import PaceAsked
+from inference.core.predictor import Predictor
+from inference.core.run_modes import AS_USUAL
+from inference.search.evaluating import Candidate, Limits, Question
+from inference.search.searching import Found, search
+from inference.search.spaces import COUNT
+from utils import cli
+from utils.logger import get_logger
+
+log = get_logger("search")
+EXAMPLES = """
+python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.2 --memory-mib 500 --count 2000 --top 10
+python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.5 --energy-j 0.2 --chance 0.9 --out found.csv
+python inference/search_models.py --space model_zoo/models --target nvidia-h200 --front
+python inference/search_models.py --space my_space.py --target nvidia-h200 --latency-ms 2 --out found.parquet  # needs your own
+"""
+
+
+def options() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--space", required=True, metavar="SPACE",
+                        help="a folder of .onnx models, a list of them (.txt, a path on each line), a Python file, or ofa")
+    cli.add_target(parser)
+    parser.add_argument("--latency-ms", type=cli.positive, metavar="MS", help="the longest latency")
+    parser.add_argument("--memory-mib", type=cli.positive, metavar="MIB", help="the largest peak memory")
+    parser.add_argument("--energy-j", type=cli.positive, metavar="J", help="the most energy of a run")
+    parser.add_argument("--chance", type=share, default=0.5, metavar="SHARE",
+                        help="how likely a candidate has to keep to the limits, 0 to 1 (default: 0.5, so the predicted numbers "
+                             "themselves keep to them)")
+    parser.add_argument("--score", choices=("own", "flops", "weights"),
+                        help="what makes a candidate good (default: the space's own score, else flops)")
+    parser.add_argument("--energy", action="store_true", help="also predict energies where they have no limit")
+    cli.add_host_pace(parser, "what benchmark/host_pace.py measured here in the last ten minutes; else intervals are wide")
+    parser.add_argument("--top", type=cli.count, default=10, metavar="N", help="how many of the best to print (default: 10)")
+    parser.add_argument("--front", action="store_true", help="print the Pareto front of latency and score instead")
+    parser.add_argument("--count", type=cli.count, metavar="N",
+                        help=f"search so many candidates, the first ones (default: all; of ofa, {COUNT})")
+    parser.add_argument("--seed", type=cli.whole, default=0, help="of a space that is drawn from (default: 0)")
+    parser.add_argument("--out", type=cli.out_file, metavar="FILE",
+                        help="write all candidates to this .csv or .parquet; an interrupted search goes on from FILE.part")
+    parser.add_argument("--processes", type=cli.count, default=1, metavar="N", help="that share the work (default: 1)")
+    parser.add_argument("--force", action="store_true",
+                        help="predict although element type or ONNX Runtime version are not the predictors'")
+    return parser
+
+
+def share(text: str) -> float:
+    """An option that is a number between 0 and 1."""
+    value = cli.positive(text)
+    if value > 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def row_of(rank: int, candidate: Candidate) -> dict[str, Any]:
+    """A candidate as a row for people; what was not asked for is left out."""
+    def between(low: float | None, high: float | None) -> str:
+        return f"{cli.cell(low)} and {cli.cell(high)}"
+
+    row: dict[str, Any] = {
+        "rank": rank, "model": candidate.model, "latency (ms)": candidate.latency_ms,
+        "90 % between (ms)": between(candidate.latency_low_ms, candidate.latency_high_ms),
+        "rough": "yes" if candidate.rough_estimate else "no"}
+    if candidate.energy_j is not None:
+        row |= {"energy (J)": candidate.energy_j, "90 % between (J)": between(candidate.energy_low_j, candidate.energy_high_j)}
+    if candidate.peak_memory_mib is not None:
+        row["peak memory (MiB)"] = candidate.peak_memory_mib
+    return row | {"GFLOP": candidate.gflop, "weights (MiB)": candidate.weights_mib, "score": candidate.score,
+                  "chance": f"{100 * (candidate.chance or 0.0):.0f} %"}
+
+
+def show(found: Found, args: argparse.Namespace) -> None:
+    """Prints what was found, and says on stderr how much that is."""
+    if args.json:
+        cli.print_json({**found._asdict(), "best": [one._asdict() for one in found.best],
+                        "front": [one._asdict() for one in found.front]})
+    else:
+        shown, what = (found.front, "the front") if args.front else (found.best, "the best")
+        cli.print_table([row_of(rank, candidate) for rank, candidate in enumerate(shown, 1)],
+                        f"{what} of {found.searched} candidates")
+    log.info("%d candidates, of which %d keep to the limits with a chance of at least %g; %d on the front", found.searched,
+             found.admitted, args.chance, len(found.front))
+    if found.failed:
+        log.error("%d candidates could not be predicted, the first one since: %s", found.failed, found.first_error)
+
+
+def main() -> int:
+    args = options().parse_args()
+    workspace = cli.start(args)
+    fitted = Predictor(workspace, args.target, any_device=True).fitted
+    pace = PaceAsked(args.host_pace, args.machine).now(fitted, AS_USUAL)
+    question = Question(workspace.root, args.target, args.space, args.count, args.seed,
+                        Limits(args.latency_ms, args.memory_mib, args.energy_j, args.chance), args.energy, args.score,
+                        pace, args.force)
+    found = search(question, args.top, args.out, args.processes)
+    show(found, args)
+    return 1 if found.failed else 0
+
+
+if __name__ == "__main__":
+    cli.run(main, kept="what was searched (with --out)")

@@ -1,0 +1,263 @@
+"""Searches: the best candidates and the front are those that one finds by looking at all; an interrupted search goes on; spaces
+of all kinds, and records that are built without exporting a model."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pandas
+import pytest
+from command import run_script
+from optional_packages import needs
+from trained_workspace import conv_net
+
+from inference import Predictor
+from inference.core.chances import chance_within
+from inference.search import evaluating, ofa, results, searching
+from inference.search.best import Best, Front, hypervolume
+from inference.search.evaluating import Candidate, Limits, Question
+from inference.search.searching import search
+from inference.search.spaces import space_of
+from recipes.search.exported import compared
+from utils.errors import UserError
+from utils.fingerprint import Flavour
+from utils.paths import ROOT, Workspace
+
+CUDA = Flavour(device="cuda", runtime_version="1.31")
+H200 = "nvidia-h200"
+NO_LIMITS = Limits()
+SMALL = 4  # candidates of a batch
+MY_SPACE = """
+from inference.search import ofa
+
+def choices():
+    yield from range(12)
+
+def make(choice, flavour):
+    if choice == 7:
+        raise ValueError("seven has no network")
+    return ofa.make(list(ofa.choices(12))[choice], flavour)
+
+def score(choice):
+    return -abs(choice - 3)
+"""
+
+
+def question(space: str = "ofa", count: int | None = 10, limits: Limits = NO_LIMITS, **others: object) -> Question:
+    asked = Question(ROOT, H200, space, count, 0, limits, energy=False, score=None, host_pace=1.0, force=False)
+    return asked._replace(**others)  # type: ignore[arg-type]
+
+
+def table_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as table:
+        return list(csv.DictReader(table))
+
+
+@pytest.fixture
+def small_batches() -> Iterator[None]:
+    with mock.patch.object(searching, "BATCH", SMALL):
+        yield
+
+
+def test_a_network_is_told_by_its_name() -> None:
+    for name in ofa.choices(50):
+        assert ofa.choice_of(name).name == name
+    assert list(ofa.choices(3)) == list(ofa.choices(5))[:3] != list(ofa.choices(3, seed=1))
+    for wrong in ("resnet18", "ofa_r224_w1.1_33.33_33.33_33.33_33.33_33.33", "ofa_r224_w1.0_33.33_33.33_33.33_33.33_33",
+                  "ofa_r224_w1.0_33.33_33.33_33.33_33.33_33.38"):
+        with pytest.raises(UserError, match="no network of this space"):
+            ofa.choice_of(wrong)
+    with pytest.raises(UserError, match="on a GPU"):
+        ofa.make(next(ofa.choices(1)), Flavour(device="cpu", runtime_version="1.31"))
+
+
+@pytest.mark.slow
+def test_a_record_that_is_built_is_that_of_the_exported_network() -> None:
+    predictor = Predictor(target=H200)
+    for name in ("ofa_r128_w1.0_33.33_53.33_73.33_33.33_33.54", "ofa_r208_w1.2_36.74_54.36_73.33_33.36.54.76_34.34"):
+        row = compared(predictor, name)
+        assert row["differs"] == "no"
+
+
+def test_the_best_and_the_front_are_those_of_all() -> None:
+    draw = random.Random(0)
+    candidates = [Candidate(str(number), latency_ms=draw.choice((1.0, 2.0, draw.random())), score=draw.choice((
+        0.5, draw.random())), chance=draw.random()) for number in range(300)] + [Candidate("broken", error="no model")]
+    best, front = Best(7, 0.3), Front(0.3)
+    for candidate in candidates:
+        best.add(candidate)
+        front.add(candidate)
+    kept = [one for one in candidates if one.chance is not None and one.chance >= 0.3]
+    assert best.candidates == sorted(kept, key=lambda one: (-(one.score or 0), one.latency_ms or 0))[:7]
+    points = {(one.latency_ms, one.score) for one in kept if not any(
+        (other.latency_ms or 0) <= (one.latency_ms or 0) and (other.score or 0) >= (one.score or 0)
+        and (other.latency_ms, other.score) != (one.latency_ms, one.score) for other in kept)}
+    assert [(one.latency_ms, one.score) for one in front.candidates] == sorted(points)
+    everything = [(one.latency_ms or 0.0, one.score or 0.0) for one in kept]
+    assert hypervolume(everything, 2.5) == pytest.approx(hypervolume([(a or 0, b or 0) for a, b in points], 2.5))
+    assert hypervolume([(1.0, 2.0), (2.0, 3.0), (1.5, 1.0), (9.0, 9.0)], 4.0) == 2.0 * 3.0 + 1.0 * 2.0
+
+
+@pytest.mark.slow
+def test_candidates_have_the_numbers_of_predictions_and_the_chance_to_keep_to_limits() -> None:
+    limits = Limits(latency_ms=1.4, memory_mib=213.0, energy_j=0.2, least_chance=0.2)
+    found = search(question(count=40, limits=limits), top=40)
+    predictor = Predictor(target=H200)
+    admitted = []
+    records = [ofa.make(name, CUDA) for name in ofa.choices(40)]
+    for answer in predictor.predict_briefly(records, energy=True, memory=True, host_pace=1.0):
+        assert answer.energy is not None
+        chance = chance_within(answer.latency_ms, answer.interval_ms, 1.4) * chance_within(
+            answer.energy.energy_j, answer.energy.interval_j, 0.2)
+        if chance >= 0.2 and (answer.peak_memory_mib or 0.0) <= 213.0:
+            admitted.append((answer.model, answer.latency_ms, *answer.interval_ms, answer.energy.energy_j,
+                             answer.peak_memory_mib, chance))
+    assert 3 < len(admitted) == found.admitted < found.searched == 40
+    for one, (name, *numbers) in zip(sorted(found.best), sorted(admitted), strict=True):
+        assert one.model == name
+        assert [one.latency_ms, one.latency_low_ms, one.latency_high_ms, one.energy_j, one.peak_memory_mib,
+                one.chance] == pytest.approx(numbers)
+    record = ofa.make(found.best[0].model, CUDA)
+    assert found.best[0].gflop == found.best[0].score == sum(record.kernel_of(node).flops for node in record.nodes) / 1e9
+    assert found.best[0].weights_mib == record.weight_bytes / 2**20
+    assert [one.score for one in found.best] == sorted((one.score or 0 for one in found.best), reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_batches")
+def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
+    asked, out, whole = question(limits=Limits(latency_ms=1.2)), tmp_path / "found.csv", tmp_path / "whole.csv"
+    before = search(asked, 3, whole)
+    evaluated, calls = evaluating.evaluated, itertools.count()
+
+    def interrupted(*arguments: object) -> list[Candidate]:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return evaluated(*arguments)  # type: ignore[arg-type]
+
+    with mock.patch.object(searching, "evaluated", interrupted), pytest.raises(KeyboardInterrupt):
+        search(asked, 3, out)
+    part = tmp_path / "found.csv.part"
+    assert not out.exists()
+    assert len(part.read_text().splitlines()) == 1 + 2
+    with pytest.raises(UserError, match="another search"):
+        search(asked._replace(seed=1), 3, out)
+    with part.open("a") as lines:
+        lines.write('{"candidates": [["cut short by a ki')
+    counted = mock.Mock(side_effect=evaluated)
+    with mock.patch.object(searching, "evaluated", counted):
+        after = search(asked, 3, out)
+    assert counted.call_count == 1  # the third batch of the ten
+    assert (after, out.read_text()) == (before, whole.read_text())
+    assert not part.exists()
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_what_was_found_is_not_trusted_blindly(tmp_path: Path) -> None:
+    asked, out = question(), tmp_path / "found.csv"
+    part = results.PartFile(out, asked)
+    part.begin()
+    part.add([Candidate("another network", chance=1.0, score=1.0, latency_ms=1.0)])
+    with pytest.raises(UserError, match="gives other candidates now"):
+        search(asked, 3, out)
+    part.path.write_text(part.path.read_text().replace("another", "an other"))
+    with pytest.raises(UserError, match=r"found.csv.part, line 2: damaged"):
+        search(asked, 3, out)
+    part.path.write_text('{"version": 1, "search": {"spa')
+    assert search(asked, 3, out).searched == 10
+
+
+def test_a_table_has_a_row_per_candidate(tmp_path: Path) -> None:
+    asked = question(limits=Limits(latency_ms=1.2))
+    found = search(asked, 3, tmp_path / "found.csv")
+    rows = table_of(tmp_path / "found.csv")
+    assert [row["model"] for row in rows] == list(ofa.choices(10))
+    assert [row["model"] for row in sorted((row for row in rows if row["rank"]), key=lambda row: int(row["rank"]))] == [
+        one.model for one in found.best]
+    assert {row["model"] for row in rows if row["front"] == "True"} == {one.model for one in found.front}
+    needs("pyarrow", "requirements-search.txt")
+    search(asked, 3, tmp_path / "found.parquet")
+    pandas.testing.assert_frame_equal(pandas.read_parquet(tmp_path / "found.parquet"), pandas.read_csv(tmp_path / "found.csv"),
+                                      check_dtype=False)
+
+
+@pytest.mark.slow
+def test_a_python_file_is_a_space(tmp_path: Path) -> None:
+    space = tmp_path / "mine.py"
+    space.write_text(MY_SPACE)
+    found = search(question(str(space), None), top=3, out=tmp_path / "found.csv")
+    assert [one.model for one in found.best] == ["3", "2", "4"] or [one.model for one in found.best] == ["3", "4", "2"]
+    assert (found.searched, found.failed, found.first_error) == (12, 1, "7: make failed with ValueError: seven has no network")
+    assert table_of(tmp_path / "found.csv")[7]["error"] == found.first_error
+    example = search(question(str(ROOT / "recipes/search/spaces/few_blocks.py"), 20), top=1)
+    assert example.best[0].score == max(-sum(map(len, ofa.choice_of(name).stages)) for name in ofa.choices(20, seed=7))
+    by_flops = search(question(str(space), 4, score="flops"), top=1)
+    assert by_flops.searched == 4
+    assert by_flops.best[0].score == by_flops.best[0].gflop
+    for code, message in (("x = 1", "defines no function choices"), ("def choices(:", "its code failed with SyntaxError"),
+                          ("def choices():\n    yield 1 / 0", "choices failed with ZeroDivisionError")):
+        space.write_text(code)
+        with pytest.raises(UserError, match=message):
+            search(question(str(space), None), top=1)
+
+
+@pytest.mark.slow
+def test_folders_and_lists_are_spaces(tmp_path: Path) -> None:
+    paths = [conv_net(tmp_path / f"{channels}.onnx", channels=channels) for channels in (8, 16, 32)]
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+    found = search(question(str(tmp_path), None), top=9)
+    assert [one.model for one in found.best] == [str(path) for path in reversed(paths)]
+    assert (found.searched, found.failed) == (4, 1)
+    assert "broken.onnx" in found.first_error
+    (tmp_path / "list.txt").write_text(f"{paths[1]}\n\n{paths[0]}\n")
+    listed = search(question(str(tmp_path / "list.txt"), None), top=9)
+    assert [one.model for one in listed.best] == [str(paths[1]), str(paths[0])]
+    (tmp_path / "list.txt").write_text("\n")
+    for space, message in ((str(tmp_path / "list.txt"), "names no models"), ("nowhere", "no space to search")):
+        with pytest.raises(UserError, match=message):
+            space_of(space, Workspace(ROOT))
+    with pytest.raises(UserError, match="no score of its own"):
+        search(question(score="own"), top=1)
+
+
+@pytest.mark.slow
+def test_the_command_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "found.csv"
+    options = f"--space ofa --target {H200} --latency-ms 1.1 --count 4000 --top 5 --processes 2 --out"
+    command = [sys.executable, "inference/search_models.py", *options.split(), str(out)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        part = tmp_path / "found.csv.part"
+        while process.poll() is None and not (part.exists() and len(part.read_bytes().splitlines()) > 1):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "what was searched (with --out) is kept: run again to go on" in errors
+    assert "Traceback" not in errors
+    assert not out.exists()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "candidates were searched before; going on from there" in done.stderr
+    assert len(table_of(out)) == 4000
+    assert [row["model"] for row in table_of(out)] == list(ofa.choices(4000))
+    assert len(done.stdout.splitlines()) == 1 + 5
+
+
+def test_errors_of_the_command(tmp_path: Path) -> None:
+    for arguments, code, message in (
+            ("--space ofa --target nowhere", 1, "nowhere"), ("--space nowhere --target h200", 1, "no space to search"),
+            ("--space ofa --chance 2", 2, "not between 0 and 1"),
+            (f"--space ofa --target h200 --out {tmp_path}/found.txt", 1, "CSV or Parquet")):
+        done = run_script("inference/search_models.py", *arguments.split())
+        assert done.returncode == code
+        assert message in done.stderr
+
+

@@ -1,0 +1,201 @@
+"""Streams of predictions: the same answers as one by one, for models of all kinds, and no memory that grows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tracemalloc
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import onnx
+import pytest
+from conftest import Once
+from trained_workspace import conv_net
+
+from inference import Predictor
+from inference.core import kernel_table
+from inference.core.brief import BriefPrediction
+from inference.core.run_modes import RunMode
+from inference.search import ofa
+from recipes.same_predictions.questions import CPU_WORKSPACE, RECORDS
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_record
+from utils.errors import UserError
+from utils.files import unpack
+from utils.fingerprint import Flavour
+from utils.paths import Workspace
+
+CUDA = Flavour(device="cuda", runtime_version="1.31")
+H200, CPU = "nvidia-h200", "cpu-avx512"
+TOLERANCE = 1e-9  # a ratio
+NETWORKS = list(ofa.choices(30))
+
+
+def candidate(number: int, flavour: Flavour) -> ModelRecord:
+    """A network of a search space; the number says which."""
+    return ofa.make(NETWORKS[number % len(NETWORKS)], flavour)
+
+
+@pytest.fixture(scope="module")
+def workspace(once: Once) -> Workspace:
+    """Records of many kinds of models, for CUDA and for a CPU, and predictors of a CPU."""
+    def unpacked(folder: Path) -> None:
+        unpack(RECORDS, folder)
+        unpack(CPU_WORKSPACE, folder)
+
+    return Workspace(once("streams", unpacked))
+
+
+def records_of(workspace: Workspace, device: str) -> list[ModelRecord]:
+    return [read_model_record(path) for path in sorted((workspace.root / "records" / device).glob("*.json"))]
+
+
+def close(now: float, before: float) -> bool:
+    return math.isclose(now, before, rel_tol=TOLERANCE)
+
+
+def check_same(predictor: Predictor, brief: BriefPrediction, record: ModelRecord, **options: Any) -> None:
+    """Checks an answer of a stream against what the predictor says of the model alone."""
+    run = predictor.run(record, **options)
+    whole = run.prediction
+    assert (brief.model, brief.rough_estimate, brief.fits_memory, brief.peak_memory_mib) == (
+        whole.model, whole.rough_estimate, whole.fits_memory, whole.peak_memory_mib)
+    assert close(brief.latency_ms, whole.latency_ms)
+    assert all(map(close, brief.interval_ms, whole.interval_ms))
+    if brief.energy is not None:
+        energy = predictor.energy(run)
+        assert brief.energy.rough_estimate == energy.rough_estimate
+        assert close(brief.energy.energy_j, energy.energy_j)
+        assert close(brief.energy.mean_power_w, energy.mean_power_w)
+        assert all(map(close, brief.energy.interval_j, energy.interval_j))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"host_pace": 1.3}, {"run_mode": RunMode(io="host")},
+                                     {"load": {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.6, "DCGM_FI_DEV_GPU_UTIL": 60.0}}])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_gpus_brief_answers_are_those_of_predict(workspace: Workspace, options: dict[str, Any], strict: bool) -> None:
+    predictor = Predictor(target=H200, strict=strict)
+    records = [*records_of(workspace, "cuda"), *(candidate(number, CUDA) for number in range(5))]
+    idle = "load" not in options
+    answers = list(predictor.predict_briefly(records, energy=idle, memory=True, batch=10, **options))
+    for answer, record in zip(answers, records, strict=True):
+        check_same(predictor, answer, record, **options)
+    assert {answer.rough_estimate for answer in answers} == {False, True}
+    assert (answers[0].energy is not None) == idle
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_cards_and_a_cpus_brief_answers_are_those_of_predict(workspace: Workspace, strict: bool) -> None:
+    for target, device, energy in (("l40s-from-data-sheet", "cuda", True), (CPU, "cpu", False)):
+        predictor = Predictor(workspace, target, strict=strict, force=True)
+        records = records_of(workspace, device)
+        for answer, record in zip(predictor.predict_briefly(records, energy=energy, memory=True), records, strict=True):
+            check_same(predictor, answer, record)
+
+
+@pytest.mark.slow
+def test_models_in_memory_and_their_files(tmp_path: Path) -> None:
+    predictor = Predictor(target=H200)
+    sources: list[Any] = [conv_net(tmp_path / f"{channels}.onnx", channels=channels) for channels in (8, 24)]
+    sources += map(onnx.load, sources[:2])
+    answers = list(predictor.predict_briefly(iter(sources), memory=True))
+    assert [answer.latency_ms for answer in answers] == pytest.approx(
+        [predictor.predict(source).latency_ms for source in sources], rel=TOLERANCE)
+    assert list(predictor.predict_stream(iter(sources), batch=3)) == predictor.predict_many(sources)
+
+
+@pytest.mark.slow
+def test_exported_models(torch_models: dict[str, Path]) -> None:
+    predictor = Predictor(target=H200)
+    for answer, path in zip(predictor.predict_briefly(torch_models.values(), energy=True, memory=True),
+                            torch_models.values(), strict=True):
+        check_same(predictor, answer, predictor.record(path))
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_same() -> None:
+    predictor, make = Predictor(target=H200), partial(candidate, flavour=CUDA)
+    alone = list(predictor.predict_briefly(iter(range(30)), make=make, batch=4, energy=True))
+    assert list(predictor.predict_briefly(iter(range(30)), make=make, batch=4, energy=True, processes=2)) == alone
+    taken = iter(range(1000))
+    stream = predictor.predict_briefly(taken, make=make, batch=4, processes=2)
+    assert next(stream).model == NETWORKS[0]
+    stream.close()  # type: ignore[attr-defined]
+    assert next(taken) == 16  # one batch came back, and as many as two processes and one more wait for
+    with pytest.raises(UserError, match="nowhere"):
+        list(predictor.predict_briefly(["nowhere.onnx"], processes=2))
+
+
+def test_a_model_may_come_in_any_company() -> None:
+    predictor = Predictor(target=H200)
+    records = [candidate(number, CUDA) for number in range(12)]
+    together = list(predictor.predict_briefly(records))
+    for batch in (1, 5):
+        for one, other in zip(predictor.predict_briefly(records, batch=batch), together, strict=True):
+            assert one.model == other.model
+            assert close(one.latency_ms, other.latency_ms)
+    with mock.patch.object(kernel_table, "MOST_KERNELS", 100):  # so that the table is begun anew again and again
+        assert [answer.model for answer in predictor.predict_briefly(records, batch=2)] == [
+            answer.model for answer in together]
+        assert all(close(one.latency_ms, other.latency_ms)
+                   for one, other in zip(predictor.predict_briefly(records, batch=2), together, strict=True))
+
+
+def test_models_are_taken_when_they_are_needed() -> None:
+    taken = 0
+
+    def endless() -> Iterator[ModelRecord]:
+        nonlocal taken
+        for number in itertools.count():
+            taken += 1
+            yield candidate(number % 3, CUDA)
+
+    predictor = Predictor(target=H200)
+    for stream in (predictor.predict_briefly(endless(), batch=4), predictor.predict_stream(endless(), batch=4)):
+        taken = 0
+        assert len(list(itertools.islice(stream, 6))) == 6
+        assert taken == 8
+
+
+def test_memory_does_not_grow() -> None:
+    predictor = Predictor(target=H200)
+
+    def made(count: int) -> Iterator[ModelRecord]:
+        text = candidate(0, CUDA).model_dump_json()
+        for number in range(count):
+            yield ModelRecord.model_validate_json(text).model_copy(update={"model": f"candidate_{number}"})
+
+    def peak_bytes(count: int) -> int:
+        tracemalloc.start()
+        try:
+            assert sum(1 for _ in predictor.predict_briefly(made(count), batch=8)) == count
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(8)  # what is read once
+    assert peak_bytes(64) < 1.3 * peak_bytes(16)
+
+
+def test_what_is_wrong_is_said() -> None:
+    predictor = Predictor(target=H200)
+    with pytest.raises(UserError, match="no such model"):
+        list(predictor.predict_briefly(["nowhere.onnx"]))
+    with pytest.raises(UserError, match="fixed"):
+        list(predictor.predict_briefly([candidate(0, CUDA)], dims={"batch": 3}))
+    other = candidate(0, Flavour(device="cuda", runtime_version="1.5"))
+    with pytest.raises(UserError, match="predictors hold for"):
+        list(predictor.predict_briefly([other]))
+    (forced,) = Predictor(target=H200, force=True).predict_briefly([other])
+    check_same(Predictor(target=H200, force=True), forced._replace(
+        peak_memory_mib=(whole := Predictor(target=H200, force=True).predict(other)).peak_memory_mib,
+        fits_memory=whole.fits_memory), other)
+    for wrong in ({"batch": 0}, {"processes": 0}, {"processes": "two"}):
+        with pytest.raises(UserError, match=f"{next(iter(wrong))}="):
+            next(predictor.predict_briefly([candidate(0, CUDA)], **wrong))
