@@ -47,7 +47,7 @@ def timed(kernel: Kernel, time_ms: float = 1.0, **changes: Any) -> Measurement:
 
 
 def chosen(blocks: list[Block], uuid: str, count: int) -> list[Kernel]:
-    return [item.kernel for item in choose_ties(ITEMS, blocks, uuid, count, takes_run)]
+    return [item.kernel for item in choose_ties(ITEMS, blocks, [uuid], count, takes_run)[uuid]]
 
 
 # which kernels -----------------------------------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ def test_ties_are_some_of_another_machines_kernels_in_any_order() -> None:
     assert len({kernel.id for kernel in ties}) == 10
     assert all(kernel in KERNELS[:30] for kernel in ties)
     assert ties != KERNELS[:10]
-    backwards = choose_ties(ITEMS[::-1], [block("a", *(timed(kernel) for kernel in KERNELS[29::-1]))], "b", 10, takes_run)
-    assert [item.kernel for item in backwards] == ties
+    backwards = choose_ties(ITEMS[::-1], [block("a", *(timed(kernel) for kernel in KERNELS[29::-1]))], ["b"], 10, takes_run)
+    assert [item.kernel for item in backwards["b"]] == ties
     assert chosen(blocks, "b", 0) == []
     assert len(chosen(blocks, "b", 100)) == 30
     assert chosen(blocks, "a", 10) == []  # its own
@@ -150,7 +150,7 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     journal = journal_path(folder)
     write_journal(folder, [block.model_copy(update={"machine": "elsewhere"}) for block in read_journal(folder)])
     items = [KernelItem(Path(), entry.kernel) for entry in read_kernels(folder)]
-    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), this_machine, 5, takes_run)}
+    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), [this_machine], 5, takes_run)[this_machine]}
     assert len(expected) == 5
     assert collect(workspace, config)["measured_kernels"] == 5
     new_blocks = [entry for entry in read_journal(folder) if entry.machine == this_machine]
