@@ -101,7 +101,7 @@ def measure_by(actors: Actors[U], plan_of: PlanOf[U], journal: Journal, steadine
     Raises:
         UserError: no actor is left; it is the last one's error.
     """
-    totals = Totals[U]()
+    totals, began_with = Totals[U](), list(actors.members)
     for level, background in loads:
         load = (level, background.name if background else "")
         measured = [block for block in journal.blocks if block.load == load]
@@ -112,6 +112,7 @@ def measure_by(actors: Actors[U], plan_of: PlanOf[U], journal: Journal, steadine
                    for machine in {actor.machine for actor in actors.members}}
         with actors.loaded(level, background, best_ms, stop_at_s):
             _LoadDriver(actors, load, journal, steadiness, totals, stop_at_s, may_share).measure(plan)
+    totals.lost = [actor.name for actor in began_with if actor not in actors.members]
     if totals.interrupted:
         log.warning("%d units were interrupted: the machine lacked disk space, memory or open files, or a process could not "
                     "use its device, or was ended from outside; run again to measure them: %s", len(totals.interrupted),
@@ -264,7 +265,6 @@ class _LoadDriver(Generic[U]):
             UserError: `error`, if it was the last actor.
         """
         self.actors.members.remove(actor)
-        self.totals.lost.append(actor.name)
         for given in reversed(self.given.pop(actor)):
             given.queue.appendleft(given.task.planned)
         if not self.actors.members:

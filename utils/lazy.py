@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     import openvino
     import pandas
     import pynvml
+    import ray
+    import ray.exceptions
+    import ray.util.scheduling_strategies
     import requests
     import rich.console
     import rich.progress
@@ -64,8 +67,8 @@ if TYPE_CHECKING:
     import xgboost
 
 __all__ = ["ai3", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai",
-           "openvino", "pandas", "pynvml", "requests", "rich", "scipy", "sklearn", "torch", "torchvision", "transformers",
-           "tvm", "tvm_ffi", "xgboost"]
+           "openvino", "pandas", "pynvml", "ray", "requests", "rich", "scipy", "sklearn", "torch", "torchvision",
+           "transformers", "tvm", "tvm_ffi", "xgboost"]
 
 
 class LazyPackage:
