@@ -46,14 +46,24 @@ def best_canary_ms(blocks: Iterable[Block]) -> float:
 
 @dataclass
 class Totals(Generic[U]):
-    """What was measured: the units, the blocks (of each its steadiest attempt), how many of these were unsteady, the seconds
-    that measuring took (of all actors together), how many units were left because the time was over or their machine was lost,
-    and the names of the actors that were lost. `interrupted`: the ids of units that are to be measured again, and why."""
+    """What was measured.
+
+    Attributes:
+        units: those that were.
+        blocks: of each its steadiest attempt.
+        unsteady_blocks: how many of these were unsteady.
+        measuring_s: the seconds that measuring took, of all actors together.
+        took_s: the seconds that it took on the clock, without the start of loads.
+        left: how many units were left because the time was over or their machine was lost.
+        lost: the names of the actors that were lost.
+        interrupted: the ids of units that are to be measured again, and why.
+    """
 
     units: list[U] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     unsteady_blocks: int = 0
     measuring_s: float = 0.0
+    took_s: float = 0.0
     left: int = 0
     lost: list[str] = field(default_factory=list)
     interrupted: dict[str, str] = field(default_factory=dict)
@@ -111,7 +121,9 @@ def measure_by(actors: Actors[U], plan_of: PlanOf[U], journal: Journal, steadine
         best_ms = {machine: best_canary_ms(block for block in measured if block.machine == machine)
                    for machine in {actor.machine for actor in actors.members}}
         with actors.loaded(level, background, best_ms, stop_at_s):
+            began_s = time.monotonic()
             _LoadDriver(actors, load, journal, steadiness, totals, stop_at_s, may_share).measure(plan)
+            totals.took_s += time.monotonic() - began_s
     totals.lost = [actor.name for actor in began_with if actor not in actors.members]
     if totals.interrupted:
         log.warning("%d units were interrupted: the machine lacked disk space, memory or open files, or a process could not "
@@ -226,6 +238,8 @@ class _LoadDriver(Generic[U]):
             UserError: the actor is lost, and it was the last one.
         """
         actor, task, block, seconds, lost = finished
+        if actor not in self.actors.members:  # it was given up, and what it still had is back in the queues
+            return
         self.totals.measuring_s += seconds
         place = next(place for place, given in enumerate(self.given[actor]) if given.task is task)
         given = self.given[actor].pop(place)

@@ -84,7 +84,7 @@ def choose_ties(units: Sequence[U], blocks: Iterable[Block], machines: Sequence[
     Those that most machines have measured come first, so that the same ones tie all; then the order is that of their ids'
     hashes, which is the same each time and prefers no kind of unit. One that failed on a machine is not tried there again.
     Where several `machines` are about to measure, what nobody has measured counts as measured elsewhere, since one of them
-    will.
+    will; and the one that has measured least chooses first, so that it makes up for what others have ready.
     """
     tried: dict[str, set[str]] = defaultdict(set)
     sound: dict[str, set[str]] = defaultdict(set)
@@ -99,7 +99,7 @@ def choose_ties(units: Sequence[U], blocks: Iterable[Block], machines: Sequence[
             if not tried[unit.id]:
                 sound[unit.id].add("one of them")
     ties: dict[str, list[U]] = {}
-    for machine in machines:
+    for machine in sorted(machines, key=lambda machine: sum(machine in by for by in tried.values())):
         elsewhere = [unit for unit in units if sound[unit.id] - {machine}]
         new = [unit for unit in elsewhere if machine not in tried[unit.id]]
         new.sort(key=lambda unit: (-len(sound[unit.id]), hashlib.sha256(unit.id.encode()).digest()))

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import pandas
     import pynvml
     import ray
+    import ray.cluster_utils
     import ray.exceptions
     import ray.util.scheduling_strategies
     import requests

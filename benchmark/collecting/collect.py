@@ -169,7 +169,8 @@ def collect_work(workspace: Workspace, config: CollectorConfig, devices: Sequenc
     kernels = {item.id for item in totals.units if isinstance(item, KernelItem)} | {
         m.id for block in totals.blocks for m in block.measurements if m.subject == "kernel"}
     return {"target": target.name, "dataset": str(writer.folder), "measured_kernels": len(kernels),
-            "measuring_s": round(totals.measuring_s, 1), "kernel_rows": kernel_rows, "model_rows": model_rows,
+            "measuring_s": round(totals.measuring_s, 1), "took_s": round(totals.took_s, 1), "kernel_rows": kernel_rows,
+            "model_rows": model_rows,
             "unsteady_blocks": totals.unsteady_blocks, "left": totals.left, "lost_actors": len(totals.lost),
             "failed": sorted({m.id for block in writer.blocks for m in block.measurements if m.status != "ok"}
                              | totals.interrupted.keys())}

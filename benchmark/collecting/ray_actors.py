@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import signal
+import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ CODE = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis"
 STORE_BYTES = 200 << 20  # of the object store of a cluster that is started here
 START_S = 120.0  # for an actor to start; where others use its device's node, it does not
 IN_USE_S = 10.0  # for an actor of a driver that was killed to end
+CONNECT_S = 5.0
+NO_CLUSTER = "no Ray cluster can be reached there; name HOST:PORT as `ray start --head` prints it"
 LOOK_EVERY_S = 1.0  # so long the driver waits before it looks whether it is to stop
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # in the environment: Ray sets it, and so would change what is measured
 T = TypeVar("T")
@@ -219,6 +222,8 @@ def _connect(address: str) -> None:
     if "://" in address:
         raise UserError(f"--ray {address}: start the collector on a node of the cluster, with --ray auto or with HOST:PORT of "
                         "the cluster's head")
+    if address != AUTO:
+        _check_answers(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     left_out = [f"/{path.name}" for path in ROOT.iterdir() if path.name not in CODE]
@@ -234,14 +239,22 @@ def _connect(address: str) -> None:
             log.info("no Ray cluster is running here: one is started on this machine, for this collection")
             ray.init(include_dashboard=False, object_store_memory=STORE_BYTES, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"--ray {address}: no Ray cluster can be reached there ({_first_line(error)}); start one with: "
-                        "ray start --head") from None
+        raise UserError(f"--ray {address}: {NO_CLUSTER} ({next(iter(str(error).splitlines()), '')})") from None
     for number, handler in handlers.items():  # Ray puts its own in place
         signal.signal(number, handler)
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _check_answers(address: str) -> None:
+    """Checks that something listens at HOST:PORT; Ray itself would try for minutes.
+
+    Raises:
+        UserError: nothing does.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise UserError(f"--ray {address}: {NO_CLUSTER} ({error})") from None
 
 
 class RayDevices:

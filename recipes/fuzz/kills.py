@@ -65,9 +65,9 @@ class Work:
     state: Callable[[Path], Any]
 
 
-def analysed(root: Path) -> None:
-    """A workspace with two small models, their records and their kernels."""
-    with_models(root, 2)
+def analysed(root: Path, models: int = 2) -> None:
+    """A workspace with some small models, their records and their kernels."""
+    with_models(root, models)
     (root / "collector.yaml").write_text(COLLECTOR)
     for command in analysing(root):
         subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
