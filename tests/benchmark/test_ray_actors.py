@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -85,9 +84,7 @@ def test_two_actors_measure_everything_once_at_other_paths(cluster: NodesHere, f
     assert (table["Latency_ms"] > 0).all()
     assert set(read_table(model_table_path(folder))["Model"]) == set(MODELS)
     assert read_header(folder).machines.keys() == {machine("cpu").uuid}
-    blocks = read_journal(folder)
-    assert any(max(m.ended for m in one.measurements) > min(m.started for m in other.measurements)
-               for one, other in itertools.pairwise(blocks)), "no two were measured at the same time"
+    assert done["measuring_s"] > 1.2 * done["took_s"], "hardly two blocks were measured at the same time"
     assert not list(cluster.folder.glob(f"{PREFIX}*"))
     assert collect_on(cluster, filled)["measured_kernels"] == 0
 
