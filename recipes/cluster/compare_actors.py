@@ -24,6 +24,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ import numpy as np
 from benchmark.collecting.ray_actors import check_ray
 from measuring.pending import idle_units, median_times
 from recipes.cluster.nodes_here import nodes_here
-from recipes.fuzz.kills import analysing, with_models
 from records.dataset_files import read_journal
 from utils import cli, files
 from utils.errors import UserError
@@ -113,9 +113,10 @@ def compare(folder: Path, models: int, rounds: int, cores: Sequence[int]) -> tup
     """The rows of `speed_rows` and `difference_rows`."""
     prepared = folder / "prepared"
     shutil.rmtree(folder, ignore_errors=True)
-    with_models(prepared, models)
+    kills = import_module("recipes.fuzz.kills")  # it loads onnx, which --help does without
+    kills.with_models(prepared, models)
     files.write_text(prepared / "collector.yaml", CONFIG)
-    for command in analysing(prepared):
+    for command in kills.analysing(prepared):
         subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
     totals, medians = defaultdict[str, list[dict[str, Any]]](list), defaultdict[str, list[Medians]](list)
     with (nodes_here(folder / "one", [cores[:1]]) as one, nodes_here(folder / "two", [cores[:1], cores[1:2]]) as two):
