@@ -240,8 +240,10 @@ def _connect(address: str) -> None:
             ray.init(include_dashboard=False, object_store_memory=STORE_BYTES, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(f"--ray {address}: {NO_CLUSTER} ({next(iter(str(error).splitlines()), '')})") from None
-    for number, handler in handlers.items():  # Ray puts its own in place
-        signal.signal(number, handler)
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:  # Ray has put its own in place
+                signal.signal(number, handler)
 
 
 def _check_answers(address: str) -> None:
@@ -297,9 +299,10 @@ class RayDevices:
         opened: list[str] = []
         self.answers({place: self._handles[place][0].open.remote(config, wait) for place in self._devices},
                      lambda place, _: opened.append(place))
-        yield RayActors(self, opened)
-        with_all = {place: self._handles[place][0].close.remote() for place in opened}
-        self.answers(with_all, lambda place, _: None, START_S, needed=False)
+        actors = RayActors(self, opened)
+        yield actors
+        self.answers({actor.name: self.handle(actor.name).close.remote() for actor in actors.members}, lambda place, _: None,
+                     START_S, needed=False)
 
     def handle(self, place: str) -> Any:
         """Ray's handle of an actor."""

@@ -29,7 +29,7 @@ CASES = 25
 VICTIMS = ("driver", "driver (Ctrl-C)", "actor", "worker", "node")
 NODES = 2
 MODELS = 6
-MEASURES = 0.7  # of the time that a collection takes, about so much is left when its actors are there
+MEASURES = 0.7  # of the time that a collection takes: about so much is left when its actors are there
 LOOK_EVERY_S = 0.05
 STARTS_WITHIN_S = 60.0  # an actor, and the processes in which it measures
 
@@ -95,7 +95,8 @@ def interruption(what: str, prepared: Path, wanted: Counter[tuple[str, ...]], la
         temporary.mkdir()
         shutil.copytree(prepared, root)
         commands, began_s = on_cluster(root, cluster.address), time.monotonic()
-        after_s = rng.uniform(0.0, lasts_s * (1 if what.startswith("driver") else MEASURES))
+        begins_s = lasts_s * (1 - MEASURES) if what.startswith("driver") else 0.0  # what else is killed has to be there first
+        after_s = begins_s + rng.uniform(0.0, lasts_s * MEASURES)
         case = f"{what} killed after {after_s:.2f} s"
         if what.startswith("driver"):
             number = signal.SIGINT if "Ctrl-C" in what else signal.SIGKILL

@@ -165,6 +165,14 @@ def test_an_address_without_a_cluster(tmp_path: Path, address: str, message: str
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("change", ["runtime=openvino", "replay=readings.jsonl"])
+def test_what_is_not_measured_on_ray_is_refused_before_it_starts(tmp_path: Path, change: str) -> None:
+    needs("ray", "requirements-ray.txt")
+    done = run_script("benchmark/collector.py", "--ray", "auto", "--workspace", tmp_path, "--set", change)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: --ray measures ONNX Runtime alone, with metrics that each machine reads itself")
+
+
 def test_devices_of_two_targets_or_with_different_metrics_are_refused() -> None:
     here = Device("here", local_target("cpu"), machine("cpu"), ("a", "b"), False)
     check_alike([here, here])
