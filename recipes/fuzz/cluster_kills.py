@@ -21,7 +21,17 @@ import psutil
 
 from benchmark.collecting.ray_actors import check_ray
 from recipes.cluster.nodes_here import ACTOR, WORKER, NodesHere, nodes_here
-from recipes.fuzz.kills import Commands, analysed, collecting, interrupted, journal_lines, measured, resumed, started
+from recipes.fuzz.kills import (
+    Commands,
+    analysed,
+    collecting,
+    hear_interrupts,
+    interrupted,
+    journal_lines,
+    measured,
+    resumed,
+    started,
+)
 from recipes.fuzz.reporting import HANG_S, Outcome, titled
 from utils.temporary import PREFIX, UNLOCKED_PREFIX
 
@@ -124,6 +134,7 @@ def interruption(what: str, prepared: Path, wanted: Counter[tuple[str, ...]], la
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
     """What comes of `count` kills, of each victim about as many."""
     check_ray()
+    hear_interrupts()
     shutil.rmtree(folder / "collector", ignore_errors=True)
     prepared, whole, temporary = (folder / "collector" / name for name in ("workspace", "whole", "temporary"))
     temporary.mkdir(parents=True)
