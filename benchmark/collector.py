@@ -11,7 +11,8 @@ attempt counts. Where none was steady, it is marked in both tables; --remeasure 
 one line, so a run that is killed loses no row and doubles none: start the same command again, and it resumes.
 
 Several machines of one target may share the work (`each_machine: false`). Then a machine omits what others measured, except
-for a few kernels, the `ties`, which it measures too. benchmark/machine_ties.py compares them.
+for a few kernels, the `ties`, which it measures too. benchmark/machine_ties.py compares them. With --ray, all devices of a Ray
+cluster share the work at the same time (docs/cluster.md).
 
 With --minutes, the collector stops in time, and the most useful measurements come first: the models and their kernels, then
 those of the sampled kernels that are least like any that was measured (kernel_model/sampling/usefulness.py).
@@ -25,8 +26,11 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from contextlib import nullcontext
+
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.ray_actors import ray_devices
 from utils import cli
 from utils.config import read_config
 from utils.logger import get_logger
@@ -37,6 +41,7 @@ EXAMPLES = """
 python benchmark/collector.py
 python benchmark/collector.py --minutes 15
 python benchmark/collector.py --remeasure
+python benchmark/collector.py --ray auto --set each_machine=false
 python benchmark/collector.py --config recipes/demo/collector.yaml --workspace out/demo  # needs make demo
 """
 
@@ -48,9 +53,13 @@ def main() -> int:
                         help="begin nothing more after N minutes, and measure what is most useful first (default: no limit)")
     parser.add_argument("--remeasure", action="store_true",
                         help="measure again what was kept although the idle machine was unsteady; what is steadier replaces it")
+    parser.add_argument("--ray", metavar="ADDRESS", help="measure on all devices of the Ray cluster at HOST:PORT; auto: of the "
+                        "cluster that this machine belongs to, or on all GPUs of this machine (default: this process measures)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    result = collect(workspace, read_config(args.config, CollectorConfig, args.changes), args.minutes, args.remeasure)
+    config = read_config(args.config, CollectorConfig, args.changes)
+    with nullcontext() if args.ray is None else ray_devices(args.ray, config) as devices:
+        result = collect(workspace, config, args.minutes, args.remeasure, devices)
     if args.json:
         cli.print_json(result)
     else:

@@ -17,20 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.collecting.collect import start_loads
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.units import KernelUnits, open_bench, start_workers
+from benchmark.collecting.devices import LocalDevice
+from benchmark.collecting.units import steadiness_of
 from benchmark.collecting.work import Item, find_work
-from measuring.loads import measure_loads
-from measuring.pending import Planned, chunks
+from measuring.loads import measure_by
+from measuring.pending import Plan, Planned, chunks
 from records.blocks import Block, Journal
 from records.dataset_files import read_header, read_journal
-from records.measurement import COLLECT, Measurement
-from runtimes.protocol import Setting
+from records.measurement import COLLECT
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import machine, resolve_device
 from utils.paths import ROOT, Workspace
 from utils.timing import error_statistics
 
@@ -59,10 +57,10 @@ def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int)
     Raises:
         UserError: there is no dataset of this machine.
     """
-    device = resolve_device(config.device)
-    target, this_machine = config.target(device), machine(device)
+    here = LocalDevice(config)
+    target, uuid = here.device.target, here.device.machine.uuid
     folder = workspace.dataset(target.name)
-    blocks = [block for block in read_journal(folder) if block.machine == this_machine.uuid]
+    blocks = [block for block in read_journal(folder) if block.machine == uuid]
     if not blocks:
         raise UserError(f"{folder}: no measurements of this machine; measure first: {COLLECT}")
     work = find_work(workspace, target, config.held_out)
@@ -70,18 +68,12 @@ def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int)
     parts: list[Sequence[Item]] = [[item] for item in work.models] + [*chunks(chosen, config.block_kernels)]
     planned = [Planned(f"repeat {number}", items) for number, items in enumerate(parts)]
     backgrounds, rows = read_header(folder).backgrounds, []
-    setting = Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)
-    with start_workers(config, device, config.labels_on(device), setting) as workers:
-        bench = open_bench(config, device, this_machine.uuid, config.open_source(device), workers)
-
-        def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
-            return KernelUnits(config, target, workers, level).time(items)
-
+    with here.actors(config, workspace) as actors:
         for level, name in sorted({block.load for block in blocks}):
             of_load = [block for block in blocks if block.load == (level, name)]
             background = backgrounds.get(name, config.stress.backgrounds[0]) if level else None
-            again = measure_loads(bench, lambda load, measured: planned, time_units, Journal(of_load), [(level, background)],
-                                  start_loads(config, device, workspace, workers))
+            again = measure_by(actors, lambda load, measured: Plan({uuid: planned}), Journal(of_load), steadiness_of(config),
+                               [(level, background)])
             rows += [{"level": level, "background": name, **row} for row in compared(of_load, again.blocks)]
     return rows
 

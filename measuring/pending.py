@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -36,6 +37,24 @@ class Planned(NamedTuple, Generic[U_co]):
     units: Sequence[U_co]
 
 
+@dataclass(frozen=True)
+class Plan(Generic[U]):
+    """The blocks to be measured under one load.
+
+    Attributes:
+        own: by machine, the blocks that it is to measure itself; they come first.
+        shared: the blocks that any machine may measure.
+    """
+
+    own: Mapping[str, Sequence[Planned[U]]]
+    shared: Sequence[Planned[U]] = ()
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return len(self.shared) + sum(map(len, self.own.values()))
+
+
 def every(measurement: Measurement) -> bool:
     """Counts every measurement."""
     return True
@@ -58,21 +77,36 @@ def pending(units: Iterable[U], blocks: Iterable[Block], counts: Counts = every)
     return [unit for unit in units if unit.id not in measured]
 
 
-def choose_ties(units: Sequence[U], blocks: Iterable[Block], machine_uuid: str, count: int, counts: Counts = every) -> list[U]:
-    """The units to measure on a machine although others have, so that `count` of its units tie it to them.
+def choose_ties(units: Sequence[U], blocks: Iterable[Block], machines: Sequence[str], count: int,
+                counts: Counts = every) -> dict[str, list[U]]:
+    """By machine, the units to measure there although others have, so that `count` of its units tie it to them.
 
     Those that most machines have measured come first, so that the same ones tie all; then the order is that of their ids'
-    hashes, which is the same each time and prefers no kind of unit. One that failed on this machine is not tried again.
+    hashes, which is the same each time and prefers no kind of unit. One that failed on a machine is not tried there again.
+    Where several `machines` are about to measure, what nobody has measured counts as measured elsewhere, since one of them
+    will; and the one that has measured least chooses first, so that it makes up for what others have ready.
     """
-    machines: dict[str, set[str]] = defaultdict(set)
+    tried: dict[str, set[str]] = defaultdict(set)
+    sound: dict[str, set[str]] = defaultdict(set)
     for block in blocks:
         for m in block.measurements:
-            if counts(m) and (m.status == "ok" or block.machine == machine_uuid):
-                machines[m.id].add(block.machine)
-    elsewhere = [unit for unit in units if machines[unit.id] - {machine_uuid}]
-    new = [unit for unit in elsewhere if machine_uuid not in machines[unit.id]]
-    new.sort(key=lambda unit: (-len(machines[unit.id]), hashlib.sha256(unit.id.encode()).digest()))
-    return new[:max(0, count - (len(elsewhere) - len(new)))]
+            if counts(m):
+                tried[m.id].add(block.machine)
+                if m.status == "ok":
+                    sound[m.id].add(block.machine)
+    if len(machines) > 1:
+        for unit in units:
+            if not tried[unit.id]:
+                sound[unit.id].add("one of them")
+    ties: dict[str, list[U]] = {}
+    for machine in sorted(machines, key=lambda machine: sum(machine in by for by in tried.values())):
+        elsewhere = [unit for unit in units if sound[unit.id] - {machine}]
+        new = [unit for unit in elsewhere if machine not in tried[unit.id]]
+        new.sort(key=lambda unit: (-len(sound[unit.id]), hashlib.sha256(unit.id.encode()).digest()))
+        ties[machine] = new[:max(0, count - (len(elsewhere) - len(new)))]
+        for unit in ties[machine]:
+            sound[unit.id].add(machine)
+    return ties
 
 
 def first_names(units: Sequence[Unit]) -> str:
@@ -100,7 +134,7 @@ def plan_blocks(units: Sequence[U], blocks: Sequence[Block], machine_uuid: str, 
         counts: the measurements that a unit is measured for.
     """
     measured_here = [block for block in blocks if block.machine == machine_uuid]
-    again = [] if each_machine else pending(choose_ties(units, blocks, machine_uuid, ties, counts), measured_here, counts)
+    again = [] if each_machine else choose_ties(units, blocks, [machine_uuid], ties, counts)[machine_uuid]
     return in_blocks(again, size) + in_blocks(pending(units, measured_here if each_machine else blocks, counts), size)
 
 

@@ -7,8 +7,9 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from optional_packages import needs
 
-from recipes.fuzz import kills, long_run, rewriting, wrong_models
+from recipes.fuzz import cluster_kills, kills, long_run, rewriting, wrong_models
 from recipes.fuzz.damaged_workspace import damaged, files_of
 from recipes.fuzz.hostile_clients import clients
 from recipes.fuzz.reporting import Outcome
@@ -53,6 +54,13 @@ def test_interrupted_commands(tmp_path: Path) -> None:
     """Those that measure nothing: tests/test_stopping.py has some others."""
     works = [work for work in kills.WORKS if work.name in ("analysis", "training")]
     assert ended(chain(*(kills.interruptions(work, range(2), 1, tmp_path) for work in works))) == {"answer"}
+
+
+def test_kills_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("ray", "requirements-ray.txt")
+    monkeypatch.setattr(cluster_kills, "VICTIMS", ("driver", "worker"))  # tests/benchmark/test_ray_actors.py loses a node
+    monkeypatch.setattr(cluster_kills, "MODELS", 2)
+    assert ended(outcome for _, outcome in cluster_kills.outcomes(2, 1, tmp_path)) == {"answer"}
 
 
 def test_many_predictions(tmp_path: Path) -> None:

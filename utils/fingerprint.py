@@ -181,8 +181,16 @@ def cpu_name() -> str:
 
 
 def physical_cores() -> int:
-    """The number of the CPU's cores, without hyperthreads."""
-    return psutil.cpu_count(logical=False) or 1
+    """The number of the CPU's cores, without hyperthreads, that this process may use."""
+    cores = psutil.cpu_count(logical=False) or 1
+    return min(cores, allowed_cores() or cores)
+
+
+def allowed_cores() -> int:
+    """The number of cores, hyperthreads counted, that this process is restricted to (as by taskset); 0 where it may use all, or
+    where the system does not say."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    return allowed if allowed < (psutil.cpu_count() or 1) else 0
 
 
 def instruction_set() -> str:

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     import pyarrow
     import pyarrow.parquet
     import pynvml
+    import ray
+    import ray.cluster_utils
+    import ray.exceptions
+    import ray.util.scheduling_strategies
     import requests
     import rich.console
     import rich.progress
@@ -68,8 +72,8 @@ if TYPE_CHECKING:
     import xgboost
 
 __all__ = ["ai3", "bcrypt", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai",
-           "openvino", "optuna", "pandas", "pyarrow", "pynvml", "requests", "rich", "scipy", "sklearn", "torch", "torchvision",
-           "transformers", "tvm", "tvm_ffi", "xgboost"]
+           "openvino", "optuna", "pandas", "pyarrow", "pynvml", "ray", "requests", "rich", "scipy", "sklearn", "torch",
+           "torchvision", "transformers", "tvm", "tvm_ffi", "xgboost"]
 
 
 class LazyPackage:

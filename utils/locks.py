@@ -62,9 +62,9 @@ def wait_for_locks() -> None:
     os.environ[WAIT_VARIABLE] = "1"
 
 
-def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
+def try_lock(path: Path, flags: int = os.O_RDONLY, shared: bool = False) -> int | None:
     """Locks an existing file or folder and returns a descriptor; closing it releases the lock. None if another process holds
-    the lock, or if this system has no locks.
+    the lock, or if this system has no locks. Several processes may hold a `shared` lock.
 
     Raises:
         OSError: it can't be opened or locked.
@@ -73,7 +73,7 @@ def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
         return None
     descriptor = os.open(path, flags | SAFE)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):

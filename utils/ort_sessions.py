@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from utils.errors import DeviceUnavailable, UserError
+from utils.fingerprint import allowed_cores, physical_cores
 from utils.lazy import onnx, onnxruntime
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
@@ -51,7 +52,8 @@ def open_session(
         provider_options: options of the CUDA provider.
         name: what errors call the model; by default its path.
         entries: further session config entries.
-        threads: that share an operator's work on the CPU; 0 for ORT's own choice.
+        threads: that share an operator's work on the CPU; 0 for ORT's own choice. On the CPU it is one for each core where this
+            process may use only some of them: ORT counts all, and pins its threads to cores that it was to leave alone.
         weights: values by name, of constants that the model describes as lying in another file.
         plan_memory: whether ORT takes memory for all constants at once, which fails where they are larger than the memory.
 
@@ -66,7 +68,7 @@ def open_session(
         "all": levels.ORT_ENABLE_ALL, "extended": levels.ORT_ENABLE_EXTENDED,
         "basic": levels.ORT_ENABLE_BASIC, "none": levels.ORT_DISABLE_ALL}[optimize]
     options.log_severity_level = FATAL
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = threads or (physical_cores() if device == "cpu" and allowed_cores() else 0)
     options.enable_mem_pattern = plan_memory
     for dim, size in (dims or {}).items():
         options.add_free_dimension_override_by_name(dim, size)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from utils.errors import UserError
 from utils.locks import try_lock
 
 PREFIX = "hase-temp-"
@@ -46,6 +47,36 @@ def temporary_folder() -> Iterator[Path]:
         _remove(folder)
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def shared_folder(name: str) -> Iterator[Path]:
+    """A folder for temporary files that every process of this machine has which names it; it is removed when the last block
+    ends."""
+    remove_left_over()
+    folder = Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
+    lock = _shared(folder)
+    try:
+        yield folder
+    finally:
+        os.close(lock)
+        if (last := try_lock(folder)) is not None:
+            _remove(folder)
+            os.close(last)
+
+
+def _shared(folder: Path) -> int:
+    """Makes a folder, if it is not there, and locks it for this process among others; returns the lock's descriptor."""
+    for _ in range(_TRIES):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # a process that was the last one has just removed it
+            lock = try_lock(folder, shared=True)
+            if lock is not None:
+                if folder.is_dir() and folder.stat().st_ino == os.fstat(lock).st_ino:
+                    return lock
+                os.close(lock)
+        time.sleep(_PAUSE_S)
+    raise UserError(f"{folder}: can't be locked; another process holds it")
 
 
 @contextmanager

@@ -5,31 +5,29 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.units import KernelUnits, Workers, open_bench, start_workers
+from benchmark.collecting.devices import Device, Devices, LocalDevice, check_alike
+from benchmark.collecting.units import Workers, may_share_host, steadiness_of
 from benchmark.collecting.work import Item, KernelItem, ModelItem, Work, find_work
 from kernel_model.sampling.kernel_errors import KernelError, read_errors
 from kernel_model.sampling.usefulness import useful_kernels
-from measuring.loads import Start, measure_loads, started
-from measuring.mps import gpu_shared
-from measuring.pending import Planned, choose_ties, chunks, first_names, in_blocks, pending, shuffled
-from measuring.stress import Stress
-from records.backgrounds import Background
+from measuring.actors import Actors
+from measuring.loads import measure_by
+from measuring.pending import Plan, Planned, choose_ties, chunks, first_names, in_blocks, pending, shuffled
 from records.blocks import Block
 from records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header, read_kernels
 from records.dataset_tables import model_sessions
 from records.dataset_writer import DatasetWriter
 from records.measurement import IN_MODEL_LABELS, Measurement
 from runtimes import runtime_named
-from runtimes.protocol import Setting
 from utils.errors import UserError
-from utils.fingerprint import Machine, Target, machine, resolve_device
+from utils.fingerprint import Target, resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace
@@ -41,31 +39,29 @@ QUICK_BLOCK = 64  # kernels: as many as most models have
 QUICK_PATIENCE_S = 3.0
 
 
-def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None = None,
-            remeasure: bool = False) -> dict[str, Any]:
+def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None = None, remeasure: bool = False,
+            devices: Devices | None = None) -> dict[str, Any]:
     """Measures everything that is still missing and returns the totals.
 
     If `config` names no labels, an existing dataset keeps its own. With `minutes`, the models and their kernels come first,
     then the most useful of the sampled kernels, and no block begins when that time is over. With `remeasure`, what was measured
-    on the idle device while it was unsteady is measured again.
+    on the idle device while it was unsteady is measured again. By default the device of this machine is measured.
 
     Raises:
         UserError: there is nothing to measure; a metric is missing; the dataset is of another target; another process writes
             the dataset or measures on this device.
     """
     stop_at_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    device = resolve_device(config.device)
-    if config.device == "auto" and device == "cpu":
-        log.info("no NVIDIA GPU here: measuring the CPU")
-    target = config.target(device)
+    devices = devices or LocalDevice(config)
+    check_alike(devices.found)
+    target = devices.found[0].target
     if not config.labels and header_path(workspace.dataset(target.name)).exists():
         config = config.model_copy(update={"labels": read_header(workspace.dataset(target.name)).labels})
+    if not all(device.measures_energy for device in devices.found):
+        config = config.model_copy(update={"energy_s": 0.0})
     work = find_work(workspace, target, config.held_out)
-    sharing = config.gpu_sharing(device)
-    with (sole_writer(workspace.dataset(target.name)), gpu_shared(sharing) if device == "cuda" else nullcontext(),
-          start_workers(config, device, config.labels_on(device),
-                     Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)) as workers):
-        return collect_work(workspace, config, target, work, workers, stop_at_s=stop_at_s, remeasure=remeasure)
+    with sole_writer(workspace.dataset(target.name)), devices.actors(config, workspace) as actors:
+        return collect_work(workspace, config, devices.found, work, actors, stop_at_s=stop_at_s, remeasure=remeasure)
 
 
 def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequence[DatasetKernel],
@@ -88,7 +84,9 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
     """
     target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
-        return collect_work(workspace, *_quick(workspace, config, target, kernels), workers, remeasure=True)
+        config, work = _quick(workspace, config, target, kernels)
+        here = LocalDevice(config)
+        return collect_work(workspace, config, here.found, work, here.actor_with(workers, config, workspace), remeasure=True)
 
 
 def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Sequence[ModelItem],
@@ -110,13 +108,14 @@ def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Seq
     """
     target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
-        config, target, work = _quick(workspace, config, target, kernels)
-        return collect_work(workspace, config, target, Work((), (), work.described), workers,
-                            [Planned(item.id, [item]) for item in models])
+        config, work = _quick(workspace, config, target, kernels)
+        here = LocalDevice(config)
+        return collect_work(workspace, config, here.found, Work((), (), work.described),
+                            here.actor_with(workers, config, workspace), [Planned(item.id, [item]) for item in models])
 
 
 def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
-           kernels: Sequence[DatasetKernel]) -> tuple[CollectorConfig, Target, Work]:
+           kernels: Sequence[DatasetKernel]) -> tuple[CollectorConfig, Work]:
     """The config and the work of `collect_kernels`.
 
     Raises:
@@ -137,45 +136,42 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
     described = tuple(entry.with_owners_of(existing.get(entry.kernel.id)) for entry in kernels)
     suffix = runtime_named(target.flavour.runtime).kernel_suffix
     items = tuple(KernelItem(built / f"{entry.kernel.id}{suffix}", entry.kernel) for entry in kernels)
-    return config, target, Work(items, (), described)
+    return config, Work(items, (), described)
 
 
-def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, workers: Workers,
+def collect_work(workspace: Workspace, config: CollectorConfig, devices: Sequence[Device], work: Work, actors: Actors[Item],
                  planned: Sequence[Planned[Item]] | None = None, stop_at_s: float = math.inf,
                  remeasure: bool = False) -> dict[str, Any]:
-    """Measures the part of `work` that the dataset of `target`, which this machine is, still lacks; returns the totals.
+    """Measures the part of `work` that the dataset of the devices' target still lacks; returns the totals.
 
-    With `planned`, exactly these blocks are measured. With `stop_at_s`, a time of `time.monotonic`, no block begins after it,
-    and the most useful blocks come first. With `remeasure`, what was measured on the idle device while it was unsteady counts
-    as not measured.
+    With `planned`, exactly these blocks are measured, on the first device. With `stop_at_s`, a time of `time.monotonic`, no
+    block begins after it, and the most useful blocks come first. With `remeasure`, what was measured on the idle device while
+    it was unsteady counts as not measured.
     """
-    device = target.flavour.device
-    config = config.with_energy_on(device)
-    this_machine, source = machine(device), config.open_source(device)
-    bench = open_bench(config, device, this_machine.uuid, source, workers)
-    writer = open_dataset(workspace, config, target, this_machine, source.fields, work)
+    target, device = devices[0].target, devices[0].target.flavour.device
+    writer = open_dataset(workspace, config, target, devices, work)
+    errors = () if math.isinf(stop_at_s) else known_errors(workspace, target)
 
-    def blocks_of(load: tuple[float, str], measured: Sequence[Block]) -> Sequence[Planned[Item]]:
+    def plan_of(load: tuple[float, str], measured: Sequence[Block]) -> Plan[Item]:
         if planned is not None:
-            return planned
+            return Plan({devices[0].machine.uuid: planned})
         if remeasure and not load[0]:  # under a load the canary varies anyway
             measured = [with_known_inputs(block, work) for block in measured if not block.unsteady]
+        machines = list(dict.fromkeys(actor.machine for actor in actors.members))
         if math.isinf(stop_at_s):
-            return plan_load(config, work, device, this_machine.uuid, load[0], measured)
-        return plan_by_usefulness(config, work, device, this_machine.uuid, load[0], measured, known_errors(workspace, target))
+            return plan_load(config, work, device, machines, load[0], measured)
+        return plan_by_usefulness(config, work, device, machines, load[0], measured, errors)
 
-    def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
-        return KernelUnits(config, target, workers, level).time(items)
-
-    totals = measure_loads(bench, blocks_of, time_units, writer, config.loads(),
-                           start_loads(config, device, workspace, workers), stop_at_s)
+    totals = measure_by(actors, plan_of, writer, steadiness_of(config), config.loads(), stop_at_s,
+                        lambda block: may_share_host(config, device, block.units))
     writer.write_tables()
     kernel_rows, model_rows = writer.count_rows()
     kernels = {item.id for item in totals.units if isinstance(item, KernelItem)} | {
         m.id for block in totals.blocks for m in block.measurements if m.subject == "kernel"}
     return {"target": target.name, "dataset": str(writer.folder), "measured_kernels": len(kernels),
-            "measuring_s": round(totals.measuring_s, 1), "kernel_rows": kernel_rows, "model_rows": model_rows,
-            "unsteady_blocks": totals.unsteady_blocks, "left": totals.left,
+            "measuring_s": round(totals.measuring_s, 1), "took_s": round(totals.took_s, 1), "kernel_rows": kernel_rows,
+            "model_rows": model_rows,
+            "unsteady_blocks": totals.unsteady_blocks, "left": totals.left, "lost_actors": len(totals.lost),
             "failed": sorted({m.id for block in writer.blocks for m in block.measurements if m.status != "ok"}
                              | totals.interrupted.keys())}
 
@@ -193,7 +189,7 @@ def with_known_inputs(block: Block, work: Work) -> Block:
         m for m in block.measurements if m.inputs or m.subject != "kernel" or m.id not in by_values)})
 
 
-def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, this_machine: Machine, metrics: Sequence[str],
+def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, devices: Sequence[Device],
                  work: Work) -> DatasetWriter:
     """Opens the dataset of a target, or begins one.
 
@@ -206,8 +202,8 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
     for described in backgrounds.values():
         if described.model:
             workspace.find_model(described.model)
-    header = DatasetHeader(target=target, metrics=tuple(metrics), held_out=config.held_out, labels=config.labels_on(device),
-                           machines={this_machine.uuid: this_machine}, backgrounds=backgrounds,
+    header = DatasetHeader(target=target, metrics=devices[0].metrics, held_out=config.held_out, labels=config.labels_on(device),
+                           machines={found.machine.uuid: found.machine for found in devices}, backgrounds=backgrounds,
                            held_out_backgrounds=config.held_out_backgrounds if backgrounds else (),
                            groups=dict(work.groups), collections=dict(work.collections), energy=bool(config.energy_s),
                            environment=config.environment(target), sharing=config.sharing)
@@ -215,18 +211,6 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
     log.info("%s: %d kernels and %d models at levels %s%s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), f" of {', '.join(backgrounds)}" if backgrounds else "", folder)
     return writer
-
-
-def start_loads(config: CollectorConfig, device: str, workspace: Workspace, workers: Workers) -> Start:
-    """A function that starts a load of the config as soon as all processes that measure are ready."""
-    @contextmanager
-    def start(level: float, background: Background | None) -> Iterator[Stress]:
-        workers.wait()
-        with started(level, background, device, workspace, config.stress.settle_s,
-                     config.gpu_sharing(device).co_runner_environment()) as stressor:
-            yield stressor
-
-    return start
 
 
 def sessions_missing(models: Sequence[ModelItem], blocks: Iterable[Block], wanted: int, variants: Sequence[str]) -> list[int]:
@@ -270,41 +254,57 @@ def plan(work: Work, blocks: Iterable[Block], block_kernels: int, first_label: s
     return planned
 
 
-def plan_load(config: CollectorConfig, work: Work, device: str, machine_uuid: str, level: float,
-              blocks: Sequence[Block]) -> list[Planned[Item]]:
-    """The blocks of `work` that a machine still has to measure at a level, as the config says.
+def plan_load(config: CollectorConfig, work: Work, device: str, machines: Sequence[str], level: float,
+              blocks: Sequence[Block]) -> Plan[Item]:
+    """The blocks of `work` that machines still have to measure at a level, as the config says.
 
     Args:
         config: of the collector.
         work: everything to measure.
         device: `cpu` or `cuda`.
-        machine_uuid: the machine that measures.
+        machines: those that measure, by their identifiers.
         level: of the load.
         blocks: all blocks of this load, of every machine.
     """
     first_label = config.labels_on(device)[0]
-    measured_here = [block for block in blocks if block.machine == machine_uuid]
+    measured_by = {uuid: [block for block in blocks if block.machine == uuid] for uuid in machines}
     wanted = work if config.kernel_levels is None or level in config.kernel_levels else Work((), work.models, ())
-    todo = plan(wanted, measured_here if config.each_machine else blocks, config.block_kernels, first_label,
-                config.block_models, () if level else config.model_labels_on(device), 1 if level else config.sessions)
-    if config.each_machine or level:
-        return todo
-    ties = choose_ties(work.kernels, blocks, machine_uuid, config.ties, lambda m: takes_label(m, first_label))
-    return plan(Work(tuple(ties), (), ()), measured_here, config.block_kernels, first_label) + todo
+
+    def todo(part: Work, measured: Sequence[Block]) -> list[Planned[Item]]:
+        return plan(part, measured, config.block_kernels, first_label, config.block_models,
+                    () if level else config.model_labels_on(device), 1 if level else config.sessions)
+
+    if config.each_machine:
+        return Plan({uuid: todo(wanted, measured) for uuid, measured in measured_by.items()})
+    if level:
+        return Plan({}, todo(wanted, blocks))
+    ties = choose_ties(work.kernels, blocks, machines, config.ties, lambda m: takes_label(m, first_label))
+    tied = {item.id for items in ties.values() for item in items}
+    own = {uuid: plan(Work(tuple(items), (), ()), measured_by[uuid], config.block_kernels, first_label)
+           for uuid, items in ties.items()}
+    return Plan(own, todo(replace(wanted, kernels=tuple(item for item in wanted.kernels if item.id not in tied)), blocks))
 
 
-def plan_by_usefulness(config: CollectorConfig, work: Work, device: str, machine_uuid: str, level: float,
-                       blocks: Sequence[Block], errors: Sequence[KernelError] = ()) -> list[Planned[Item]]:
+def plan_by_usefulness(config: CollectorConfig, work: Work, device: str, machines: Sequence[str], level: float,
+                       blocks: Sequence[Block], errors: Sequence[KernelError] = ()) -> Plan[Item]:
     """As `plan_load`, for a collector that may have to stop before it is done: the models and their kernels come first, in
-    mixed order, then the sampled kernels, the most useful ones first.
+    mixed order, then the sampled kernels, the most useful ones first. There are no ties.
 
     A kernel of a model is not measured in a block of kernels if the model gives its time.
 
     Args:
         errors: what a training wrote of the kernels that it held out; none before the first training.
     """
+    if not config.each_machine:
+        return Plan({}, _by_usefulness(config, work, device, level, blocks, errors))
+    return Plan({uuid: _by_usefulness(config, work, device, level, [block for block in blocks if block.machine == uuid], errors)
+                 for uuid in machines})
+
+
+def _by_usefulness(config: CollectorConfig, work: Work, device: str, level: float, counted: Sequence[Block],
+                   errors: Sequence[KernelError]) -> list[Planned[Item]]:
+    """The blocks of which `counted` ones are measured, in the order of `plan_by_usefulness`."""
     first_label = config.labels_on(device)[0]
-    counted = [block for block in blocks if not config.each_machine or block.machine == machine_uuid]
     missing = sessions_missing(work.models, counted, 1, () if level else config.model_labels_on(device))
     models = [item for item, left in zip(work.models, missing, strict=True) if left]
     from_models = {name for item in models for name in item.record.kernels

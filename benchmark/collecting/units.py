@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -18,11 +18,15 @@ from typing import NamedTuple, TypeVar
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers, energy_batches
+from measuring.actors import Measurer, Start, started
 from measuring.bench import Bench, Steadiness, busy_share
 from measuring.metrics.source import MetricSource
+from measuring.mps import gpu_shared
 from measuring.pending import chunks
 from measuring.run_times import Effort
+from measuring.stress import Stress
 from measuring.worker_process import WorkerFailed
+from records.backgrounds import Background
 from records.measurement import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS, Measurement, Place, Status, now
 from records.probe_reading import ProbeReading
 from runtimes import runtime_named
@@ -31,6 +35,7 @@ from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.locks import measuring
 from utils.logger import get_logger
+from utils.paths import Workspace
 from utils.temporary import temporary_folder
 
 log = get_logger("collector")
@@ -172,6 +177,13 @@ def ask(worker: Worker, request: Request) -> tuple[Reply, Status]:
     return reply, "interrupted" if reply.interrupted else "failed" if reply.error else "ok"
 
 
+def may_share_host(config: CollectorConfig, device: str, items: Sequence[Item]) -> bool:
+    """Whether a block may be measured while another GPU of its host is, too: only if nothing but the GPU's own times of kernels
+    is taken in it (docs/cluster.md says why). Everything else depends on how fast the host is."""
+    return (device == "cuda" and config.labels_on(device) == (GPU_LABEL,) and not config.energy_of_kernels
+            and all(isinstance(item, KernelItem) for item in items))
+
+
 def measurements_of(reply: Reply, status: Status, subject: str, name: str, label: str, context: str,
                     place: Place) -> list[Measurement]:
     """The measurements of a reply; for a failure, a single measurement that says so, made from the other arguments."""
@@ -190,9 +202,13 @@ def open_bench(config: CollectorConfig, device: str, machine_uuid: str, source: 
     """
     return Bench(device, machine_uuid, partial(_canary_ms, workers.worker, device), source, config.window_s,
                  partial(_probe, config, device, workers.worker),
-                 busy=busy_share if device == "cpu" else None,
-                 steadiness=Steadiness(drift=config.canary_drift, attempts=config.attempts,
-                                       attempts_under_load=config.attempts_under_load, patience_s=config.patience_s))
+                 busy=busy_share if device == "cpu" else None, steadiness=steadiness_of(config))
+
+
+def steadiness_of(config: CollectorConfig) -> Steadiness:
+    """How steady the config wants a machine to be."""
+    return Steadiness(drift=config.canary_drift, attempts=config.attempts, attempts_under_load=config.attempts_under_load,
+                      patience_s=config.patience_s)
 
 
 def _canary_ms(worker: Worker, device: str, loaded: bool) -> tuple[float, ...]:
@@ -285,16 +301,46 @@ class Workers(NamedTuple):
 @contextmanager
 def start_workers(config: CollectorConfig, device: str, labels: Sequence[str],
                   setting: Setting | None = None) -> Iterator[Workers]:
-    """Starts the processes for some labels on `cpu` or `cuda`; they end with the block. `setting` is that of the worker, for a
-    runtime that has such.
+    """Starts the processes for some labels on `cpu` or `cuda`, which share it as the config says; they end with the block.
+    `setting` is that of the worker, for a runtime that has such.
 
     Raises:
-        UserError: another process measures on this device.
+        UserError: another process measures on this device, or it can't be shared in this way.
     """
     request = Request(do="prepare", device=device, effort=Effort())
-    with (measuring(device), Worker(config.timeout_s, config.runtime, setting) as worker,
+    sharing = config.gpu_sharing(device)
+    with (measuring(device), gpu_shared(sharing) if device == "cuda" else nullcontext(),
+          Worker(config.timeout_s, config.runtime, setting) as worker,
           Tracers(config.tracers, config.timeout_s) as tracers):
         worker.prepare(request)
         if GPU_LABEL in labels:
             tracers.prepare(request.model_copy(update={"labels": (GPU_LABEL,)}))
         yield Workers(worker, tracers)
+
+
+def start_loads(config: CollectorConfig, device: str, workspace: Workspace, workers: Workers) -> Start:
+    """A function that starts a load of the config as soon as all processes that measure are ready."""
+    @contextmanager
+    def start(level: float, background: Background | None) -> Iterator[Stress]:
+        workers.wait()
+        with started(level, background, device, workspace, config.stress.settle_s,
+                     config.gpu_sharing(device).co_runner_environment()) as stressor:
+            yield stressor
+
+    return start
+
+
+def measurer(config: CollectorConfig, target: Target, machine_uuid: str, source: MetricSource, workers: Workers,
+             workspace: Workspace) -> Measurer[Item]:
+    """What measures blocks of kernels and models on the target's device of this machine.
+
+    Raises:
+        UserError: the config's windows are too short for the source.
+    """
+    device = target.flavour.device
+
+    def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
+        return KernelUnits(config, target, workers, level).time(items)
+
+    return Measurer(open_bench(config, device, machine_uuid, source, workers), time_units,
+                    start_loads(config, device, workspace, workers))

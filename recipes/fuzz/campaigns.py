@@ -7,6 +7,7 @@ A case must give an answer, or one error for the user. Everything else is a faul
 - files: 30 damages of every file of a workspace;
 - servers: servers that Prometheus's address leads to, and clients of the exporter;
 - kills: 40 commands killed or stopped at a random moment, and run again;
+- cluster: 25 collections on two Ray nodes, of which something is killed at a random moment, and run again;
 - long: 10,000 predictions in one process;
 - rewriting: 50 processes that predict while the predictors are trained anew again and again.
 
@@ -28,7 +29,7 @@ from utils import cli
 from utils.paths import ROOT
 
 CAMPAIGNS = {"models": "wrong_models", "files": "damaged_workspace", "servers": "hostile_servers", "kills": "kills",
-             "long": "long_run", "rewriting": "rewriting"}  # and the module of each
+             "cluster": "cluster_kills", "long": "long_run", "rewriting": "rewriting"}  # and the module of each
 EXAMPLES = """
 python recipes/fuzz/campaigns.py
 python recipes/fuzz/campaigns.py models files --size 0.1 --seed 7

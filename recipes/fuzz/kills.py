@@ -65,9 +65,9 @@ class Work:
     state: Callable[[Path], Any]
 
 
-def analysed(root: Path) -> None:
-    """A workspace with two small models, their records and their kernels."""
-    with_models(root, 2)
+def analysed(root: Path, models: int = 2) -> None:
+    """A workspace with some small models, their records and their kernels."""
+    with_models(root, models)
     (root / "collector.yaml").write_text(COLLECTOR)
     for command in analysing(root):
         subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
@@ -238,10 +238,15 @@ def interruption(work: Work, prepared: Path, wanted: Any, lasts_s: float, rng: r
         return Outcome("answer", case, seconds=seconds)
 
 
+def hear_interrupts() -> None:
+    """Has the commands that this process starts hear Ctrl-C, even if a shell started it in the background, where none does."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def interruptions(work: Work, numbers: Sequence[int], seed: int, folder: Path) -> Iterator[Outcome]:
     """What comes of interruptions of a work, each with a number of its own; every other one is a SIGKILL."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell runs in the background; children inherit it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    hear_interrupts()
     prepared, whole = folder / work.name / "workspace", folder / work.name / "whole"
     shutil.rmtree(folder / work.name, ignore_errors=True)
     prepared.parent.mkdir(parents=True)

@@ -25,7 +25,7 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.units import KernelUnits, open_bench, start_workers
 from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work
 from kernel_model.sampling.seeds import SEED_FILE
-from measuring.loads import idle, measure_block
+from measuring.actors import idle, measure_block
 from measuring.metrics.sources import open_source
 from measuring.run_times import Effort
 from measuring.worker_process import WorkerFailed
@@ -653,7 +653,7 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     endless(tmp_path / "hangs.onnx")
     script = f"""
 from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
-from measuring.loads import idle, measure_block
+from measuring.actors import idle, measure_block
 from measuring.run_times import Effort
 from runtimes.protocol import Request
 from runtimes.protocol import Worker

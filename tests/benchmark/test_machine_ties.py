@@ -11,9 +11,9 @@ from command import printed, run_script
 from conftest import build_workspace, small_model
 from made_up_dataset import MACHINE, TARGET, conv
 
-from benchmark.collecting.collect import collect, takes_label
+from benchmark.collecting.collect import collect, plan_load, takes_label
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.work import KernelItem
+from benchmark.collecting.work import KernelItem, Work
 from benchmark.machine_ties import idle_times, machine_rows
 from measuring.pending import choose_ties, compare, tie_rows
 from records.blocks import Block
@@ -47,7 +47,7 @@ def timed(kernel: Kernel, time_ms: float = 1.0, **changes: Any) -> Measurement:
 
 
 def chosen(blocks: list[Block], uuid: str, count: int) -> list[Kernel]:
-    return [item.kernel for item in choose_ties(ITEMS, blocks, uuid, count, takes_run)]
+    return [item.kernel for item in choose_ties(ITEMS, blocks, [uuid], count, takes_run)[uuid]]
 
 
 # which kernels -----------------------------------------------------------------------------------------------------------
@@ -58,11 +58,44 @@ def test_ties_are_some_of_another_machines_kernels_in_any_order() -> None:
     assert len({kernel.id for kernel in ties}) == 10
     assert all(kernel in KERNELS[:30] for kernel in ties)
     assert ties != KERNELS[:10]
-    backwards = choose_ties(ITEMS[::-1], [block("a", *(timed(kernel) for kernel in KERNELS[29::-1]))], "b", 10, takes_run)
-    assert [item.kernel for item in backwards] == ties
+    backwards = choose_ties(ITEMS[::-1], [block("a", *(timed(kernel) for kernel in KERNELS[29::-1]))], ["b"], 10, takes_run)
+    assert [item.kernel for item in backwards["b"]] == ties
     assert chosen(blocks, "b", 0) == []
     assert len(chosen(blocks, "b", 100)) == 30
     assert chosen(blocks, "a", 10) == []  # its own
+
+
+def test_machines_that_measure_at_the_same_time_are_tied_by_the_same_kernels() -> None:
+    """Nobody has measured anything yet: all take the same ones. A machine that joins others is tied to what they have."""
+    ties = choose_ties(ITEMS, [], ["a", "b", "c"], 10, takes_run)
+    assert len(ties["a"]) == 10
+    assert ties["a"] == ties["b"] == ties["c"]
+    done = [item.kernel for item in ties["a"]]
+    rest = [kernel for kernel in KERNELS if kernel not in done]
+    blocks = [block("a", *(timed(kernel) for kernel in done), *(timed(kernel) for kernel in rest[::2])),
+              block("b", *(timed(kernel) for kernel in done[:4]))]
+    resumed = choose_ties(ITEMS, blocks, ["a", "b"], 10, takes_run)
+    assert resumed["a"] == []
+    assert sorted(item.id for item in resumed["b"]) == sorted(kernel.id for kernel in done[4:])
+    untied = [block("a", *(timed(kernel) for kernel in KERNELS[:20])), block("b", *(timed(kernel) for kernel in KERNELS[20:]))]
+    between = choose_ties(ITEMS, untied, ["a", "b"], 10, takes_run)
+    assert len(between["a"]) == 10
+    assert {item.id for item in between["a"]} <= {kernel.id for kernel in KERNELS[20:]}
+    assert between["b"] == []  # tied by what the other one will measure
+
+
+def test_what_ties_machines_is_planned_for_each_and_the_rest_for_any() -> None:
+    work = Work(tuple(ITEMS), (), ())
+    config = CollectorConfig.model_validate({"device": "cpu", "each_machine": False, "ties": 10, "block_kernels": 4})
+    planned = plan_load(config, work, "cpu", ["a", "b"], 0.0, [])
+    own = {uuid: {item.id for part in parts for item in part.units} for uuid, parts in planned.own.items()}
+    shared = [item.id for part in planned.shared for item in part.units]
+    assert own["a"] == own["b"]
+    assert len(own["a"]) == 10
+    assert sorted([*own["a"], *shared]) == sorted(item.id for item in ITEMS)
+    each = plan_load(config.model_copy(update={"each_machine": True}), work, "cpu", ["a", "b"], 0.0, [])
+    assert [sum(len(part.units) for part in parts) for parts in each.own.values()] == [len(ITEMS)] * 2
+    assert not each.shared
 
 
 def test_ties_are_measured_once_and_the_rest_after_an_interruption() -> None:
@@ -150,7 +183,7 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     journal = journal_path(folder)
     write_journal(folder, [block.model_copy(update={"machine": "elsewhere"}) for block in read_journal(folder)])
     items = [KernelItem(Path(), entry.kernel) for entry in read_kernels(folder)]
-    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), this_machine, 5, takes_run)}
+    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), [this_machine], 5, takes_run)[this_machine]}
     assert len(expected) == 5
     assert collect(workspace, config)["measured_kernels"] == 5
     new_blocks = [entry for entry in read_journal(folder) if entry.machine == this_machine]

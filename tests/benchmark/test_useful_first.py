@@ -82,10 +82,11 @@ def ids(planned: Sequence[Planned[Item]]) -> list[str]:
 def test_models_come_first_and_give_the_times_of_their_kernels(sampled: tuple[Workspace, list[Kernel]]) -> None:
     workspace, drawn = sampled
     work = find_work(workspace, TARGET, ())
-    planned = ids(plan_by_usefulness(CONFIG, work, "cpu", "here", 0.0, []))
+    planned = ids(plan_by_usefulness(CONFIG, work, "cpu", ["here"], 0.0, []).own["here"])
     assert set(planned[:2]) == {"a_net", "b_net"}
     assert set(planned[2:]) == {kernel.id for kernel in drawn}
-    alone = ids(plan_by_usefulness(CONFIG.model_copy(update={"model_labels": False}), work, "cpu", "here", 0.0, []))
+    without = CONFIG.model_copy(update={"model_labels": False})
+    alone = ids(plan_by_usefulness(without, work, "cpu", ["here"], 0.0, []).own["here"])
     assert set(alone[-6:]) == {kernel.id for kernel in drawn}, "samples still come last"
     assert set(alone) == {*(item.id for item in work.kernels), *(item.id for item in work.models)}
 
@@ -97,7 +98,7 @@ def test_errors_of_the_last_training_change_the_order(sampled: tuple[Workspace, 
     def first(bad: Kernel) -> str:
         errors = [KernelError(kernel=kernel, families=(), measured_ms=1.0, predicted_ms=5.0 if kernel == bad else 1.0)
                   for kernel in drawn]
-        return ids(plan_by_usefulness(CONFIG, work, "cpu", "here", 0.0, [], errors))[2]
+        return ids(plan_by_usefulness(CONFIG, work, "cpu", ["here"], 0.0, [], errors).own["here"])[2]
 
     assert len({first(kernel) for kernel in drawn}) > 1
 
@@ -138,4 +139,4 @@ def test_a_collector_stops_in_time_and_the_next_one_goes_on(sampled: tuple[Works
     of_models = {kernel.id for kernel in read_index(index_path(workspace, TARGET.flavour)).all_kernels() if kernel.moves_data}
     assert of_models | {kernel.id for kernel in drawn} <= set(rows.ids.tolist())
     uuid = machine("cpu").uuid
-    assert plan_by_usefulness(CONFIG, find_work(workspace, TARGET, ()), "cpu", uuid, 0.0, blocks) == [], "nothing is left"
+    assert not plan_by_usefulness(CONFIG, find_work(workspace, TARGET, ()), "cpu", [uuid], 0.0, blocks).count, "nothing is left"

@@ -31,7 +31,7 @@ from utils import cli, locks
 from utils.errors import UserError
 from utils.locks import measuring, sole_writer
 from utils.paths import ROOT, Workspace
-from utils.temporary import remove_left_over, temporary_folder
+from utils.temporary import remove_left_over, shared_folder, temporary_folder
 
 HOLDER = """
 import subprocess, sys, time
@@ -282,3 +282,40 @@ def test_a_folder_that_is_just_being_made_stays(tmp_path: Path, monkeypatch: pyt
     os.utime(old, (time.time() - 7200,) * 2)
     assert remove_left_over() == [old]
     assert young.is_dir()
+
+
+SHARER = """
+import sys
+from utils.temporary import shared_folder
+with shared_folder("together") as folder:
+    (folder / sys.argv[1]).touch()
+    print(folder, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_shared_folder_is_removed_by_the_last_who_leaves_it_or_by_whoever_comes_after_a_kill(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def sharer(name: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen([sys.executable, "-c", SHARER, name], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)},
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert Path(process.stdout.readline().strip()) == tmp_path / "hase-temp-together"
+        return process
+
+    with shared_folder("together") as folder:
+        other = sharer("other")
+        assert [path.name for path in folder.iterdir()] == ["other"]
+        assert remove_left_over() == []
+        other.communicate("leave\n")
+        assert folder.is_dir()
+    assert not folder.exists()
+    killed, stays = sharer("killed"), sharer("stays")
+    killed.kill()
+    killed.communicate()
+    assert remove_left_over() == []
+    stays.kill()
+    stays.communicate()
+    assert remove_left_over() == [folder]

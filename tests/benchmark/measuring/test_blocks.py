@@ -15,8 +15,9 @@ import pytest
 
 from benchmark.collecting.units import ask as ask_worker
 from measuring import worker_process
+from measuring.actors import RunningLoad, idle, measure_block
 from measuring.bench import Bench, Canary, Steadiness
-from measuring.loads import RunningLoad, Totals, best_canary_ms, idle, measure_block, measure_loads
+from measuring.loads import Totals, best_canary_ms, measure_loads
 from measuring.metrics.sources import open_source
 from measuring.pending import Planned, in_blocks, pending, plan_blocks
 from measuring.run_times import Effort
