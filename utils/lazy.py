@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import multiprocessing
 
     import ai3
+    import jinja2
     import matplotlib.patheffects
     import matplotlib.pyplot
     import matplotlib.ticker
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     import tvm_ffi
     import xgboost
 
-__all__ = ["ai3", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai",
+__all__ = ["ai3", "jinja2", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai",
            "openvino", "pandas", "pynvml", "requests", "rich", "scipy", "sklearn", "torch", "torchvision", "transformers",
            "tvm", "tvm_ffi", "xgboost"]
 
