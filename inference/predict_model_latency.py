@@ -4,7 +4,8 @@ Reads the model (any ONNX file; a bare name is also looked for in model_zoo), or
 (--dag), what training learned for the target, and inference/config.yaml. Prints the latency, where it comes from and which
 kernels dominate. With several sizes of a dynamic dimension it prints one row per size, which helps to choose a batch; --sizes
 names sizes that go together. Writes
-nothing, except with --trace the predicted timeline, and with --beside a real run in the same file.
+nothing, except with --html a page to look at, with --trace the predicted timeline, and with --beside a real run in the same
+file.
 
 Several models (files, folders, patterns; --model may be repeated) have a row each, the fastest first: by latency, or by latency
 per item where batches differ; a line below says which. Each takes those sizes of --dim that it has. A model that can't be
@@ -50,7 +51,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from inference.core.answers import Prediction, make_monotonic
 from inference.core.best_batch import best_batches, said_of_batches
@@ -59,12 +60,13 @@ from inference.core.model_run import trace_of
 from inference.core.predictor import Predictor
 from inference.core.questions import Question, questions_of
 from inference.core.ranking import order_of, said_of_order
-from inference.core.report import log_measured, print_predictions, verdict
+from inference.core.report import Answer, log_measured, print_predictions, verdict
 from inference.core.run_modes import RunMode
 from inference.core.targets import local_targets
 from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading
 from inference.live.load_sources import LiveSources
-from inference.sharing.shared_models import PERCENTILE, SloUnderLoad
+from inference.reporting.predictions import prediction_page
+from inference.sharing.shared_models import PERCENTILE
 from records.host_pace import read_pace
 from runtimes.analysis import optimized_once
 from utils import cli
@@ -72,6 +74,7 @@ from utils.config import read_config
 from utils.errors import UserError
 from utils.files import write_json
 from utils.logger import get_logger
+from utils.pages.rendering import write_page
 from utils.paths import ROOT
 from utils.trace_events import MEASURED, document, read_processes
 
@@ -100,6 +103,7 @@ python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-
 python inference/predict_model_latency.py --model resnet18.onnx --gpu l40s --dim batch=1,8
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --cuda-graph
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --trace timeline.json
+python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8 --target nvidia-h200 --html page.html
 python inference/predict_model_latency.py --model resnet18.onnx --trace t.json --beside real.json  # needs run_anatomy.py
 python inference/predict_model_latency.py --model resnet18.onnx --target h200 --metrics busy.json  # needs its load, in a file
 python inference/predict_model_latency.py --model resnet18.onnx --config my.yaml --watch --export 9401  # needs a Prometheus
@@ -107,21 +111,6 @@ python inference/predict_model_latency.py --model resnet18.onnx --probe --watch 
 python inference/predict_model_latency.py --model resnet18.onnx --host-pace measure  # needs a GPU
 python inference/predict_model_latency.py --model resnet18.onnx --target h200 --machine host.json  # needs host_pace.py
 """
-
-
-class Answer(NamedTuple):
-    """A prediction of the file `model`, as it is or in half precision; how it compares with the objective, and its energy, if
-    asked for."""
-
-    model: Path
-    dtype: Precision | None
-    run: PredictedRun
-    slo: SloUnderLoad | None
-    energy: EnergyPrediction | None
-
-    @property
-    def prediction(self) -> Prediction:
-        return self.run.prediction
 
 
 def options() -> argparse.ArgumentParser:
@@ -151,6 +140,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--measure-missing", action="store_true",
                         help="first measure the kernels that were never measured, or only unsteadily; this machine must be the "
                              "target")
+    cli.add_html(parser)
     cli.add_inputs(parser)
     parser.add_argument("--beside", type=Path, metavar="REAL",
                         help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
@@ -203,6 +193,8 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--probe FILE is one reading of what else runs; with --watch, leave FILE out")
     if args.energy and (args.watch or args.metrics or args.probe is not None):
         parser.error("--energy is of a device that does nothing else: leave --watch, --metrics and --probe out")
+    if args.html and args.watch:
+        parser.error("--html writes one answer, and --watch goes on: leave one of them out")
     if args.export and not args.watch:
         parser.error("--export goes with --watch")
     if args.web_config and not args.export:
@@ -258,8 +250,9 @@ def watch(args: argparse.Namespace, sources: LiveSources, model: Path, dims: dic
     return 0
 
 
-def predict_all(args: argparse.Namespace, sources: LiveSources, questions: Sequence[Question]) -> tuple[list[Answer], int]:
-    """The answers to all questions, those about several models in their order of rank; and how many models have none.
+def predict_all(args: argparse.Namespace, sources: LiveSources,
+                questions: Sequence[Question]) -> tuple[list[Answer], dict[Path, str]]:
+    """The answers to all questions, those about several models in their order of rank; and why models have none.
 
     Raises:
         UserError: the load, the host's pace or the predictors can't be used, or the only model can't; or the kernels of one of
@@ -272,15 +265,15 @@ def predict_all(args: argparse.Namespace, sources: LiveSources, questions: Seque
                 log_measured(predictor.measure_missing(question.model, question.sizes, static=args.static, inputs=args.inputs))
         now = sources.with_load(load)
         if len(questions) == 1:
-            return answers_to(questions[0], args, sources, now), 0
+            return answers_to(questions[0], args, sources, now), {}
         answers: list[Answer] = []
-        failed = 0
+        failed: dict[Path, str] = {}
         for question in cli.progress(questions, "models"):
             try:
                 answers += answers_to(question, args, sources, now)
             except UserError as error:
                 log.error("%s", error)
-                failed += 1
+                failed[question.model] = str(error)
     return [answers[place] for place in order_of([answer.prediction for answer in answers])], failed
 
 
@@ -310,8 +303,8 @@ def answers_to(question: Question, args: argparse.Namespace, sources: LiveSource
             for of_size in zip(*by_type, strict=True) for dtype, run in of_size]
 
 
-def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool) -> int:
-    """Prints the answers, of one model or of several; returns the exit status."""
+def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool, failed: Mapping[Path, str]) -> int:
+    """Prints the answers, of one model or of several; returns the exit status. `failed`: why models have none."""
     predictions, energies = [answer.prediction for answer in answers], [answer.energy for answer in answers if answer.energy]
     warned = warned_of([*predictions, *energies])
     for warning, models in warned.items():
@@ -319,6 +312,8 @@ def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool) -
     advise_measuring(args, predictions)
     slos, keys = [answer.slo for answer in answers], [(answer.model, answer.dtype) for answer in answers]
     best = best_batches(predictions, slos, keys)
+    if args.html:
+        write_page(prediction_page(answers, best, warned, several, failed), args.html)
     if args.json:
         best_for = {place: {"best_for": choice.best_for(place)} for choice in best for place in choice.places}
         cli.print_json([as_json(answer, several) | best_for.get(place, {}) for place, answer in enumerate(answers)])
@@ -398,9 +393,9 @@ def main() -> int:
     answers, failed = predict_all(args, sources, questions)
     if args.trace:
         write_json(args.trace, document([*trace_of(answers[0].run)["traceEvents"], *real]))
-    status = report(args, answers, len(questions) > 1) if answers else 0
+    status = report(args, answers, len(questions) > 1, failed) if answers else 0
     if failed:
-        log.error("%d of %d models have no prediction", failed, len(questions))
+        log.error("%d of %d models have no prediction", len(failed), len(questions))
     return 1 if failed else status
 
 

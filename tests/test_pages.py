@@ -21,7 +21,7 @@ PYTHON = re.compile(r"^```python\n.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 FILE = re.compile(r"(?<![\w/<>.…-])((?:\w+/)+[\w.]+\.(?:py|sh|yaml))\b")
 # options that name what a command writes
-WRITTEN = ("--out", "--raw", "--trace", "--markdown", "--plot", "--csv", "--output-dir")
+WRITTEN = ("--out", "--raw", "--trace", "--markdown", "--plot", "--csv", "--html", "--output-dir")
 MADE = {"resnet18.onnx", "resnet18_fp32_b16_224x224.json"}  # by the first phases, as the configs say
 NUMBER = re.compile(r"-?[\d,]*\.?\d+")
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import ai3
     import bcrypt
+    import jinja2
     import matplotlib.patheffects
     import matplotlib.pyplot
     import matplotlib.ticker
@@ -71,9 +72,9 @@ if TYPE_CHECKING:
     import tvm_ffi
     import xgboost
 
-__all__ = ["ai3", "bcrypt", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai",
-           "openvino", "optuna", "pandas", "pyarrow", "pynvml", "ray", "requests", "rich", "scipy", "sklearn", "torch",
-           "torchvision", "transformers", "tvm", "tvm_ffi", "xgboost"]
+__all__ = ["ai3", "bcrypt", "jinja2", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime",
+           "onnxruntime_genai", "openvino", "optuna", "pandas", "pyarrow", "pynvml", "ray", "requests", "rich", "scipy",
+           "sklearn", "torch", "torchvision", "transformers", "tvm", "tvm_ffi", "xgboost"]
 
 
 class LazyPackage:

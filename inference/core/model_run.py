@@ -392,17 +392,21 @@ def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:
     return fits[0].alpha * kernel_sum_ms + fits[0].beta_ms if fits else None
 
 
-def trace_of(predicted: PredictedRun) -> dict[str, Any]:
-    """The timeline of a predicted run in Chrome's trace-event format.
+def spans_of(predicted: PredictedRun) -> list[NodeSpan]:
+    """When each node of a predicted run is at work, in the order in which they run.
 
-    With composition `pipeline` it has one track for the host and one for the GPU. The other compositions do not know the host,
-    so the kernels stand one after another, each as long as its label says. Of very long loops only some trips are shown.
+    With composition `pipeline` there is one track for the host and one for the GPU. The other compositions do not know the
+    host, so the kernels stand one after another, each as long as its label says. Of very long loops only some trips are there.
     """
     run = predicted.run
     if run.costs is None:
         times = [node.latency_ms for node in run.nodes_run]
-        spans = [NodeSpan((float(end - time), float(end)), None) for end, time in zip(np.cumsum(times), times, strict=True)]
-    else:
-        spans = timeline(run.tracks, run.costs, run.off_gpu)
-    nodes = [run.record.nodes[place] for place in run.order]
-    return chrome_trace([f"{node.name} ({run.record.kernel_of(node).type})" for node in nodes], spans)
+        return [NodeSpan((float(end - time), float(end)), None) for end, time in zip(np.cumsum(times), times, strict=True)]
+    return timeline(run.tracks, run.costs, run.off_gpu)
+
+
+def trace_of(predicted: PredictedRun) -> dict[str, Any]:
+    """The timeline of a predicted run in Chrome's trace-event format."""
+    record = predicted.run.record
+    nodes = [record.nodes[place] for place in predicted.run.order]
+    return chrome_trace([f"{node.name} ({record.kernel_of(node).type})" for node in nodes], spans_of(predicted))

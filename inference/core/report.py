@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inference.core.chances import said
 from utils import cli
@@ -14,9 +14,26 @@ if TYPE_CHECKING:
     from inference.core.answers import Prediction
     from inference.core.energy import EnergyPrediction
     from inference.core.missing_kernels import Filled
+    from inference.core.model_run import PredictedRun
+    from inference.core.sources import Precision
     from inference.sharing.shared_models import Slo, SloUnderLoad
 
 log = get_logger("predict")
+
+
+class Answer(NamedTuple):
+    """A prediction of the file `model`, as it is or in half precision; how it compares with the objective, and its energy, if
+    asked for."""
+
+    model: Path
+    dtype: Precision | None
+    run: PredictedRun
+    slo: SloUnderLoad | None
+    energy: EnergyPrediction | None
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.run.prediction
 
 
 def summary(prediction: Prediction, show_sum: bool = False) -> dict[str, Any]:

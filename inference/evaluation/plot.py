@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from utils import files
 from utils.lazy import matplotlib
+from utils.pages.scales import log_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAMED = 5  # number of models with a name: those with the largest errors
 BAND = 0.1  # a ratio
-LEAST_TICKS = 4
-TICK_STEPS = (  # within a decade; the coarsest first
-    (1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), tuple(1 + n / 2 for n in range(18)),
-    tuple(1 + n / 5 for n in range(45)), tuple(1 + n / 10 for n in range(90)))
 LABEL_POINTS = 9.0  # size of a number, and its distance from its point, in points
 DIRECTIONS = 8  # number of directions from a point to its number
 RINGS = (1.3, 2.0, 3.0, 4.0)  # distances to try, in sizes of a number
@@ -44,17 +41,6 @@ def worst(points: Sequence[Point], count: int = NAMED) -> list[Point]:
     return sorted(points, key=lambda point: -abs(point.error))[:count]
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high` for a logarithmic axis: as few as possible, but at least LEAST_TICKS."""
-    values: list[float] = []
-    for steps in TICK_STEPS:
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        values = [value for decade in decades for step in steps if low <= (value := float(f"{step:g}e{decade}")) <= high]
-        if len(values) >= LEAST_TICKS:
-            break
-    return values
-
-
 def draw(points: Sequence[Point], title: str, path: Path) -> None:
     """Writes the plot (a .png): logarithmic axes, the line of equality, and a band of ±10 % around it."""
     matplotlib.use("Agg")
@@ -71,7 +57,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
                          edgecolors="white", linewidths=0.6, color=colour, label=label, zorder=3)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(matplotlib.ticker.FixedLocator(ticks(*ends)))
+        axis.set_major_locator(matplotlib.ticker.FixedLocator(log_ticks(*ends)))
         axis.set_minor_locator(matplotlib.ticker.NullLocator())
         axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axes.tick_params(labelsize=11)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.evaluation.plot import ticks
 from utils import cli, files
 from utils.lazy import matplotlib
+from utils.pages.scales import log_ticks
 
 if TYPE_CHECKING:
     from inference.llm.answers import LlmPrediction, ObjectiveMet, Time
@@ -134,7 +134,8 @@ def draw(answers: Sequence[LlmPrediction], path: Path, ttft_ms: float | None = N
         if limit is not None:
             axes.axhline(limit, color="0.2", linewidth=1, linestyle="--")
         axes.set(xscale="log", yscale="log", xlabel="batch", ylabel=label)
-        for axis, marks in ((axes.xaxis, sorted({answer.batch for answer in answers})), (axes.yaxis, ticks(*axes.get_ylim()))):
+        marks_of = ((axes.xaxis, sorted({answer.batch for answer in answers})), (axes.yaxis, log_ticks(*axes.get_ylim())))
+        for axis, marks in marks_of:
             axis.set_major_locator(matplotlib.ticker.FixedLocator(marks))
             axis.set_minor_locator(matplotlib.ticker.NullLocator())
             axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))

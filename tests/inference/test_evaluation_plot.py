@@ -9,7 +9,8 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 
-from inference.evaluation.plot import LEAST_TICKS, NAMED, Point, draw, number_points, ticks, worst
+from inference.evaluation.plot import NAMED, Point, draw, number_points, worst
+from utils.pages.scales import LEAST_TICKS, log_ticks
 
 
 def made(count: int, low_ms: float = 1.0, decades: float = 2.0) -> list[Point]:
@@ -23,7 +24,7 @@ def made(count: int, low_ms: float = 1.0, decades: float = 2.0) -> list[Point]:
     (0.8, 130.0, [1, 3, 10, 30, 100]), (0.05, 2000.0, [0.1, 1, 10, 100, 1000]), (4.0, 60.0, [5, 10, 20, 50]),
     (1.4, 2.6, [1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6])])
 def test_ticks_are_few_and_round(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == expected
+    assert log_ticks(low, high) == expected
     assert len(expected) >= LEAST_TICKS
 
 

@@ -105,6 +105,14 @@ def plot_file(text: str) -> Path:
     return path
 
 
+def html_file(text: str) -> Path:
+    """An option that names a page to write."""
+    path = out_file(text)
+    if path.suffix not in (".html", ".htm"):
+        raise argparse.ArgumentTypeError(f"{text}: a page is an .html file")
+    return path
+
+
 def address(text: str) -> tuple[str, int]:
     """An option that says where to listen: `[ADDRESS:]PORT`."""
     host, _, port = text.rpartition(":")
@@ -193,6 +201,13 @@ def add_load(parser: argparse.ArgumentParser, config: Path) -> None:
     add_config(parser, config, "prometheus.url=http://localhost:9090", "names a Prometheus that knows what else runs")
     parser.add_argument("--metrics", type=Path, metavar="FILE",
                         help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
+
+
+def add_html(made: argparse.ArgumentParser) -> None:
+    """`--html`: the answer as a page."""
+    made.add_argument("--html", type=html_file, metavar="FILE",
+                      help="write the answer as a page to look at: one file, for any browser, without a network "
+                           "(docs/reports.md)")
 
 
 def add_trust(made: argparse.ArgumentParser) -> None:

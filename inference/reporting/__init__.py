@@ -1,0 +1,1 @@
+"""Answers as pages: `--html FILE` of the commands in inference/ and of the evaluator."""

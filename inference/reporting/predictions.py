@@ -1,0 +1,309 @@
+"""The page of predictions: of one model, of one at several sizes, or of several models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from inference.core.best_batch import BestBatches, said_of_batches
+from inference.core.chances import said
+from inference.core.from_data_sheet import gpu_of_target
+from inference.core.model_run import spans_of
+from inference.core.ranking import compared_ms, ranked_per_item, said_of_order
+from inference.core.report import kernel_rows, statistic, summary
+from inference.reporting.layers import time_by_layer
+from utils import cli
+from utils.pages.page import (
+    COLOURS,
+    Axis,
+    Bar,
+    Bars,
+    Chart,
+    Fact,
+    Limit,
+    Page,
+    Piece,
+    Section,
+    Series,
+    Shares,
+    Span,
+    Table,
+    Timeline,
+    TreeMap,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inference.core.answers import Prediction
+    from inference.core.model_run import PredictedRun
+    from inference.core.report import Answer
+    from inference.core.targets import Fitted
+
+DETAILED = 12  # answers of a page that are shown in detail
+MOST_SPANS = 8000  # of a timeline: a page stays below 2 MB
+LOG_FROM = 20.0  # times the smallest number: from there on, an axis is logarithmic
+MIB_PER_GIB = 1024.0
+
+
+def prediction_page(answers: Sequence[Answer], best: Sequence[BestBatches], warned: Mapping[str, Sequence[str]],
+                    several: bool, failed: Mapping[Path, str]) -> Page:
+    """The page of some answers.
+
+    Args:
+        answers: in the order in which they are shown.
+        best: the best batches among them.
+        warned: the models that each warning concerns.
+        several: whether several models were asked for.
+        failed: why models have no prediction.
+    """
+    first, predictions = answers[0], [answer.prediction for answer in answers]
+    device = device_name(first.run.fitted)
+    colours = operators_by_time(predictions)
+    about = {text: () if len(models) == len({one.model for one in predictions}) else models for text, models in warned.items()}
+    stem = first.run.run.record.file_stem
+    if len(answers) == 1:
+        return Page("Predicted latency", first.prediction.model, _answer(first, device), _more(first), _facts(first),
+                    [*detail_sections(first), _kernels(first.prediction), _memory(first.prediction), *_failures(failed)], about,
+                    basis_of(answers), colours)
+    said_of_all = [said_of_order(predictions)] if several else []
+    for choice in best:  # of each, the batch within the objective first, where there is one
+        said_of_all += reversed(said_of_batches(choice, predictions, [answer.slo for answer in answers],
+                                                _called(answers[choice.places[0]], choice)))
+    answer, *more = [f"{line}." for line in said_of_all] or [f"{len(answers)} answers about {stem} on {device}."]
+    title = f"{len({answer.model for answer in answers})} models on {device}" if several else f"{stem} on {device}"
+    text = "Open an answer to see its operators and layers."
+    if len(answers) > DETAILED:
+        text += f" The first {DETAILED} of {len(answers)} are here; ask for fewer at once to see the others."
+    details = [Section(_named(answer), _where(answer), folded=True) for answer in answers[:DETAILED]]
+    return Page("Predicted latencies", title, f"{answer[0].upper()}{answer[1:]}" if several else answer, more, (),
+                [_compared(answers, best), *_failures(failed), Section("Where the time goes", (), text), *details], about,
+                basis_of(answers), colours)
+
+
+def device_name(fitted: Fitted) -> str:
+    """The device that a prediction is for, as people call it."""
+    if card := gpu_of_target(fitted.target.name):
+        return card.name
+    machines = fitted.predictors.sidecar.machines
+    return machines[-1].device_name if machines else fitted.target.name
+
+
+def operators_by_time(predictions: Sequence[Prediction]) -> list[str]:
+    """The kernel types with the most time in all of the predictions: they have a colour each."""
+    shares: dict[str, float] = {}
+    for prediction in predictions:
+        for kernel in prediction.kernels:
+            shares[kernel.type] = shares.get(kernel.type, 0.0) + kernel.share
+    return sorted(shares, key=lambda operator: -shares[operator])[:COLOURS]
+
+
+def _named(answer: Answer) -> str:
+    return answer.prediction.model + (f", {answer.dtype}" if answer.dtype else "")
+
+
+def _called(answer: Answer, choice: BestBatches) -> str:
+    sizes = ",".join(f"{name}={size}" for name, size in choice.others.items())
+    return f"{answer.run.run.record.file_stem}{f'@{sizes}' if sizes else ''}{f', {answer.dtype}' if answer.dtype else ''}"
+
+
+def _answer(answer: Answer, device: str) -> str:
+    prediction, slo = answer.prediction, answer.slo
+    shared = prediction.under_load
+    took = (f"takes {prediction.latency_ms:.4g} ms on the mean, p95 {shared.percentile_ms(95):.4g} ms, beside other work on"
+            if shared else f"takes {'about ' if prediction.rough_estimate else ''}{prediction.latency_ms:.4g} ms on")
+    kept = f", {'within' if slo.met else 'more than'} the {slo.limit_ms:g} ms asked for" if slo else ""
+    return f"{answer.run.run.record.file_stem} {took} {device}{kept}."
+
+
+def _more(answer: Answer) -> list[str]:
+    prediction, slo = answer.prediction, answer.slo
+    low, high = prediction.interval_ms
+    lines = [f"Nine of ten such predictions lie between {low:.4g} and {high:.4g} ms."]
+    if slo:
+        lines.append(f"That its {statistic(prediction, slo)} keeps to {slo.limit_ms:g} ms is {said(slo.chance)}.")
+    if prediction.rough_estimate:
+        lines.append("This is a rough estimate: what it rests on was not measured well enough; see the notes below.")
+    if prediction.fits_memory is False:
+        lines.append("It needs more memory than the device has.")
+    return [" ".join(lines)]
+
+
+def _facts(answer: Answer) -> list[Fact]:
+    prediction, slo, energy = answer.prediction, answer.slo, answer.energy
+    low, high = prediction.interval_ms
+    facts = [Fact("latency", f"{prediction.latency_ms:.4g}", "ms", f"90 % between {low:.4g} and {high:.4g}",
+                  "doubtful" if prediction.rough_estimate else "", (low, prediction.latency_ms, high))]
+    if shared := prediction.under_load:
+        p50, p95, p99 = (shared.percentile_ms(percent) for percent in (50, 95, 99))
+        facts.append(Fact("p95 beside other work", f"{p95:.4g}", "ms", f"p50 {p50:.4g}, p99 {p99:.4g} ms"))
+    if prediction.items_per_second and prediction.batch:
+        least, most = (prediction.batch / end * 1e3 for end in (high, low))
+        facts.append(Fact("throughput", cli.cell(prediction.items_per_second), "items/s",
+                          f"batch {prediction.batch}, between {cli.cell(least)} and {cli.cell(most)}",
+                          between=(least, prediction.items_per_second, most)))
+    of_device = f"of {prediction.device_memory_mib / MIB_PER_GIB:.0f} GiB" if prediction.device_memory_mib else ""
+    facts.append(Fact("peak memory", cli.cell(prediction.peak_memory_mib), "MiB", of_device,
+                      "bad" if prediction.fits_memory is False else ""))
+    others = [f"{share:.0%} {name}" for name, share in prediction.time_share.items() if name != "measured" and share >= 0.005]
+    facts.append(Fact("measured", f"{100 * prediction.time_share['measured']:.0f}", "%",
+                      "of its kernels' time" + "".join(f", {other}" for other in others)))
+    if slo:
+        words, _, number = said(slo.chance).removesuffix(" %)").partition(" (")
+        facts.append(Fact(f"within {slo.limit_ms:g} ms", number, "%", words,
+                          "good" if words == "very likely" else "bad" if "unlikely" in words else "doubtful"))
+    if energy:
+        facts.append(Fact("energy of a run", cli.cell(energy.energy_j), "J", "between {:.4g} and {:.4g}".format(
+            *energy.interval_j) + f", {cli.cell(energy.mean_power_w)} W", "doubtful" if energy.rough_estimate else "",
+            (energy.interval_j[0], energy.energy_j, energy.interval_j[1])))
+    return facts
+
+
+def _where(answer: Answer) -> list[Piece]:
+    """Where an answer's time goes: what is measured, by operator, and by layer."""
+    prediction = answer.prediction
+    layers, layered = time_by_layer(answer.run, answer.model)
+    return [Shares("Where the kernels' times come from", {str(name): share for name, share in prediction.time_share.items()}),
+            Table(operator_rows(prediction), "By operator", bar="time (ms)", coloured="operator", most=10),
+            TreeMap("By layer of the model" if layered else "By operator and node", layers, "ms")]
+
+
+def operator_rows(prediction: Prediction) -> list[dict[str, object]]:
+    """A row for each kernel type, the one with the most time first."""
+    rows: dict[str, dict[str, float]] = {}
+    for kernel in prediction.kernels:
+        row = rows.setdefault(kernel.type, {"ms": 0.0, "share": 0.0, "runs": 0, "kernels": 0, "measured": 0.0})
+        row["ms"] += kernel.total_ms
+        row["share"] += kernel.share
+        row["runs"] += kernel.count
+        row["kernels"] += 1
+        row["measured"] += kernel.total_ms if kernel.provenance == "measured" else 0.0
+    return [{"operator": operator, "time (ms)": row["ms"], "share": f"{row['share']:.1%}", "runs": int(row["runs"]),
+             "kernels": int(row["kernels"]), "measured": f"{row['measured'] / row['ms'] if row['ms'] else 0:.0%}"}
+            for operator, row in sorted(rows.items(), key=lambda item: -item[1]["ms"])]
+
+
+def detail_sections(answer: Answer) -> list[Section]:
+    """Where an answer's time goes, and its run over time."""
+    prediction = answer.prediction
+    text = f"The kernels of its {sum(prediction.kernel_count.values())} nodes take {prediction.kernel_sum_ms:.4g} ms together."
+    timeline, said_of_it = run_over_time(answer.run)
+    return [Section("Where the time goes", _where(answer), text), Section("The run over time", [timeline], said_of_it)]
+
+
+def run_over_time(run: PredictedRun) -> tuple[Timeline, str]:
+    """The tracks of a run, and sentences about them."""
+    record, spans = run.run.record, spans_of(run)
+    nodes = [record.nodes[place] for place in run.run.order]
+    tracks: dict[str, list[Span]] = {"host": [], "GPU": []} if run.run.costs else {"kernels": []}
+    for node, span in zip(nodes[:MOST_SPANS], spans, strict=False):
+        operator = record.kernel_of(node).type
+        for name, when in zip(tracks, span, strict=False):
+            if when is not None:
+                tracks[name].append(Span(*when, f"{node.name} ({operator})", operator))
+    text = "Nodes one after another, each as long as its kernel; what the host does between them is in the latency only."
+    if run.run.costs:
+        gpu_ms = sum(end - begin for _, when in spans if when for begin, end in [when])
+        busy = gpu_ms / run.alone_ms if run.alone_ms else 0.0
+        text = (f"The host launches node after node, and the GPU works through them: it is busy for {min(busy, 1):.0%} of the "
+                "run. Where it pauses, it waits for the host.")
+    if len(nodes) > MOST_SPANS:
+        text += f" The first {MOST_SPANS} of {len(nodes)} nodes are shown."
+    return Timeline("Host and GPU" if run.run.costs else "Kernels", tracks), text
+
+
+def _kernels(prediction: Prediction) -> Section:
+    order = ("kernel", "share", "total (ms)", "each (ms)", "runs", "type", "provenance")
+    rows = [{name: row[name] for name in order} for row in kernel_rows(prediction, len(prediction.kernels))]
+    return Section("Kernels", [Table(rows, bar="share", coloured="type")],
+                   "A kernel is an operation with its shapes; nodes that are alike share one.")
+
+
+def _memory(prediction: Prediction) -> Section:
+    memory = prediction.memory
+    parts = {"weights": memory.weights_mib, "activations": memory.activations_mib, "arena": memory.arena_mib,
+             "workspace": memory.workspace_mib or 0.0}
+    return Section("Peak memory", [Shares(f"{memory.peak_mib:.4g} MiB", parts, "MiB")])
+
+
+def _failures(failed: Mapping[Path, str]) -> list[Section]:
+    """The models without a prediction."""
+    rows = [{"model": str(model), "why": why} for model, why in failed.items()]
+    return [Section("Without a prediction", [Table(rows)])] if rows else []
+
+
+def _compared(answers: Sequence[Answer], best: Sequence[BestBatches]) -> Section:
+    """Several answers side by side."""
+    predictions = [answer.prediction for answer in answers]
+    rough, unfit = any(one.rough_estimate for one in predictions), any(one.fits_memory is False for one in predictions)
+    rows = [summary(answer.prediction)
+            | ({"dtype": answer.dtype or "as it is"} if any(other.dtype for other in answers) else {})
+            | ({"within SLO": said(answer.slo.chance)} if answer.slo else {})
+            | ({"energy (J)": answer.energy.energy_j} if answer.energy else {})
+            | ({"rough estimate": "yes" if answer.prediction.rough_estimate else "no"} if rough else {})
+            | ({"fits in memory": "no" if answer.prediction.fits_memory is False else "yes"} if unfit else {})
+            for answer in answers]
+    limit = Limit(f"{answers[0].slo.limit_ms:g} ms", answers[0].slo.limit_ms) if answers[0].slo else None
+    by_batch = best and sum(len(choice.places) for choice in best) == len(answers) and len(best) <= COLOURS
+    pieces: list[Piece] = _batch_charts(answers, best, limit) if by_batch else [_ranked(answers, limit)]
+    return Section("Batches" if by_batch else "Side by side", [*pieces, Table(rows, "All answers", most=30)])
+
+
+def _batch_charts(answers: Sequence[Answer], best: Sequence[BestBatches], limit: Limit | None) -> list[Piece]:
+    """Latency and throughput over the batch, a line for each model."""
+    latencies, rates, batches = list[Series](), list[Series](), sorted({answer.prediction.batch or 0 for answer in answers})
+    for choice in best:
+        of_model = [answers[place].prediction for place in choice.places]
+        sizes, name = [one.batch or 0 for one in of_model], _called(answers[choice.places[0]], choice)
+        lows, highs = zip(*(one.interval_ms for one in of_model), strict=True)
+        marked = [place for place, one in enumerate(of_model) if one.fits_memory is False]
+        latencies.append(Series(name, sizes, [one.latency_ms for one in of_model], lows, highs, marked=marked))
+        slowest, fastest = ([1e3 * size / end for size, end in zip(sizes, ends, strict=True)] for ends in (highs, lows))
+        rates.append(Series(name, sizes, [one.items_per_second or 0.0 for one in of_model], slowest, fastest, marked=marked))
+    log = len(batches) > 2 and batches[-1] > 4 * max(batches[0], 1)
+    across = Axis("batch", log)
+    return [Chart("Latency, with its interval", across, _axis("ms", [y for one in latencies for y in one.y]), latencies,
+                  [limit] if limit else [], batches),
+            Chart("Throughput, with its interval", across, Axis("items/s", zero=True), rates, [], batches)]
+
+
+def _axis(title: str, values: Sequence[float]) -> Axis:
+    positive = [value for value in values if value > 0]
+    log = bool(positive) and max(positive) > LOG_FROM * min(positive)
+    return Axis(title, log, zero=not log)
+
+
+def _ranked(answers: Sequence[Answer], limit: Limit | None) -> Bars:
+    """A bar for each answer; with latencies per item where batches differ."""
+    per_item = ranked_per_item([answer.prediction for answer in answers])
+    bars = []
+    for answer in answers:
+        prediction = answer.prediction
+        value = compared_ms(prediction, per_item)
+        low, high = (end * value / prediction.latency_ms for end in prediction.interval_ms)
+        bars.append(Bar(_named(answer), value, low, high, "a rough estimate" if prediction.rough_estimate else ""))
+    return Bars("Latency per item" if per_item else "Latency", _axis("ms per item" if per_item else "ms",
+                [bar.value for bar in bars]), bars, None if per_item else limit)
+
+
+def basis_of(answers: Sequence[Answer]) -> dict[str, str]:
+    """What answers rest on, all of one target."""
+    prediction, fitted = answers[0].prediction, answers[0].run.fitted
+    used, machines = prediction.composition, fitted.predictors.sidecar.machines
+    load = prediction.load if isinstance(prediction.load, str) else ", ".join(
+        f"{name}={value:g}" for name, value in prediction.load.items()) or "as the probe met it"
+    sizes = ", ".join(f"{name}={size}" for name, size in prediction.dims.items()) if len(answers) == 1 else ""
+    pace = "does not matter" if prediction.host_pace_source is None else (
+        "not known" if prediction.host_pace is None else f"{prediction.host_pace:.3g} ({prediction.host_pace_source})")
+    versions = ", ".join(f"{name} {number}" for name, number in machines[-1].versions.items()) if machines else ""
+    uncertain = {name: sorted({operator for answer in answers for operator in getattr(answer.prediction, field)})
+                 for name, field in (("estimated operators", "estimated_operators"),
+                                     ("doubtful operators", "doubtful_operators"))}
+    return {"model": cli.first_of(list(dict.fromkeys(str(answer.model) for answer in answers))),
+            **({"sizes": sizes} if sizes else {}), "target": prediction.target, "device": device_name(fitted),
+            **({"measured with": f"{versions}, driver {machines[-1].driver}"} if versions else {}),
+            "run": prediction.way.description, "other work": load, "host's pace": pace,
+            "latency is": "the end of the host's and the GPU's track" if used.costs else
+            f"{used.alpha:.4g}·{'longest path' if used.kind == 'critical_path' else 'Σ'} {used.beta_ms:+.4g} ms",
+            "measured kernels": "not looked up (--strict)" if prediction.strict else "looked up",
+            **{name: ", ".join(operators) for name, operators in uncertain.items() if operators}}

@@ -1,0 +1,197 @@
+"""`predict_model_latency.py --html`: pages in a real browser, against what --json prints."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import pytest
+from chromium import browser_or_skip, opened
+from command import run_script
+from conftest import small_model
+from onnx import TensorProto, helper, numpy_helper
+
+from inference import Predictor
+from inference.reporting.layers import time_by_layer
+from utils.pages.page import Part
+from utils.pages.rendering import MOST_BYTES
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.slow
+
+BATCHES = (1, 2, 4, 8)
+EVIL = "</script><b onload=alert(1)>"  # in the name of a node
+
+
+def predicted(page: Path, *options: str | Path) -> list[dict[str, Any]]:
+    """What --json prints of the same answers as the page shows."""
+    done = run_script("inference/predict_model_latency.py", "--target", "nvidia-h200", "--html", page, "--json", *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def layered_model(names: bool) -> onnx.ModelProto:
+    """Two layers of two nodes each, named in the nodes' names or in their metadata, as torch.onnx writes them."""
+    weight = numpy_helper.from_array(np.ones((64, 64), np.float32), "w")
+    nodes, source = [], "x"
+    for layer, operator in (("block1", "MatMul"), ("block1", "Sigmoid"), ("block2", "MatMul"), ("block2", "Softmax")):
+        inputs, out = ([source, "w"] if operator == "MatMul" else [source]), f"{layer}_{operator}"
+        node = helper.make_node(operator, inputs, [out], name=f"/{layer}/mlp/{operator}" if names else f"node_{out}")
+        if not names:
+            node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=str(["", layer, f"{layer}.mlp", f"node_{out}"]))
+        nodes.append(node)
+        source = out
+    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [32, 64])],
+                              [helper.make_tensor_value_info(source, TensorProto.FLOAT, [32, 64])], [weight])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with an open batch, one whose node has a name that tries to leave its place, and one with layers."""
+    folder = tmp_path_factory.mktemp("pages")
+    onnx.save(small_model(16, 32, "batch"), folder / "open.onnx")
+    evil = small_model(8, 32)
+    evil.graph.node[0].name = EVIL
+    onnx.save(evil, folder / "evil.onnx")
+    onnx.save(layered_model(names=True), folder / "named.onnx")
+    onnx.save(layered_model(names=False), folder / "scoped.onnx")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browser_or_skip() as browser:
+        yield browser
+
+
+def column(page: Page, table: int, name: str) -> list[str]:
+    """The cells of a column that are shown, as the browser has them."""
+    return page.evaluate("""([table, name]) => {
+        const figure = document.querySelectorAll("figure.table")[table];
+        const place = [...figure.querySelectorAll("th")].findIndex((head) => head.innerText.trim() === name);
+        return [...figure.querySelectorAll("tbody tr")].filter((row) => !row.hidden)
+            .map((row) => row.cells[place].dataset.value ?? row.cells[place].innerText.trim());
+    }""", [table, name])
+
+
+def test_one_prediction(folder: Path, browser: Browser) -> None:
+    """The numbers are those of --json, nothing is asked of a network, and nothing is wider than a phone."""
+    file = folder / "one.html"
+    (answer,) = predicted(file, "--model", folder / "evil.onnx", "--slo-ms", "5")
+    assert file.stat().st_size < MOST_BYTES
+    for width in (1400, 375):
+        page, complaints = opened(browser, file, width)
+        low, high = answer["interval_ms"]
+        assert f"takes {answer['latency_ms']:.4g} ms on NVIDIA H200, within the 5 ms asked for" in page.inner_text("h1")
+        assert f"between {low:.4g} and {high:.4g} ms" in page.inner_text("header")
+        kernels = {kernel["id"]: kernel for kernel in answer["kernels"]}
+        shown = dict(zip(column(page, 1, "kernel"), map(float, column(page, 1, "total (ms)")), strict=True))
+        assert shown == pytest.approx({name: kernel["total_ms"] for name, kernel in kernels.items()})
+        by_operator = dict(zip(column(page, 0, "operator"), map(float, column(page, 0, "time (ms)")), strict=True))
+        assert sum(by_operator.values()) == pytest.approx(answer["kernel_sum_ms"])
+        assert page.locator("[data-plot] svg").count() == 1  # the layers
+        assert page.locator("[data-plot] canvas").count() >= 1  # the run over time
+        for warning in answer["warnings"]:
+            assert page.inner_text("body").count(warning) == 1
+        assert f"--html {file} --json" in page.inner_text("pre")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert not complaints
+
+
+def test_batches_sort_filter_and_dark_mode(folder: Path, browser: Browser) -> None:
+    file = folder / "batches.html"
+    answers = predicted(file, "--model", folder / "open.onnx", "--dim", f"batch={','.join(map(str, BATCHES))}")
+    page, complaints = opened(browser, file, 1400, color_scheme="light")
+    latencies = [answer["latency_ms"] for answer in answers]
+    assert [float(value) for value in column(page, 0, "latency (ms)")] == pytest.approx(latencies)
+    head = page.locator("figure.table").first.locator("th button", has_text="latency (ms)")
+    head.click()
+    assert [float(value) for value in column(page, 0, "latency (ms)")] == pytest.approx(sorted(latencies, reverse=True))
+    head.click()
+    assert [float(value) for value in column(page, 0, "latency (ms)")] == pytest.approx(sorted(latencies))
+    plots = json.loads(page.evaluate("document.getElementById('plots').textContent"))
+    assert [plot["kind"] for plot in plots[:2]] == ["chart", "chart"]
+    (series,) = plots[0]["series"]
+    assert series["x"] == list(BATCHES)
+    assert series["y"] == pytest.approx(latencies, rel=1e-5)
+    assert list(zip(series["low"], series["high"], strict=True)) == [
+        pytest.approx(answer["interval_ms"], rel=1e-5) for answer in answers]
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.click("#theme")
+    assert page.evaluate(ground) != light
+    page.click("#theme")
+    assert page.evaluate(ground) == light
+    dark, more = opened(browser, file, 375, color_scheme="dark")
+    assert dark.evaluate(ground) != light
+    dark.locator("details").first.locator("summary").click()
+    assert dark.locator("details").first.locator("[data-plot] svg").count() == 1
+    assert dark.evaluate("document.documentElement.scrollWidth") <= 375
+    assert not complaints + more
+
+
+def test_several_models_with_one_that_fails(folder: Path, browser: Browser) -> None:
+    file = folder / "several.html"
+    done = run_script("inference/predict_model_latency.py", "--target", "nvidia-h200", "--html", file, "--json", "--model",
+                      *(folder / f"{name}.onnx" for name in ("evil", "named", "open")))
+    assert done.returncode == 1  # open has no batch
+    page, complaints = opened(browser, file, 1400)
+    assert column(page, 0, "model") == [answer["model"] for answer in json.loads(done.stdout)]
+    assert column(page, 1, "model") == [str(folder / "open.onnx")]
+    assert "dimension batch" in column(page, 1, "why")[0]
+    assert not complaints
+
+
+def test_without_scripts_charts_are_drawings(folder: Path, browser: Browser) -> None:
+    """As in a mail program: the batch curve is an SVG with a point for each batch and its interval as an area."""
+    file = folder / "batches.html"
+    if not file.exists():
+        predicted(file, "--model", folder / "open.onnx", "--dim", f"batch={','.join(map(str, BATCHES))}")
+    page, _ = opened(browser, file, 1400, java_script_enabled=False)
+    assert page.locator("noscript svg circle").count() == 2 * len(BATCHES)
+    assert page.locator("noscript svg polygon").count() == 2
+
+
+def test_it_prints_in_light_colours(folder: Path, browser: Browser) -> None:
+    file = folder / "printed.html"
+    predicted(file, "--model", folder / "named.onnx")
+    page, complaints = opened(browser, file, 1400, color_scheme="dark")
+    pdf = page.pdf(format="A4", print_background=True)
+    assert pdf.startswith(b"%PDF")
+    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) < 8
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not complaints
+
+
+def leaves(part: Part) -> list[Part]:
+    return [leaf for child in part.parts.values() for leaf in leaves(child)] if part.parts else [part]
+
+
+@pytest.mark.parametrize("name", ["named", "scoped"])
+def test_time_by_layer(folder: Path, name: str) -> None:
+    """The layers of torch.onnx, in names or metadata, and all of the kernels' time in them."""
+    file = folder / f"{name}.onnx"
+    run = Predictor(target="nvidia-h200").run(file)
+    whole, layered = time_by_layer(run, file)
+    assert layered
+    assert [part.name for part in whole.parts.values()] == ["block1.mlp", "block2.mlp"]
+    assert whole.total == pytest.approx(run.prediction.kernel_sum_ms)
+    assert {leaf.group for leaf in leaves(whole)} == {kernel.type for kernel in run.prediction.kernels}
+
+
+def test_time_by_operator_where_a_model_has_no_layers(folder: Path) -> None:
+    file = folder / "evil.onnx"
+    run = Predictor(target="nvidia-h200").run(file)
+    whole, layered = time_by_layer(run, file)
+    assert not layered
+    assert {part.name for part in whole.parts.values()} == {kernel.type for kernel in run.prediction.kernels}
+    assert whole.total == pytest.approx(run.prediction.kernel_sum_ms)
