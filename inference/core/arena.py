@@ -16,7 +16,7 @@ from collections.abc import Iterable
 MIB = 2**20
 ALIGNED = 256  # bytes
 FIRST_REGION, LAST_REGION = MIB, 1024 * MIB  # DEFAULT_INITIAL_CHUNK_SIZE_BYTES, DEFAULT_MAX_POWER_OF_TWO_EXTEND_BYTES
-REGION = 2**60  # from the address of a region to that of the next: more than any region has, so no two touch
+REGION = 2**120  # from the address of a region to that of the next: more than any region has, so no two touch
 DEAD_BYTES = 128 * MIB  # DEFAULT_MAX_DEAD_BYTES_PER_CHUNK: a chunk with at least so much to spare is split
 
 
