@@ -10,6 +10,7 @@ import gc
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmark.serving.config import BATCH, ServedModel
@@ -121,12 +122,13 @@ def open_buckets(opening: Opening) -> dict[int, Runner]:
     Raises:
         UserError: the model can't be opened or run, or has no dimension `batch`.
     """
-    sources = {size: read_source(opening.model, {**opening.dims, BATCH: size}) for size in buckets(opening.batch)}
+    one = read_source(opening.model, {**opening.dims, BATCH: 1})
     name = opening.model.stem
-    session = open_session(sources[1].loadable, opening.device, provider_options=opening.provider_options,
+    session = open_session(one.loadable, opening.device, provider_options=opening.provider_options,
                            name=str(opening.model))
     runners = {}
-    for size, source in reversed(sources.items()):  # the largest first, so that memory is allocated once
+    for size in reversed(buckets(opening.batch)):  # the largest first, so that memory is allocated once
+        source = replace(one, dims={**one.dims, BATCH: size})
         feed = random_feed(session, source.dims, source.steering, source.graph_only.graph)
         shared = shared_caches(source.graph_only.graph, source.dims)
         runners[size] = Runner(session, name, opening.device, "device", bind(session, feed, opening.device, "device", shared),
