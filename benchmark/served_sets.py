@@ -6,8 +6,9 @@ process is free, it runs all that wait, up to the model's `batch`, padded to the
 begun when the time is over count as unserved.
 
 Writes benchmark/served_sets/<target>.jsonl, one line for each set and way of sharing, and all requests to <target>/<key>.npz
-beside it. What is there already is not measured again, unless it failed. Shows for each model the latency of its requests (from
-arrival to answer), the share within its `slo_ms` (unserved ones are not), and `busy`, the share of the time in which it ran.
+beside it. What is there is not measured again, not on another machine of the target either; what failed is. Shows for each
+model the latency of its requests (from arrival to answer), the share within its `slo_ms` (unserved ones are not), and `busy`,
+the share of the time in which it ran.
 """
 
 from __future__ import annotations

@@ -131,8 +131,9 @@ def open_buckets(opening: Opening) -> dict[int, Runner]:
         source = replace(one, dims={**one.dims, BATCH: size})
         feed = random_feed(session, source.dims, source.steering, source.graph_only.graph)
         shared = shared_caches(source.graph_only.graph, source.dims)
-        runners[size] = Runner(session, name, opening.device, "device", bind(session, feed, opening.device, "device", shared),
-                               feed, shared)
+        with model_errors(name):  # the device's memory may be full
+            run = bind(session, feed, opening.device, "device", shared)
+        runners[size] = Runner(session, name, opening.device, "device", run, feed, shared)
         runners[size].warm_up(WARM_RUNS)
     return runners
 

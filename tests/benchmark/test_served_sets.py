@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import psutil
 import pytest
 import yaml
 from command import printed, run_script
@@ -19,7 +20,7 @@ from conftest import small_model
 
 from benchmark.serving.config import ServedSetsConfig, arrivals_s
 from benchmark.serving.results import Requests, read_results, samples_path
-from benchmark.serving.server import Opening, Reply, Serving, bucket_of, buckets, open_buckets, serve
+from benchmark.serving.server import MODULE, ModelServer, Opening, Reply, Serving, bucket_of, buckets, open_buckets, serve
 from runtimes import local_target
 from utils.config import read_config, validate
 from utils.errors import UserError
@@ -229,6 +230,18 @@ def test_shares_of_models(text: str, shares: list[str | None]) -> None:
     assert [environment.get(THREADS) for environment in SetSharing.parse(text).environments(2)] == shares
 
 
+@pytest.mark.slow
+def test_a_process_has_its_models_share_in_its_environment(workspace: Workspace) -> None:
+    config = config_of([ONE])
+    environment, = SetSharing.parse("mps:25").environments(1)
+    with ModelServer(workspace.models / "one.onnx", config.sets[0][0], 60.0, environment) as server:
+        assert server.open("cpu", {}) == Reply()
+        own = [process for process in psutil.Process().children() if MODULE in process.cmdline()]
+        assert [process.environ()[THREADS] for process in own] == ["25"]
+        reply = server.serve([0.0, 0.001, 0.5], time.monotonic() + 0.05, 0.1)
+        assert sum(reply.counts) == 2  # the third comes after the end
+
+
 def test_ways_fit_sets_of_so_many_models() -> None:
     assert [SetSharing.parse("mps:25/25/50").fits(models) for models in (1, 2, 3, 4)] == [False, False, True, False]
     assert all(SetSharing.parse(text).fits(3) for text in ("slices", "mps", "mps:33"))
@@ -243,6 +256,25 @@ def test_what_is_no_way_of_sharing(text: str) -> None:
 def test_the_batch_is_not_given_twice() -> None:
     with pytest.raises(UserError, match=r"sets\.0\.0\.dims: the requests that wait decide the size of batch"):
         config_of([ONE | {"dims": {"batch": 4}}])
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed(workspace: Workspace, tmp_path: Path) -> None:
+    fresh(workspace, tmp_path)
+    config = write_config(tmp_path / "sets.yaml", [ONE, TWO], seconds=60.0)
+    running = subprocess.Popen([sys.executable, SCRIPT, "--workspace", str(tmp_path), "--config", str(config), "--json"],
+                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until_s = time.monotonic() + 30.0
+    while len(servers := psutil.Process(running.pid).children()) < 2:
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    time.sleep(1.0)
+    for server in servers:
+        server.kill()
+    out, err = running.communicate(timeout=20)
+    assert running.returncode == 1
+    assert "Traceback" not in err
+    assert json.loads(out)[0]["error"] == "one.onnx: the process that ran it ended with SIGKILL"
 
 
 @pytest.mark.slow
