@@ -10,10 +10,19 @@ cd "$(dirname "$0")/../.."
 out=$(realpath -m "${1:-out/sharing}")
 ways=("${@:2}")
 
+export_model() { # name: in a workspace of its own, since only one process at a time writes to one
+  if [ -f "$out/model_zoo/models/$1.onnx" ]; then return; fi
+  mkdir -p "$out/exporting/$1"
+  python model_zoo/torchvision_exporter.py --workspace "$out/exporting/$1" --config recipes/h200/model_zoo.yaml --model "$1"
+  mv "$out/exporting/$1/model_zoo/models/$1.onnx" "$out/model_zoo/models/"
+  rm -r "$out/exporting/$1"
+}
 if [ "${ways[0]:-}" = prepare ]; then
-  mkdir -p "$out"
-  models=$(grep -o 'model: [a-z0-9_]*' recipes/h200/served_sets.yaml | sort -u | cut -d' ' -f2 | paste -sd,)
-  python model_zoo/torchvision_exporter.py --workspace "$out" --config recipes/h200/model_zoo.yaml --set "models=[$models]"
+  mkdir -p "$out/model_zoo/models"
+  export out
+  export -f export_model
+  grep -o 'model: [a-z0-9_]*' recipes/h200/served_sets.yaml | sort -u | cut -d' ' -f2 |
+    OMP_NUM_THREADS=2 xargs -P "$((($(nproc) + 1) / 2))" -I{} bash -euc 'export_model {}'
   exit
 fi
 options=()
