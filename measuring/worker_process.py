@@ -10,9 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -62,10 +62,13 @@ class WorkerProcess(Generic[Q, R]):
         reply: the class of a reply.
         timeout_s: for one request.
         memory_mib: that it may hold (see `holds_mib`), in MiB; None: no limit.
+        environment: variables of its environment that this process's lacks.
     """
 
-    def __init__(self, module: str, reply: type[R], timeout_s: float, memory_mib: float | None = None) -> None:
+    def __init__(self, module: str, reply: type[R], timeout_s: float, memory_mib: float | None = None,
+                 environment: Mapping[str, str] | None = None) -> None:
         self.timeout_s, self.memory_mib, self._module, self._reply = timeout_s, memory_mib, module, reply
+        self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._temporary = ExitStack()  # the folder of its temporary files: it is killed, and can't remove them
@@ -128,7 +131,8 @@ class WorkerProcess(Generic[Q, R]):
         folder = self._temporary.enter_context(temporary_folder())
         started: Future[subprocess.Popen[bytes]] = Future()
         self._lines = queue.SimpleQueue()
-        threading.Thread(target=_run, args=(self._module, folder, started, self._lines), daemon=True).start()
+        threading.Thread(target=_run, daemon=True, args=(
+            self._module, self._environment | {"TMPDIR": str(folder)}, started, self._lines)).start()
         return started.result()
 
     def _send(self, request: Q) -> None:
@@ -188,13 +192,14 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def _run(module: str, temporary: Path, started: Future[subprocess.Popen[bytes]], lines: queue.SimpleQueue[bytes]) -> None:
+def _run(module: str, environment: Mapping[str, str], started: Future[subprocess.Popen[bytes]],
+         lines: queue.SimpleQueue[bytes]) -> None:
     """Starts a process, and puts every line of it into a queue, and b"" at its end. In a thread, since Windows can't wait for a
     pipe. The process is started in that thread too: Linux ends a process that dies with its parent when the thread ends that
     started it, and a caller's thread may end long before."""
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", module], cwd=ROOT, env=os.environ | {"TMPDIR": str(temporary)},
+            [sys.executable, "-m", module], cwd=ROOT, env=os.environ | dict(environment),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             process_group=0 if os.name == "posix" else None)  # Ctrl-C is for the process that started it
     except BaseException as error:  # noqa: BLE001 - raised where the process is awaited

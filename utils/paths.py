@@ -62,6 +62,11 @@ class Workspace:
         machine_ties, label_table, repeatability, training, the predictor and evaluator."""
         return self.root / "benchmark" / "dataset" / target
 
+    def served_sets(self, target: str) -> Path:
+        """Latencies of requests to sets of models: a line for each set and way of sharing; the samples lie in a folder beside
+        it. Written by served_sets."""
+        return self.root / "benchmark" / "served_sets" / f"{target}.jsonl"
+
     @property
     def host_pace(self) -> Path:
         """The latest measurement of this machine's host pace. Written by host_pace; read by the predictor."""

@@ -165,3 +165,49 @@ def _checked(text: str) -> str:
 
 
 SharingText = Annotated[str, AfterValidator(_checked)]  # a way of sharing, as people write it
+
+
+class SetSharing(NamedTuple):
+    """A way in which the models of a set share a GPU, each in a process of its own.
+
+    Attributes:
+        mps: whether through MPS; else in time slices.
+        percents: the share of the GPU's threads (1–100) that each model may use, in the set's order, or one for every model.
+    """
+
+    mps: bool = False
+    percents: tuple[int, ...] = (ALL_THREADS,)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From `slices`, `mps`, `mps:50` (each model may use half of the threads) or `mps:25/25/50` (a share for each model).
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        if text == SLICES:
+            return cls()
+        if text == "mps":
+            return cls(True)
+        percents = text.removeprefix("mps:").split("/") if text.startswith("mps:") else [""]
+        if not all(re.fullmatch(r"\d{1,3}", percent) and 1 <= int(percent) <= ALL_THREADS for percent in percents):
+            raise ValueError(f"{text!r} is no way of sharing a GPU: use {SLICES}, mps, mps:50 (per cent of the threads for "
+                             "each model) or mps:25/25/50 (one share for each model of a set, in its order)")
+        return cls(True, tuple(map(int, percents)))
+
+    def fits(self, models: int) -> bool:
+        """Whether it says what each of so many models gets."""
+        return len(self.percents) in (1, models)
+
+    def environments(self, models: int) -> list[dict[str, str]]:
+        """What the environment of each model's process has that this process's does not."""
+        percents = self.percents * models if len(self.percents) == 1 else self.percents
+        return [{THREADS: str(percent)} if self.mps else {} for percent in percents]
+
+
+def _checked_of_set(text: str) -> str:
+    SetSharing.parse(text)
+    return text
+
+
+SetSharingText = Annotated[str, AfterValidator(_checked_of_set)]  # how the models of a set share a GPU, as people write it

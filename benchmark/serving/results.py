@@ -1,0 +1,193 @@
+"""What was measured of a set of models under one way of sharing: statistics in a line, all requests in a file beside it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from pydantic import ValidationError
+
+from benchmark.serving.config import ModelSet, ServedModel, ServedSetsConfig
+from benchmark.serving.server import Reply, bucket_of
+from records.environment import Environment
+from utils import files
+from utils.errors import UserError
+from utils.files import digest_of
+from utils.fingerprint import Machine
+from utils.frozen import Frozen
+from utils.sharing_mode import SetSharingText
+from utils.timing import Floats
+
+KEY_DIGITS = 16
+
+
+class Times(Frozen):
+    """Statistics of at least one time, in milliseconds."""
+
+    count: int
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+
+    @classmethod
+    def of(cls, times_s: Floats) -> Self | None:
+        """Those of times in seconds; None where there are none."""
+        if not times_s.size:
+            return None
+        p50, p95, p99 = np.percentile(1e3 * times_s, [50, 95, 99])
+        return cls(count=times_s.size, mean_ms=float(1e3 * times_s.mean()), p50_ms=float(p50), p95_ms=float(p95),
+                   p99_ms=float(p99))
+
+
+class ModelResult(Frozen):
+    """How one model of a set was served while requests counted.
+
+    Attributes:
+        requests: that arrived.
+        served, unserved: of these, whose run began before the time was over, and the others.
+        latency: from arrival to the end of the run, of the served ones; None if there are none.
+        within_slo: the share of all requests that were answered within the model's `slo_ms`.
+        runs: how long runs took, by their size.
+        busy: the share of the time in which a run was going on.
+    """
+
+    requests: int
+    served: int
+    unserved: int
+    latency: Times | None
+    within_slo: float
+    runs: dict[int, Times]
+    busy: float
+
+
+class Requests(Frozen):
+    """All requests to one model, those of the warm-up too, in the order of arrival. Times are seconds from the beginning of the
+    counted time; those that were not served come last, without start, end and size.
+
+    Attributes:
+        arrivals_s: one each request.
+        starts_s, ends_s: of the run that took it.
+        sizes: of that run, after padding.
+        counts: the requests in each run, in order.
+    """
+
+    arrivals_s: tuple[float, ...]
+    starts_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, arrivals_s: Floats, reply: Reply) -> Self:
+        """From the runs that a server made for the requests."""
+        starts_s, ends_s = np.repeat(reply.starts_s, reply.counts), np.repeat(reply.ends_s, reply.counts)
+        sizes = np.repeat([bucket_of(count) for count in reply.counts], reply.counts).astype(int)
+        return cls(arrivals_s=tuple(arrivals_s.tolist()), starts_s=tuple(starts_s.tolist()), ends_s=tuple(ends_s.tolist()),
+                   sizes=tuple(sizes.tolist()), counts=reply.counts)
+
+    def result(self, slo_ms: float, seconds: float) -> ModelResult:
+        """Their statistics over the counted time."""
+        arrivals_s, served = np.asarray(self.arrivals_s), len(self.starts_s)
+        starts_s, ends_s = np.asarray(self.starts_s), np.asarray(self.ends_s)
+        counted = arrivals_s >= 0.0
+        latencies_s = (ends_s - arrivals_s[:served])[counted[:served]]
+        firsts = np.cumsum([0, *self.counts[:-1]]) if self.counts else np.zeros(0, dtype=int)
+        run_starts_s, run_ends_s, run_sizes = starts_s[firsts], ends_s[firsts], np.asarray(self.sizes, dtype=int)[firsts]
+        inside_s = np.clip(run_ends_s, 0.0, seconds) - np.clip(run_starts_s, 0.0, seconds)
+        runs = {int(size): Times.of((run_ends_s - run_starts_s)[(run_sizes == size) & (run_starts_s >= 0.0)])
+                for size in np.unique(run_sizes)}
+        requests = int(counted.sum())
+        return ModelResult(
+            requests=requests, served=latencies_s.size, unserved=requests - latencies_s.size, latency=Times.of(latencies_s),
+            within_slo=float((1e3 * latencies_s <= slo_ms).sum()) / max(requests, 1),
+            runs={size: times for size, times in runs.items() if times}, busy=float(inside_s.sum()) / seconds)
+
+
+class SetResult(Frozen):
+    """A set under one way of sharing.
+
+    Attributes:
+        key: of what was asked for (see `key_of`); its requests are in `<key>.npz`.
+        models: the set.
+        way: of sharing.
+        seconds, warmup_s, seed, provider_options: as in the config.
+        machine, environment: where it was measured.
+        started: when (UTC, ISO 8601).
+        status: `failed` where a model could not be served; a later call tries again.
+        error: why.
+        results: one each model; none where it failed.
+    """
+
+    version: Literal[1] = 1
+    key: str
+    models: ModelSet
+    way: SetSharingText
+    seconds: float
+    warmup_s: float
+    seed: int
+    provider_options: dict[str, str]
+    machine: Machine
+    environment: Environment
+    started: str
+    status: Literal["ok", "failed"] = "ok"
+    error: str = ""
+    results: tuple[ModelResult, ...] = ()
+
+    def rows(self, number: int) -> list[dict[str, Any]]:
+        """Rows of a table, one each model; `number` is the set's in the config."""
+        rows = []
+        for place, model in enumerate(self.models):
+            row: dict[str, Any] = {"set": number, "way": self.way, "model": model.model.stem, "batch": model.batch,
+                                   "rate_per_s": model.rate_per_s, "slo_ms": model.slo_ms}
+            result = self.results[place] if self.results else None
+            latency = result.latency if result else None
+            row |= {"requests": result and result.requests, "unserved": result and result.unserved,
+                    "mean_ms": latency and latency.mean_ms, "p95_ms": latency and latency.p95_ms,
+                    "p99_ms": latency and latency.p99_ms, "within_slo": result and result.within_slo,
+                    "busy": result and result.busy, "status": self.status}
+            rows.append(row)
+        return rows
+
+
+def key_of(models: Sequence[ServedModel], way: str, config: ServedSetsConfig) -> str:
+    """A short text that is the same for the same set, way of sharing and settings."""
+    return digest_of([[model.model_dump(mode="json") for model in models], way, config.seconds, config.warmup_s, config.seed,
+                      config.provider_options])[:KEY_DIGITS]
+
+
+def read_results(path: Path) -> dict[str, SetResult]:
+    """What was measured, by key; the latest one for each. No file: nothing.
+
+    Raises:
+        UserError: a line is damaged.
+    """
+    results = {}
+    for number, line in enumerate(files.read_lines(path), 1):
+        try:
+            result = SetResult.model_validate_json(files.line_without_digest(line))
+        except ValidationError as error:
+            raise UserError(f"{path}, line {number}: damaged ({error.errors()[0]['msg']}); remove the line") from None
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}; remove the line") from None
+        results[result.key] = result
+    return results
+
+
+def samples_path(path: Path, key: str) -> Path:
+    """The file with the requests of one result, beside the file of results."""
+    return path.parent / path.name.removesuffix(".jsonl") / f"{key}.npz"
+
+
+def add_result(path: Path, result: SetResult, requests: Sequence[Requests]) -> None:
+    """Writes the requests of a set, and then its line, so that what has a line is complete."""
+    if requests:
+        arrays = {f"{name}_{place}": np.asarray(values) for place, of_model in enumerate(requests)
+                  for name, values in of_model.model_dump().items()}
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
+        files.write_bytes(samples_path(path, result.key), packed.getvalue())
+    files.append_line(path, files.line_with_digest(result.model_dump_json()))

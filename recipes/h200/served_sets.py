@@ -1,0 +1,147 @@
+"""Writes recipes/h200/served_sets.yaml: forty sets of two or three models with rates of requests, drawn with a seed.
+
+The rule, for each set in turn:
+  models    two and three in turn. They and the batches come from shuffled decks, each used up before it is shuffled again, so
+            that any twenty sets in a row hold every model at least twice, and every batch about as often.
+  rates     a request takes its model's idle time of a run of a quarter of `batch` (at least one), divided by the requests in
+            it; the share that a model uses is its rate times that. The shares of a set are drawn between 8 and 50 %, and add up
+            to a total from 25 to 90 %, of which twenty sets in a row cover each twentieth once.
+  slo_ms    between 1.5 and 6 times the idle time of a run of `batch`, or of 3 ms if that is more.
+
+The idle times are those of the H200 in nvidia-h200-cuda-ort1.31-all.tar.xz (medians); an H100 takes within a tenth of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+
+from utils import cli, files
+
+T = TypeVar("T")
+CONFIG = Path(__file__).with_suffix(".yaml")
+EXAMPLES = "python recipes/h200/served_sets.py --sets 40 --seed 36"
+IDLE_MS = {  # of runs of 1, 4 and 16; those after the blank line were not in what the ways of sharing are fitted to
+    "convnext_tiny": (1.53, 2.09, 5.17),
+    "densenet121": (3.27, 3.50, 4.88),
+    "efficientnet_b0": (1.86, 1.95, 2.64),
+    "googlenet": (1.40, 1.44, 2.03),
+    "mobilenet_v2": (0.95, 0.92, 1.70),
+    "regnet_y_400mf": (2.20, 2.26, 2.32),
+    "resnet18": (0.64, 0.70, 1.25),
+    "resnet50": (1.34, 1.53, 3.15),
+    "squeezenet1_1": (0.64, 0.64, 1.00),
+    "swin_t": (2.90, 2.96, 5.93),
+    "vit_b_16": (2.32, 2.89, 6.83),
+
+    "mnasnet1_0": (0.97, 0.91, 1.59),
+    "resnext50_32x4d": (1.30, 1.65, 3.79),
+    "wide_resnet50_2": (1.59, 2.19, 4.61),
+    "efficientnet_v2_s": (3.75, 4.12, 5.74),
+    "convnext_small": (2.88, 3.73, 8.49),
+    "resnet34": (1.08, 1.25, 2.04),
+    "densenet169": (4.83, 5.12, 6.74),
+    "shufflenet_v2_x0_5": (1.22, 1.25, 1.25),
+}
+BATCHES = (1, 4, 8, 16)
+LEAST_SHARE, MOST_SHARE = 0.08, 0.5  # of the time, of one model
+LEAST_TOTAL, MOST_TOTAL = 0.25, 0.9  # of a set
+STRATA = 20
+LEAST_OWN_MS = 3.0
+SLO_FACTORS = (1.5, 6.0)
+WAYS = ("slices", "mps", "mps:50", "mps:25/75", "mps:75/25", "mps:25/25/50", "mps:50/25/25")
+YAML_END = "...\n"  # that of a document which is one number
+HEADER = """# Sets of models that are served at the same time (benchmark/served_sets.py). Written by
+#   python recipes/h200/served_sets.py --sets {sets} --seed {seed}
+# which says by which rule they were drawn.
+"""
+
+
+def idle_ms(model: str, batch: int) -> float:
+    """The idle time of a run, in ms; between the sizes that were measured, on a line in logarithms."""
+    return float(np.exp(np.interp(math.log(batch), np.log([1, 4, 16]), np.log(IDLE_MS[model]))))
+
+
+def deck(cards: Sequence[T], generator: np.random.Generator) -> Iterator[T]:
+    """The cards in random order, again and again."""
+    while True:
+        for place in generator.permutation(len(cards)):
+            yield cards[place]
+
+
+def distinct(cards: Iterator[str], count: int) -> list[str]:
+    """So many different cards; one that is drawn twice is left out."""
+    drawn: list[str] = []
+    while len(drawn) < count:
+        if (card := next(cards)) not in drawn:
+            drawn.append(card)
+    return drawn
+
+
+def shares(count: int, total: float, generator: np.random.Generator) -> list[float]:
+    """The shares of the models of a set, which add up to `total`."""
+    while True:
+        drawn = generator.uniform(LEAST_SHARE, MOST_SHARE, count)
+        drawn *= total / drawn.sum()
+        if drawn.min() >= LEAST_SHARE and drawn.max() <= MOST_SHARE:
+            return [float(share) for share in drawn]
+
+
+def draw_sets(count: int, seed: int) -> list[list[dict[str, Any]]]:
+    """So many sets, as in the config."""
+    generator = np.random.default_rng(seed)
+    models, batches, strata = deck(list(IDLE_MS), generator), deck(BATCHES, generator), deck(range(STRATA), generator)
+    sets = []
+    for number in range(count):
+        total = LEAST_TOTAL + (MOST_TOTAL - LEAST_TOTAL) * (next(strata) + generator.uniform()) / STRATA
+        names = distinct(models, 2 + number % 2)
+        of_set = []
+        for name, share in zip(names, shares(len(names), total, generator), strict=True):
+            batch = next(batches)
+            quarter = max(1, batch // 4)
+            factor = math.exp(generator.uniform(*np.log(SLO_FACTORS)))
+            of_set.append({"model": f"{name}.onnx", "batch": batch,
+                           "rate_per_s": round(share * 1e3 * quarter / idle_ms(name, quarter), 1),
+                           "slo_ms": round(factor * max(idle_ms(name, batch), LEAST_OWN_MS), 1)})
+        sets.append(of_set)
+    return sets
+
+
+def config_text(count: int, seed: int) -> str:
+    """The config as YAML, one line a model."""
+    settings = {"ways": list(WAYS), "seconds": 5.0, "warmup_s": 1.0, "seed": seed}
+    lines = [f"{name}: {yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix(YAML_END).strip()}\n"
+             for name, value in settings.items()]
+    lines.append("sets:\n")
+    for of_set in draw_sets(count, seed):
+        for place, model in enumerate(of_set):
+            entry = yaml.safe_dump(model, default_flow_style=True, sort_keys=False, width=1000).strip()
+            lines.append(f"{'  - ' if not place else '    '}- {entry}\n")
+    return HEADER.format(sets=count, seed=seed) + "".join(lines)
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--sets", type=cli.count, default=40, metavar="N", help="how many sets (default: 40)")
+    parser.add_argument("--seed", type=cli.whole, default=36, metavar="N", help="of draws and arrivals (default: 36)")
+    parser.add_argument("--out", type=cli.out_file, default=CONFIG, metavar="FILE",
+                        help=f"default: {CONFIG.name} beside this script")
+    args = parser.parse_args()
+    cli.start(args)
+    files.write_text(args.out, config_text(args.sets, args.seed))
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

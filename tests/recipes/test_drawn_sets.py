@@ -1,0 +1,66 @@
+"""The forty sets of models of recipes/h200: the file is what its generator writes, by the rule that it states."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmark.serving.config import ServedSetsConfig
+from model_zoo.exporting.zoo_config import ZooConfig
+from recipes.h200.served_sets import BATCHES, CONFIG, IDLE_MS, config_text, idle_ms
+from utils.config import read_config
+from utils.paths import ROOT
+from utils.sharing_mode import SetSharing
+
+
+@pytest.fixture(scope="module")
+def config() -> ServedSetsConfig:
+    return read_config(CONFIG, ServedSetsConfig)
+
+
+def test_the_file_is_what_the_generator_writes() -> None:
+    assert CONFIG.read_text(encoding="utf-8") == config_text(40, 36)
+
+
+def test_times_between_sizes() -> None:
+    assert idle_ms("resnet50", 4) == pytest.approx(1.53)
+    assert idle_ms("resnet50", 8) == pytest.approx((1.53 * 3.15) ** 0.5)
+
+
+def test_rates_and_objectives(config: ServedSetsConfig) -> None:
+    assert len(config.sets) == 40
+    totals = []
+    for models in config.sets:
+        shares = []
+        for model in models:
+            name, quarter = model.model.stem, max(1, model.batch // 4)
+            shares.append(model.rate_per_s * idle_ms(name, quarter) / quarter / 1e3)
+            assert 1.49 <= model.slo_ms / max(idle_ms(name, model.batch), 3.0) <= 6.05
+        assert all(0.079 <= share <= 0.501 for share in shares)
+        totals.append(sum(shares))
+    assert 0.249 < min(totals) < 0.30
+    assert 0.85 < max(totals) < 0.901
+    assert sum(totals[:20]) / 20 == pytest.approx(0.575, abs=0.02)
+
+
+@pytest.mark.parametrize("part", [slice(0, 20), slice(20, 40)])
+def test_twenty_sets_are_a_sample_of_all(config: ServedSetsConfig, part: slice) -> None:
+    sets = config.sets[part]
+    assert Counter(map(len, sets)) == {2: 10, 3: 10}
+    assert all(len({model.model for model in models}) == len(models) for models in sets)
+    models = Counter(model.model.stem for models in sets for model in models)
+    assert models.keys() == IDLE_MS.keys()
+    assert min(models.values()) >= 2
+    batches = Counter(model.batch for models in sets for model in models)
+    assert sorted(batches) == list(BATCHES)
+    assert max(batches.values()) - min(batches.values()) <= 1
+
+
+def test_each_way_fits_some_sets(config: ServedSetsConfig) -> None:
+    for size in (2, 3):
+        assert sum(SetSharing.parse(way).fits(size) for way in config.ways) == 5
+
+
+def test_the_exporter_knows_the_models() -> None:
+    assert set(IDLE_MS) <= set(read_config(ROOT / "recipes" / "h200" / "model_zoo.yaml", ZooConfig).models)
