@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from training.kernels.estimators import SHARED, KernelModel, design_matrix, encode_types, train_booster
+from training.kernels.estimators import KernelModel, fit_factors
 from training.kernels.settings import XgboostSettings
 
 if TYPE_CHECKING:
@@ -37,8 +37,4 @@ def learn_doubt(rows: TrainingSet, label: str, left_out_ms: Floats, seed: int) -
     idle = rows.idle & np.isfinite(left_out_ms)
     known = rows.rows(idle)
     errors = np.minimum(np.abs(np.log(left_out_ms[idle] / known.times_ms[label]) - known.carried_errors), LARGEST)
-    types = known.types.tolist()
-    codes = encode_types(types, errors)
-    booster = train_booster(design_matrix(types, known.features, known.load, codes), errors, SETTINGS, seed)
-    return KernelModel(rows.schema, type_codes=codes, predictor_of=dict.fromkeys(codes, SHARED), boosters={SHARED: booster},
-                       idle_load=tuple(rows.idle_load.values()))
+    return fit_factors(known, errors, SETTINGS, seed)

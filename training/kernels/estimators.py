@@ -380,6 +380,21 @@ def _train_class(matrix: Matrix, log_ratios: Floats, weights: Floats, settings: 
     return train_booster(matrix, log_ratios, settings, seed, weights)
 
 
+def fit_factors(rows: TrainingSet, logs: Floats, settings: XgboostSettings, seed: int) -> KernelModel:
+    """A booster of one factor for each kernel, such as an error or a width, for all types together.
+
+    Args:
+        rows: the kernels.
+        logs: the factor of each row, as a logarithm.
+        settings, seed: of the booster.
+    """
+    types = rows.types.tolist()
+    codes = encode_types(types, logs)
+    booster = train_booster(design_matrix(types, rows.features, rows.load, codes), logs, settings, seed)
+    return KernelModel(rows.schema, type_codes=codes, predictor_of=dict.fromkeys(codes, SHARED), boosters={SHARED: booster},
+                       idle_load=tuple(rows.idle_load.values()))
+
+
 def predict_kernels(predictor: Estimator, kernels: Sequence[Kernel], features: Floats, load: Sequence[float]) -> Floats:
     """The time (ms) of each kernel under one load.
 

@@ -1,0 +1,112 @@
+"""How processes share a target's GPU through MPS, and how accurate latencies beside other models are.
+
+Reads datasets that were measured under MPS, one for each way of sharing, as recipes/h200/measure_sharing.sh leaves them: a
+workspace with the models' records, and in it a workspace for each way. Also reads the target's composition. The GPU that was
+measured may be another one with as many multiprocessors: the answer then says so.
+
+Writes training/predictors/<target>/mps.json and mps_width-<hash>.npz: how wide kernels are, and the rules by which kernels of
+several processes run at the same time. Prints the errors of the mean, the median and the 95th percentile of latencies beside
+models in loops, each with the model's family and the looped model held out.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from typing import Any
+
+from records.dataset_files import collected_targets, read_header
+from training.composition.fitted import read_composition
+from training.kernels.saved_form import save_estimator
+from training.kernels.settings import TrainingConfig
+from training.kernels.targets import Show, add_options, for_each_target, trained_targets
+from training.kernels.training_set import read_training_set
+from training.sharing.mps import STEM, MpsErrors, MpsSharing, mps_path
+from training.sharing.mps_fit import GPU_BOUND, MpsFit, fit_widths, read_way, records_of
+from utils import cli, files
+from utils.config import read_config
+from utils.errors import UserError
+from utils.locks import sole_writer
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("mps")
+EXAMPLES = """
+python training/fit_mps.py --ways out/sharing
+python training/fit_mps.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --ways out/sharing --json
+"""
+
+
+def fit_target(workspace: Workspace, measured: Workspace, target: str, config: TrainingConfig, jobs: int) -> MpsSharing:
+    """What is learned of a target's sharing through MPS; the estimator of widths is written beside its predictors.
+
+    Raises:
+        UserError: nothing was measured under MPS or by several cards, a record is missing, or the composition is not a GPU's
+            two tracks.
+    """
+    composition = read_composition(workspace.predictors(target))
+    if composition.costs is None:
+        raise UserError(f"{target}: its composition is {composition.kind}; runs under MPS can only be predicted with a GPU's "
+                        "two tracks (composition pipeline)")
+    folders = [folder for path in sorted(measured.root.iterdir()) if path.is_dir()
+               for folder in [Workspace(path)] if collected_targets(folder)]
+    of_cards = sorted({name for folder in folders for name in collected_targets(folder)})
+    if len(of_cards) != 1:
+        raise UserError(f"{measured.root}: " + (f"datasets of {', '.join(of_cards)}; give a folder for each" if of_cards else
+                        "no dataset in any folder of it; measure with: recipes/h200/measure_sharing.sh"))
+    card = of_cards[0]
+    ways = [way for folder in folders if (way := read_way(folder, card)).sharing.mps]
+    models = sorted({model for way in ways for model in way.idle_ms})
+    whole = next(folder for folder in folders if read_header(folder.dataset(card)).sharing == "mps")
+    fit = MpsFit(ways, records_of(measured, read_header(whole.dataset(card)).target, models), composition.costs)
+    rules, gpu_bound, host_bound = fit.fit(jobs)
+    width, width_error = fit_widths(read_training_set(whole, card), fit.widths, config.seed)
+    return MpsSharing(learned_on=card, rules=rules, bytes_per_ms=fit.bytes_per_ms, width_error=width_error, gpu_bound=gpu_bound,
+                      host_bound=host_bound, width=save_estimator(workspace.predictors(target), STEM, width))
+
+
+def table(learned: MpsSharing) -> list[dict[str, Any]]:
+    """The errors in per cent, one row for each kind of model and way."""
+    def row(models: str, way: str, errors: MpsErrors) -> dict[str, Any]:
+        return {"models": models, "way": way, "cases": errors.cases,
+                **{f"{name}_%": 100 * getattr(errors, name) for name in ("mean", "p50", "p95")}}
+
+    kinds = {"GPU-bound": learned.gpu_bound, "host-bound": learned.host_bound}
+    return [row(models, way, errors) for models, of_kind in kinds.items() for way, errors in of_kind.items()]
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    add_options(parser, "name of a target in training/predictors (default: all)")
+    parser.add_argument("--ways", type=Path, required=True, metavar="WORKSPACE",
+                        help="workspace with the models' records, and in it a workspace for each way of sharing")
+    parser.add_argument("--jobs", type=cli.count, default=2, metavar="N", help="processes that simulate (default: 2)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    config = read_config(args.config, TrainingConfig, args.changes)
+    if not args.ways.is_dir():
+        raise UserError(f"--ways {args.ways}: no such folder; measure with: recipes/h200/measure_sharing.sh {args.ways}")
+
+    def fit(target: str, show: Show) -> dict[str, Any]:
+        learned = fit_target(workspace, Workspace(args.ways), target, config, args.jobs)
+        path = mps_path(workspace.predictors(target))
+        files.write_json(path, learned)
+        log.info("saved %s: widths of kernels are off by %.1f %% in families left out; %s", path, 100 * learned.width_error,
+                 learned.rules)
+        show(table(learned), f"{target}: latencies beside models in loops under MPS, measured on {learned.learned_on} "
+             f"(GPU-bound: kernels take {GPU_BOUND:.0%} of the latency or more)")
+        return {"mps": learned.model_dump(mode="json")}
+
+    with sole_writer(workspace.predictors("")):
+        results = for_each_target([args.target] if args.target else trained_targets(workspace), fit, args.json)
+    if args.json:
+        cli.print_json(results)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

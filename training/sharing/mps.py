@@ -1,0 +1,73 @@
+"""What was learned of a GPU that processes share through MPS: how much of it each kernel fills, and how kernels of several
+processes run at the same time (fitted by mps_fit.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from graph_model.simulation.mps import Grids, MpsRules
+from training.kernels.saved_form import Saved
+from utils import files
+from utils.frozen import Frozen
+
+Floats = npt.NDArray[np.float64]
+MPS_VERSION = 1
+FILE = "mps.json"
+STEM = "mps_width"  # of the file of the estimator of widths
+FIT = "python training/fit_mps.py"
+
+
+class MpsErrors(Frozen):
+    """Mean errors (ratios) of latencies beside models in loops, with the model's family and the looped model held out of the
+    rules' fit. Kernels and the latency alone are as measured."""
+
+    cases: int
+    mean: float
+    p50: float
+    p95: float
+
+
+class MpsSharing(Frozen):
+    """`mps.json`: how a target's GPU is shared through MPS.
+
+    Attributes:
+        learned_on: the target whose GPU was measured; it may be another one.
+        rules: of the simulation.
+        bytes_per_ms: the memory's bandwidth.
+        width: the estimator of how wide kernels are.
+        width_error: the mean error (a ratio) of widths of kernels whose family was left out.
+        gpu_bound, host_bound: errors for models whose kernels take GPU_BOUND of their latency, and for the others; by
+            `without shares` and `with shares`.
+    """
+
+    version: int = MPS_VERSION
+    learned_on: str
+    rules: MpsRules
+    bytes_per_ms: float
+    width: Saved
+    width_error: float
+    gpu_bound: dict[str, MpsErrors]
+    host_bound: dict[str, MpsErrors]
+
+
+def mps_path(folder: Path) -> Path:
+    """The file of a target whose predictors are in `folder`."""
+    return folder / FILE
+
+
+def read_mps(folder: Path) -> MpsSharing | None:
+    """What was learned of a target's sharing through MPS; None where nothing was.
+
+    Raises:
+        UserError: a damaged file or one of another version.
+    """
+    path = mps_path(folder)
+    return files.read_record(path, MpsSharing, MPS_VERSION, FIT) if path.exists() else None
+
+
+def grids_of(widths: Floats, bytes_moved: Floats, gpu_ms: Floats, bytes_per_ms: float) -> Grids:
+    """The grids of nodes, from the widths of their kernels, the bytes that they read and write, and the GPU's time."""
+    return Grids(np.clip(widths, 0.0, 1.0), np.minimum(1.0, bytes_moved / bytes_per_ms / np.maximum(gpu_ms, 1e-6)))

@@ -1,0 +1,296 @@
+"""Fits what is learned of a GPU that processes share through MPS.
+
+Kernels were timed while their process had all threads, and a half and a quarter of them (`sharing:` of the collector). How much
+longer they then take shows how wide they are. The rules of the simulation are fitted to models beside models in loops under
+each way, from the measured times of their kernels; what is predicted is how much longer a run takes than alone, so that only
+the sharing can be wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from graph_model.simulation.mps import Grids, MpsProcess, MpsRules, mps_runs_ms
+from graph_model.simulation.pipeline import PipelineCosts, Tracks, dispatched_ms, node_kind
+from records.dataset_files import read_header
+from records.dataset_tables import read_kernel_table, read_model_table
+from records.kernel_record_files import read_model_record, record_path
+from records.probe_reading import ALWAYS
+from training.kernels.estimators import KernelModel, fit_factors, predict_rows
+from training.kernels.settings import XgboostSettings
+from training.sharing.mps import MpsErrors, grids_of
+from training.sharing.shared_runs import looped_models
+from utils import cli
+from utils.errors import UserError
+from utils.processes import process_pool
+from utils.sharing_mode import ALL_THREADS, GpuSharing
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from records.kernel_record import ModelRecord
+    from training.kernels.training_set import TrainingSet
+    from utils.fingerprint import Target
+    from utils.paths import Workspace
+
+Floats = npt.NDArray[np.float64]
+SHARE_SLOWDOWN = 0.85  # of a kernel that fills the GPU, by its times with a quarter, a half and three quarters of the threads
+LEAST_LONGER = 0.02  # a kernel that takes less longer under a share is not wider than the share
+GPU_BOUND = 0.8  # a model is GPU-bound if its kernels take this share of its latency or more
+SEED = 7
+STATISTICS = ("Latency_ms", "median_ms", "p95_ms")  # columns of the table of models
+FITTED_RUNS = 6
+FOLDS = 5  # of kernels, by family, that judge the widths
+WAVES_MS, LAST_WAVES, SLOWDOWNS = (0.008, 0.016, 0.03), (0.5, 0.7, 0.9), (0.2, 0.4, 0.6)
+BANDWIDTH_SLOWDOWNS, SWITCHES_MS = (0.0, 0.4, 0.8), (0.0005, 0.0015, 0.0025)
+WIDTH_SETTINGS = XgboostSettings(trees=200, depth=6, learning_rate=0.06, min_leaf_weight=4.0, objective="squarederror",
+                                 own_predictors="none")
+
+
+class MeasuredWay(NamedTuple):
+    """Kernels and models that were measured under one way of sharing.
+
+    Attributes:
+        sharing: the way.
+        gpu_ms, launches: of each kernel, by id.
+        idle_ms, host_ms: the median latency and the host's time of each model while nothing else ran, by the record's name.
+        beside: mean, median and 95th percentile (ms) beside a model in a loop without a pause, by model and background.
+        looped: the record's name of each background that is a model, and how many processes ran it.
+    """
+
+    sharing: GpuSharing
+    gpu_ms: dict[str, float]
+    launches: dict[str, float]
+    idle_ms: dict[str, float]
+    host_ms: dict[str, float]
+    beside: dict[tuple[str, str], Floats]
+    looped: dict[str, tuple[str, int]]
+
+
+def read_way(workspace: Workspace, target: str) -> MeasuredWay:
+    """A dataset that was measured under one way of sharing.
+
+    Raises:
+        UserError: there is no dataset, or it is damaged.
+    """
+    header = read_header(workspace.dataset(target))
+    kernels, models = read_kernel_table(workspace, target), read_model_table(workspace, target)
+    kernels, models = kernels[(kernels["Status"] == "ok") & (kernels["Level"] == 0)], models[models["Status"] == "ok"]
+    idle, loaded = models[models["Level"] == 0], models[models["Level"] > ALWAYS]
+    looped = {name: (model, header.backgrounds[name].processes)
+              for name, model in looped_models(header.backgrounds, set(idle["Model"])).items()}
+    beside = {(str(rows["Model"].iloc[0]), str(rows["Background"].iloc[0])): rows[list(STATISTICS)].median().to_numpy(float)
+              for _, rows in loaded[loaded["Background"].isin(looped)].groupby(["Model", "Background"])}
+    return MeasuredWay(GpuSharing.parse(header.sharing), _medians(kernels, "Kernel_ID", "gpu_ms"),
+                       _medians(kernels, "Kernel_ID", "gpu_launches"), _medians(idle, "Model", "median_ms"),
+                       _medians(idle, "Model", "host_ms"), beside, looped)
+
+
+def _medians(table: pd.DataFrame, by: str, column: str) -> dict[str, float]:
+    """The median of a column for each name in another; names without any value are omitted."""
+    found = table.groupby(by)[column].median().dropna()
+    return dict(zip(map(str, found.index), map(float, found.to_numpy()), strict=True))
+
+
+def measured_widths(ways: Sequence[MeasuredWay]) -> dict[str, float]:
+    """How wide each kernel is, by id: the share of the threads above which it takes no longer, from its times with less.
+
+    Raises:
+        UserError: no way gave the kernels all threads, or none gave them less.
+    """
+    whole = [way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS]
+    less = {way.sharing.percent / ALL_THREADS: way for way in ways if way.sharing.percent < ALL_THREADS}
+    if not whole or not less:
+        raise UserError("the width of kernels shows in their times with all threads and with less: measure under mps, and "
+                        "under mps:50 or mps:25/75 too (recipes/h200/measure_sharing.sh)")
+    widths = {}
+    for kernel, alone_ms in whole[0].gpu_ms.items():
+        longer = {share: way.gpu_ms[kernel] / alone_ms - 1.0 for share, way in less.items()
+                  if alone_ms > 0.0 and way.gpu_ms.get(kernel, 0.0) > 0.0}
+        if longer:
+            felt = [share * (1.0 + more / SHARE_SLOWDOWN) for share, more in longer.items() if more > LEAST_LONGER]
+            widths[kernel] = min(1.0, float(np.median(felt))) if felt else min(longer)
+    return widths
+
+
+class _Model(NamedTuple):
+    """A model of the fit: its tracks with kernels as measured, and their grids."""
+
+    tracks: Tracks
+    grids: Grids
+
+
+class _Case(NamedTuple):
+    """A model under a way of sharing, beside processes that run a model in a loop."""
+
+    way: int
+    model: str
+    background: str
+    looped: str
+    processes: int
+
+
+class MpsFit:
+    """Rules fitted to models beside models, and how wrong they are.
+
+    Attributes:
+        widths: of the measured kernels.
+        bytes_per_ms: the memory's bandwidth, which the kernels reach that use it most.
+    """
+
+    def __init__(self, ways: Sequence[MeasuredWay], records: Mapping[str, ModelRecord], costs: PipelineCosts) -> None:
+        """Prepares.
+
+        Args:
+            ways: with and without shares.
+            records: of the models, by name.
+            costs: of a run on the target; the host's pace under each way is fitted.
+        """
+        self._ways, self._records = ways, records
+        self.widths = measured_widths(ways)
+        whole = next(way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS)
+        moved = {kernel.id: float(kernel.bytes_read + kernel.bytes_written)
+                 for record in records.values() for kernel in record.kernels.values()}
+        rates = [moved[name] / time_ms for name, time_ms in whole.gpu_ms.items() if time_ms > 0.0 and name in moved]
+        self.bytes_per_ms = float(np.percentile(rates, 98))
+        self._models = {name: self._model(record, whole) for name, record in records.items()}
+        self._costs = [costs.at_pace(self._pace(way, costs)) for way in ways]
+        self._cases = [_Case(place, model, background, *way.looped[background]) for place, way in enumerate(ways)
+                       if way.sharing.mps for model, background in way.beside
+                       if model in self._models and way.looped[background][0] in self._models]
+
+    def _model(self, record: ModelRecord, whole: MeasuredWay) -> _Model:
+        kernels = [record.kernels[node.kernel_id] for node in record.nodes]
+        gpu_ms = np.array([whole.gpu_ms.get(kernel.id, 0.0) for kernel in kernels])
+        launches = np.array([whole.launches.get(kernel.id, 0.0) if kernel.moves_data else 0.0 for kernel in kernels])
+        widths = np.array([self.widths.get(kernel.id, 1.0) for kernel in kernels])
+        moved = np.array([float(kernel.bytes_read + kernel.bytes_written) for kernel in kernels])
+        kinds = np.array([int(node_kind(kernel)) for kernel in kernels])
+        return _Model(Tracks(gpu_ms, launches, kinds), grids_of(widths, moved, gpu_ms, self.bytes_per_ms))
+
+    def _pace(self, way: MeasuredWay, costs: PipelineCosts) -> float:
+        """How many times as long as `costs` say the host took under a way: the median over the models."""
+        return float(np.median([way.host_ms[name] / float(dispatched_ms(model.tracks, costs)[-1])
+                                for name, model in self._models.items() if way.host_ms.get(name, 0.0) > 0.0]))
+
+    def process(self, way: int, name: str, percent: int) -> MpsProcess:
+        """A model in a process with a share of the threads, at the host's pace under a way."""
+        model = self._models[name]
+        return MpsProcess(model.tracks, self._costs[way], model.grids, percent / ALL_THREADS)
+
+    def predicted(self, rules: MpsRules) -> Floats:
+        """Mean, median and 95th percentile (ms) of each case with some rules, from the measured latency alone; shape
+        (cases, 3)."""
+        alone: dict[tuple[int, str], float] = {}
+        found = []
+        for case in self._cases:
+            way = self._ways[case.way]
+            model = self.process(case.way, case.model, way.sharing.percent)
+            key = case.way, case.model
+            if key not in alone:
+                alone[key] = float(np.median(mps_runs_ms(model, (), rules, np.random.default_rng(SEED), 2)))
+            others = [self.process(case.way, case.looped, way.sharing.co_runner_percent)] * case.processes
+            runs = mps_runs_ms(model, others, rules, np.random.default_rng(SEED), FITTED_RUNS)
+            found.append(np.array([runs.mean(), *np.percentile(runs, (50, 95))]) * way.idle_ms[case.model] / alone[key])
+        return np.array(found)
+
+    @property
+    def _measured(self) -> Floats:
+        return np.array([self._ways[case.way].beside[case.model, case.background] for case in self._cases])
+
+    def _is_gpu_bound(self, case: _Case) -> bool:
+        return float(self._models[case.model].tracks.gpu_ms.sum()) >= GPU_BOUND * self._ways[case.way].idle_ms[case.model]
+
+    def fit(self, jobs: int) -> tuple[MpsRules, dict[str, MpsErrors], dict[str, MpsErrors]]:
+        """The best rules for all cases; and the errors for models that are GPU-bound and for the others, each case predicted by
+        the rules that are best for the GPU-bound models of other families beside other models.
+
+        Raises:
+            UserError: no model was measured beside a model in a loop.
+        """
+        if not self._cases:
+            raise UserError("no model was measured under MPS beside a model in a loop that never pauses: add backgrounds of "
+                            "kind model and level 1 to the collector's config")
+        tried = candidates()
+        with process_pool(jobs) as pool:
+            predicted = np.array(list(cli.progress(pool.map(partial(_predicted, self), tried), "rules", len(tried))))
+        measured, bound = self._measured, np.array([self._is_gpu_bound(case) for case in self._cases])
+        errors = np.abs(np.log(predicted / measured)).mean(axis=2)  # rules × cases
+
+        def best(kept: npt.NDArray[np.bool_]) -> int:
+            return int(errors[:, kept & bound].mean(axis=1).argmin())
+
+        families = np.array([self._records[case.model].group for case in self._cases])
+        looped = np.array([case.looped for case in self._cases])
+        left_out = np.array([
+            predicted[best(others if (others & bound).any() else bound), place] for place in range(len(self._cases))
+            for others in [(families != families[place]) & (looped != looped[place])]])
+        shares = np.array([self._ways[case.way].sharing.percent < ALL_THREADS for case in self._cases])
+
+        def of(kept: npt.NDArray[np.bool_]) -> dict[str, MpsErrors]:
+            return {name: _errors(left_out[kept & of_kind], measured[kept & of_kind])
+                    for name, of_kind in (("without shares", ~shares), ("with shares", shares)) if (kept & of_kind).any()}
+
+        return tried[best(np.ones(len(bound), dtype=bool))], of(bound), of(~bound)
+
+
+def _predicted(fit: MpsFit, rules: MpsRules) -> Floats:
+    return fit.predicted(rules)
+
+
+def _errors(predicted: Floats, measured: Floats) -> MpsErrors:
+    mean, p50, p95 = np.abs(predicted / measured - 1.0).mean(axis=0).tolist()
+    return MpsErrors(cases=len(measured), mean=mean, p50=p50, p95=p95)
+
+
+def candidates() -> list[MpsRules]:
+    """The rules to choose from: every third of all combinations, so that each value meets each other one."""
+    values = (WAVES_MS, LAST_WAVES, SLOWDOWNS, BANDWIDTH_SLOWDOWNS, SWITCHES_MS)
+    return [MpsRules(wave_ms=wave, last_wave=last, slowdown=slowdown, bandwidth_slowdown=bandwidth, switch_ms=switch,
+                     share_slowdown=SHARE_SLOWDOWN)
+            for places in itertools.product(range(3), repeat=len(values)) if sum(places) % 3 == 0
+            for wave, last, slowdown, bandwidth, switch in [[of[place] for of, place in zip(values, places, strict=True)]]]
+
+
+def records_of(workspace: Workspace, target: Target, models: Iterable[str]) -> dict[str, ModelRecord]:
+    """The records of models by name.
+
+    Raises:
+        UserError: one is missing or damaged.
+    """
+    found = {}
+    for name in models:
+        path = record_path(workspace, target.flavour, name)
+        if not path.is_file():
+            raise UserError(f"{path}: no record of {name}, which was measured; make it with: "
+                            "python ort_analysis/fusion_detector.py")
+        found[name] = read_model_record(path)
+    return found
+
+
+def fit_widths(rows: TrainingSet, widths: Mapping[str, float], seed: int) -> tuple[KernelModel, float]:
+    """The estimator of how wide kernels are, and its mean error (a ratio) on families that it did not see.
+
+    Args:
+        rows: of the dataset that has the kernels.
+        widths: measured.
+        seed: of the boosters.
+    """
+    known = rows.rows(np.array([name in widths for name in rows.ids.tolist()]))
+    logs = np.log(np.array([widths[name] for name in known.ids.tolist()]))
+    families = [min(groups, default="") for groups in known.groups]
+    fold_of = {family: place % FOLDS for place, family in enumerate(sorted(set(families)))}
+    folds = np.array([fold_of[family] for family in families])
+    errors = np.zeros(len(logs))
+    for fold in sorted(set(folds.tolist())):
+        tested = known.rows(folds == fold)
+        if (folds != fold).any():
+            model = fit_factors(known.rows(folds != fold), logs[folds != fold], WIDTH_SETTINGS, seed)
+            errors[folds == fold] = np.log(predict_rows(model, tested)) - logs[folds == fold]
+    return fit_factors(known, logs, WIDTH_SETTINGS, seed), float(np.mean(np.abs(np.exp(errors) - 1.0)))
