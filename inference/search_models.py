@@ -38,6 +38,7 @@ log = get_logger("search")
 EXAMPLES = """
 python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.2 --memory-mib 500 --count 2000 --top 10
 python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.5 --energy-j 0.2 --chance 0.9 --out found.csv
+python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.2 --count 20000 --ray auto  # needs Ray
 python inference/search_models.py --space model_zoo/models --target nvidia-h200 --front
 python inference/search_models.py --space my_space.py --target nvidia-h200 --latency-ms 2 --out found.parquet  # needs your own
 """
@@ -66,7 +67,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=cli.whole, default=0, help="of a space that is drawn from (default: 0)")
     parser.add_argument("--out", type=cli.out_file, metavar="FILE",
                         help="write all candidates to this .csv or .parquet; an interrupted search goes on from FILE.part")
-    parser.add_argument("--processes", type=cli.count, default=1, metavar="N", help="that share the work (default: 1)")
+    parser.add_argument("--processes", type=cli.count, metavar="N",
+                        help="that share the work (default: 1; with --ray, one for each CPU of the cluster)")
+    parser.add_argument("--ray", metavar="ADDRESS", help="search on the Ray cluster at HOST:PORT; auto: on the one that this "
+                        "machine belongs to, or on this machine (default: without Ray)")
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
     return parser
@@ -120,7 +124,7 @@ def main() -> int:
     question = Question(workspace.root, args.target, args.space, args.count, args.seed,
                         Limits(args.latency_ms, args.memory_mib, args.energy_j, args.chance), args.energy, args.score,
                         pace, args.force)
-    found = search(question, args.top, args.out, args.processes)
+    found = search(question, args.top, args.out, args.processes, args.ray)
     show(found, args)
     return 1 if found.failed else 0
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import pynvml
     import ray
     import ray.cluster_utils
+    import ray.data
     import ray.exceptions
     import ray.util.scheduling_strategies
     import requests

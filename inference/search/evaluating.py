@@ -119,9 +119,17 @@ class Evaluator:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the reader should know about all candidates."""
+        return (*self._predictor.fitted.notices, *(host_warning(HOSTS) if self._pace == UNKNOWN else ()))
+
+    @property
+    def elsewhere(self) -> Question:
+        """The question for another machine, which would find another target or pace if none was named."""
+        return self._question._replace(target=self._question.target or self._predictor.fitted.target.name, host_pace=self._pace)
+
+    @property
+    def _pace(self) -> HostPace | None:
         fitted = self._predictor.fitted
-        pace = pace_of(self._question.host_pace, fitted, fitted.composition, AS_USUAL, self._predictor.workspace)
-        return (*fitted.notices, *(host_warning(HOSTS) if pace == UNKNOWN else ()))
+        return pace_of(self._question.host_pace, fitted, fitted.composition, AS_USUAL, self._predictor.workspace)
 
     def __call__(self, choices: Sequence[Choice]) -> list[Candidate]:
         """The candidates that choices stand for, in their order. One that can't be predicted has an error."""

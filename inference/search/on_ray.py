@@ -1,0 +1,202 @@
+"""A search on a Ray cluster, with Ray Data: one task gives the choices, batch after batch, and actors on all machines evaluate
+them, with the same `Evaluator` as without Ray.
+
+A row of the data is a batch, pickled. Ray Data keeps the order, and takes only as many batches ahead as the actors need soon,
+so that memory does not grow. What a lost machine had not finished is evaluated again elsewhere.
+
+Machines of the cluster import this module before anybody knows whether they have all packages, so it imports little itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import platform
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from utils.errors import UserError
+from utils.lazy import pyarrow, ray
+from utils.logger import get_logger
+from utils.paths import ROOT
+from utils.ray_cluster import RAY, connected
+from utils.temporary import temporary_folder
+
+if TYPE_CHECKING:
+    from inference.search.evaluating import Candidate, Question
+
+log = get_logger("search")
+CODE = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "tvm_analysis", "benchmark",
+        "graph_model", "overlap_simulator.py", "training", "inference")
+PACKAGES = {**RAY, "pyarrow": "requirements-search.txt"}
+COLUMN = "batch"
+
+
+class Failed(NamedTuple):
+    """Stands for a batch, and says for the user why there is none."""
+
+    why: str
+
+
+class Work(NamedTuple):
+    """What the machines of a cluster are to do.
+
+    Attributes:
+        question: as the driver has it.
+        passed: how many candidates were searched before.
+        size: of a batch.
+        folder: the driver's current one, from which relative paths begin.
+        root: the folder of the driver's repository; each machine has its own.
+        code: of the space, if it is a Python file; it need not be on other machines.
+    """
+
+    question: Question
+    passed: int
+    size: int
+    folder: Path
+    root: Path
+    code: str | None
+
+
+class RemoteEvaluator:
+    """The actor's own side: a process of Ray that evaluates batches.
+
+    Args:
+        work: a `Work`, pickled.
+    """
+
+    def __init__(self, work: bytes) -> None:
+        self._evaluate: Callable[[Sequence[Any]], list[Candidate]] | None = None
+        self._failed = Failed("")
+        try:
+            self._evaluate = _evaluator(pickle.loads(work))
+        except (UserError, ImportError) as error:
+            self._failed = _failed(error)
+
+    def __call__(self, table: pyarrow.Table) -> pyarrow.Table:
+        """The candidates of a batch of choices."""
+        [choices] = _values(table)
+        if self._evaluate is None or isinstance(choices, Failed):
+            return _table(choices if isinstance(choices, Failed) else self._failed)
+        try:
+            return _table(self._evaluate(choices))
+        except ImportError as error:  # of a package that is imported at its first use
+            return _table(_failed(error))
+
+
+def evaluated_on_ray(question: Question, passed: int, size: int, address: str,
+                     processes: int | None = None) -> Generator[Candidate]:
+    """The candidates of a space, in order, evaluated on a cluster.
+
+    Args:
+        question: what is asked of each.
+        passed: how many were searched before; these are passed over.
+        size: of a batch.
+        address: of the cluster, HOST:PORT, or `auto`.
+        processes: how many at most; by default one for each CPU of the cluster.
+
+    Raises:
+        UserError: there is no such cluster, it lacks packages, or the space can't be used.
+    """
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # else Ray warns of each of Ray Data's actors
+    with connected(address, CODE, PACKAGES):
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        if not cpus:
+            raise UserError("the Ray cluster has no CPUs that could work")
+        count = min(processes or cpus, cpus)
+        log.info("%d process%s on Ray", count, "es" * (count != 1))
+        path = Path(question.space)
+        code = path.read_text(encoding="utf-8") if path.suffix == ".py" and path.is_file() else None
+        try:
+            for table in _tables(Work(question, passed, size, Path.cwd(), ROOT, code), count):
+                for found in _values(table):
+                    if isinstance(found, Failed):
+                        raise UserError(found.why)
+                    yield from found
+        except ray.exceptions.RayTaskError:
+            raise  # a bug, which keeps its traceback
+        except ray.exceptions.RayError as error:
+            raise UserError(f"--ray {address}: {type(error).__name__}: {str(error).strip().splitlines()[-1]}") from None
+
+
+def _tables(work: Work, count: int) -> Iterator[pyarrow.Table]:
+    """The evaluated batches, in order."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    context.execution_options.preserve_order = True
+    context.target_max_block_size = 1  # byte: each row is a block of its own, and so travels as soon as it is there
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it logs as an error, it also raises
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    choices = ray.data.read_datasource(_source(work), override_num_blocks=1, num_cpus=0, label_selector=here)
+    found = choices.map_batches(RemoteEvaluator, batch_size=None, batch_format="pyarrow", num_cpus=1,
+                                fn_constructor_args=(pickle.dumps(work),), compute=ray.data.ActorPoolStrategy(size=count))
+    yield from found.iter_batches(batch_size=None, batch_format="pyarrow")
+
+
+def _source(work: Work) -> ray.data.Datasource:
+    """The choices of a space, as Ray Data reads them: one task gives all of them."""
+    class Choices(ray.data.Datasource):
+        def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ray.data.ReadTask]:
+            about = ray.data.block.BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+            return [ray.data.ReadTask(lambda: _choices(work), about)]
+
+        def estimate_inmemory_data_size(self) -> None:
+            return None
+
+    return Choices()
+
+
+def _choices(work: Work) -> Iterator[pyarrow.Table]:
+    """The choices that are left, batch after batch; on the driver's machine, so all files are there."""
+    from inference.core.predictor import batches
+    from inference.search.spaces import space_of
+    from utils.paths import Workspace
+
+    os.chdir(work.folder)
+    question = work.question
+    try:
+        space = space_of(question.space, Workspace(question.workspace), question.most, question.seed)
+        for batch in batches(islice(space.choices(), work.passed, None), work.size):
+            yield _table(batch)
+    except UserError as error:
+        yield _table(_failed(error))
+
+
+def _evaluator(work: Work) -> Callable[[Sequence[Any]], list[Candidate]]:
+    """What answers the driver's question on this machine.
+
+    Raises:
+        UserError: the space or the predictors can't be used.
+    """
+    from inference.search.evaluating import Evaluator
+
+    with suppress(OSError):  # where there is no such folder, no relative path is found, which the candidates' errors say
+        os.chdir(work.folder)
+    question = work.question
+    if question.workspace == work.root:
+        question = question._replace(workspace=ROOT)
+    if work.code is None:
+        return Evaluator(question)
+    with temporary_folder() as folder:
+        space = folder / Path(question.space).name
+        space.write_text(work.code, encoding="utf-8")
+        return Evaluator(question._replace(space=str(space)))
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, ImportError):
+        return Failed(f"a machine of the Ray cluster ({platform.node()}) lacks a package: {error}; install the same packages "
+                      "there as here")
+    return Failed(str(error))
+
+
+def _table(batch: object) -> pyarrow.Table:
+    return pyarrow.table({COLUMN: pyarrow.array([pickle.dumps(batch)], pyarrow.large_binary())})
+
+
+def _values(table: pyarrow.Table) -> list[Any]:
+    return [pickle.loads(value) for value in table[COLUMN].to_pylist()]
