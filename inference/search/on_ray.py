@@ -13,7 +13,7 @@ import logging
 import os
 import pickle
 import platform
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -33,6 +33,7 @@ log = get_logger("search")
 CODE = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "tvm_analysis", "benchmark",
         "graph_model", "overlap_simulator.py", "training", "inference")
 PACKAGES = {**RAY, "pyarrow": "requirements-search.txt"}
+TRAVELS = {"space": ".py", "score": ".csv"}  # the attributes of a question that may name a file, and how it then ends
 COLUMN = "batch"
 
 
@@ -51,7 +52,8 @@ class Work(NamedTuple):
         size: of a batch.
         folder: the driver's current one, from which relative paths begin.
         root: the folder of the driver's repository; each machine has its own.
-        code: of the space, if it is a Python file; it need not be on other machines.
+        texts: of the files that other machines need not have: the space, if it is a Python file, and a table of scores; by
+            their attribute in the question.
     """
 
     question: Question
@@ -59,7 +61,7 @@ class Work(NamedTuple):
     size: int
     folder: Path
     root: Path
-    code: str | None
+    texts: Mapping[str, str]
 
 
 class RemoteEvaluator:
@@ -109,10 +111,10 @@ def evaluated_on_ray(question: Question, passed: int, size: int, address: str,
             raise UserError("the Ray cluster has no CPUs that could work")
         count = min(processes or cpus, cpus)
         log.info("%d process%s on Ray", count, "es" * (count != 1))
-        path = Path(question.space)
-        code = path.read_text(encoding="utf-8") if path.suffix == ".py" and path.is_file() else None
+        texts = {name: Path(path).read_text(encoding="utf-8") for name in TRAVELS
+                 if (path := getattr(question, name)) and path.endswith(TRAVELS[name])}
         try:
-            for table in _tables(Work(question, passed, size, Path.cwd(), ROOT, code), count):
+            for table in _tables(Work(question, passed, size, Path.cwd(), ROOT, texts), count):
                 for found in _values(table):
                     if isinstance(found, Failed):
                         raise UserError(found.why)
@@ -179,12 +181,12 @@ def _evaluator(work: Work) -> Callable[[Sequence[Any]], list[Candidate]]:
     question = work.question
     if question.workspace == work.root:
         question = question._replace(workspace=ROOT)
-    if work.code is None:
-        return Evaluator(question)
     with temporary_folder() as folder:
-        space = folder / Path(question.space).name
-        space.write_text(work.code, encoding="utf-8")
-        return Evaluator(question._replace(space=str(space)))
+        for name, text in work.texts.items():
+            path = folder / Path(getattr(question, name)).name
+            path.write_text(text, encoding="utf-8")
+            question = question._replace(**{name: str(path)})
+        return Evaluator(question)
 
 
 def _failed(error: Exception) -> Failed:

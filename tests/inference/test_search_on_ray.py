@@ -19,7 +19,7 @@ import pytest
 from command import run_script
 from optional_packages import needs, without
 
-from inference.search import evaluating, on_ray, searching
+from inference.search import evaluating, ofa, on_ray, searching
 from inference.search.evaluating import Candidate, Limits, Question
 from inference.search.searching import search
 from recipes.cluster.nodes_here import NodesHere, nodes_here
@@ -69,8 +69,11 @@ def question(space: str = "ofa", count: int | None = 60) -> Question:
 
 @pytest.mark.usefixtures("small_batches")
 def test_the_table_is_the_one_without_ray(cluster: NodesHere, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MY_SPACE)
-    for asked in (question(), question(str(tmp_path / "mine.py"), None)):
+    """The node has neither the Python file nor the table of scores, of which some candidates have none."""
+    space, scores = tmp_path / "mine.py", tmp_path / "scores.csv"
+    space.write_text(MY_SPACE)
+    scores.write_text("model,score\n" + "".join(f"{name},{number}\n" for number, name in enumerate(ofa.choices(50))))
+    for asked in (question()._replace(score=str(scores)), question(str(space), None)):
         alone, on_nodes = tmp_path / "alone.csv", tmp_path / "nodes.csv"
         assert search(asked, 5, on_nodes, ray_address=cluster.address) == search(asked, 5, alone)
         assert on_nodes.read_bytes() == alone.read_bytes()
