@@ -3,8 +3,6 @@ them, with the same `Evaluator` as without Ray.
 
 A row of the data is a batch, pickled. Ray Data keeps the order, and takes only as many batches ahead as the actors need soon,
 so that memory does not grow. What a lost machine had not finished is evaluated again elsewhere.
-
-Machines of the cluster import this module before anybody knows whether they have all packages, so it imports little itself.
 """
 
 from __future__ import annotations
@@ -13,27 +11,29 @@ import logging
 import os
 import pickle
 import platform
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from inference.core.predictor import batches
+from inference.search.evaluating import Candidate, Evaluator, Question
+from inference.search.spaces import space_of
 from utils.errors import UserError
 from utils.lazy import pyarrow, ray
 from utils.logger import get_logger
-from utils.paths import ROOT
+from utils.paths import ROOT, Workspace
 from utils.ray_cluster import RAY, connected
 from utils.temporary import temporary_folder
-
-if TYPE_CHECKING:
-    from inference.search.evaluating import Candidate, Question
 
 log = get_logger("search")
 CODE = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "tvm_analysis", "benchmark",
         "graph_model", "overlap_simulator.py", "training", "inference")
 PACKAGES = {**RAY, "pyarrow": "requirements-search.txt"}
 TRAVELS = {"space": ".py", "score": ".csv"}  # the attributes of a question that may name a file, and how it then ends
+SAME_PACKAGES = "install the same packages on all machines of the cluster"
 COLUMN = "batch"
 
 
@@ -65,19 +65,15 @@ class Work(NamedTuple):
 
 
 class RemoteEvaluator:
-    """The actor's own side: a process of Ray that evaluates batches.
+    """The actor's own side: a process of Ray that evaluates batches."""
 
-    Args:
-        work: a `Work`, pickled.
-    """
-
-    def __init__(self, work: bytes) -> None:
+    def __init__(self, work: Work) -> None:
         self._evaluate: Callable[[Sequence[Any]], list[Candidate]] | None = None
         self._failed = Failed("")
         try:
-            self._evaluate = _evaluator(pickle.loads(work))
+            self._evaluate = _evaluator(work)
         except (UserError, ImportError) as error:
-            self._failed = _failed(error)
+            self._failed = Failed(_why(error))
 
     def __call__(self, table: pyarrow.Table) -> pyarrow.Table:
         """The candidates of a batch of choices."""
@@ -87,7 +83,7 @@ class RemoteEvaluator:
         try:
             return _table(self._evaluate(choices))
         except ImportError as error:  # of a package that is imported at its first use
-            return _table(_failed(error))
+            return _table(Failed(_why(error)))
 
 
 def evaluated_on_ray(question: Question, passed: int, size: int, address: str,
@@ -122,7 +118,9 @@ def evaluated_on_ray(question: Question, passed: int, size: int, address: str,
         except ray.exceptions.RayTaskError:
             raise  # a bug, which keeps its traceback
         except ray.exceptions.RayError as error:
-            raise UserError(f"--ray {address}: {type(error).__name__}: {str(error).strip().splitlines()[-1]}") from None
+            why = str(error).strip().splitlines()[-1]  # the first ones say where
+            raise UserError(f"--ray {address}: {type(error).__name__}: {why}" + (
+                f"; {SAME_PACKAGES}" if why.startswith(ModuleNotFoundError.__name__) else "")) from None
 
 
 def _tables(work: Work, count: int) -> Iterator[pyarrow.Table]:
@@ -132,10 +130,11 @@ def _tables(work: Work, count: int) -> Iterator[pyarrow.Table]:
     context.execution_options.preserve_order = True
     context.target_max_block_size = 1  # byte: each row is a block of its own, and so travels as soon as it is there
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it logs as an error, it also raises
+    warnings.filterwarnings("ignore", module=r"ray\.data")  # such as that a short search can't use all actors
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     choices = ray.data.read_datasource(_source(work), override_num_blocks=1, num_cpus=0, label_selector=here)
     found = choices.map_batches(RemoteEvaluator, batch_size=None, batch_format="pyarrow", num_cpus=1,
-                                fn_constructor_args=(pickle.dumps(work),), compute=ray.data.ActorPoolStrategy(size=count))
+                                fn_constructor_args=(work,), compute=ray.data.ActorPoolStrategy(size=count))
     yield from found.iter_batches(batch_size=None, batch_format="pyarrow")
 
 
@@ -154,10 +153,6 @@ def _source(work: Work) -> ray.data.Datasource:
 
 def _choices(work: Work) -> Iterator[pyarrow.Table]:
     """The choices that are left, batch after batch; on the driver's machine, so all files are there."""
-    from inference.core.predictor import batches
-    from inference.search.spaces import space_of
-    from utils.paths import Workspace
-
     os.chdir(work.folder)
     question = work.question
     try:
@@ -165,7 +160,7 @@ def _choices(work: Work) -> Iterator[pyarrow.Table]:
         for batch in batches(islice(space.choices(), work.passed, None), work.size):
             yield _table(batch)
     except UserError as error:
-        yield _table(_failed(error))
+        yield _table(Failed(_why(error)))
 
 
 def _evaluator(work: Work) -> Callable[[Sequence[Any]], list[Candidate]]:
@@ -174,26 +169,21 @@ def _evaluator(work: Work) -> Callable[[Sequence[Any]], list[Candidate]]:
     Raises:
         UserError: the space or the predictors can't be used.
     """
-    from inference.search.evaluating import Evaluator
-
     with suppress(OSError):  # where there is no such folder, no relative path is found, which the candidates' errors say
         os.chdir(work.folder)
     question = work.question
     if question.workspace == work.root:
         question = question._replace(workspace=ROOT)
     with temporary_folder() as folder:
+        here: dict[str, Any] = {name: str(folder / Path(getattr(question, name)).name) for name in work.texts}
         for name, text in work.texts.items():
-            path = folder / Path(getattr(question, name)).name
-            path.write_text(text, encoding="utf-8")
-            question = question._replace(**{name: str(path)})
-        return Evaluator(question)
+            Path(here[name]).write_text(text, encoding="utf-8")
+        return Evaluator(question._replace(**here))
 
 
-def _failed(error: Exception) -> Failed:
-    if isinstance(error, ImportError):
-        return Failed(f"a machine of the Ray cluster ({platform.node()}) lacks a package: {error}; install the same packages "
-                      "there as here")
-    return Failed(str(error))
+def _why(error: Exception) -> str:
+    """An error for the user."""
+    return f"{platform.node()}: {error}; {SAME_PACKAGES}" if isinstance(error, ImportError) else str(error)
 
 
 def _table(batch: object) -> pyarrow.Table:
