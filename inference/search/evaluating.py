@@ -19,8 +19,9 @@ from inference.search.scores import FLOPS, OWN, TABLE, WEIGHTS, checked, read_sc
 from inference.search.spaces import Choice, failed, space_of
 from records.kernel_record import ModelRecord
 from utils.errors import UserError
+from utils.fingerprint import FROM_SHEET
 from utils.lazy import onnx
-from utils.paths import Workspace
+from utils.paths import SHIPPED, Workspace
 
 MIB = 2**20
 
@@ -124,8 +125,17 @@ class Evaluator:
 
     @property
     def elsewhere(self) -> Question:
-        """The question for another machine, which would find another target or pace if none was named."""
-        return self._question._replace(target=self._question.target or self._predictor.fitted.target.name, host_pace=self._pace)
+        """The question for another machine, which would find another target or pace if these were not said."""
+        asked, found = self._question.target, self._predictor.fitted.target.name
+        return self._question._replace(target=asked if asked and FROM_SHEET in asked else found, host_pace=self._pace)
+
+    @property
+    def learned(self) -> dict[str, bytes]:
+        """The files that it predicts from, by their paths in the workspace; without those that come with Hase."""
+        root = self._question.workspace
+        folders = self._predictor.fitted.predictors.folder, Workspace(root).data_sheets
+        return {str(path.relative_to(root)): path.read_bytes() for folder in folders if not folder.is_relative_to(SHIPPED)
+                for path in sorted(folder.glob("**/*")) if path.is_file()}
 
     @property
     def _pace(self) -> HostPace | None:

@@ -13,7 +13,7 @@ import pickle
 import platform
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from inference.search.spaces import space_of
 from utils.errors import UserError
 from utils.lazy import pyarrow, ray
 from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 from utils.ray_cluster import RAY, connected
 from utils.temporary import temporary_folder
 
@@ -51,27 +51,28 @@ class Work(NamedTuple):
         passed: how many candidates were searched before.
         size: of a batch.
         folder: the driver's current one, from which relative paths begin.
-        root: the folder of the driver's repository; each machine has its own.
-        texts: of the files that other machines need not have: the space, if it is a Python file, and a table of scores; by
-            their attribute in the question.
+        learned: the files that predictions are made from, by their paths in the workspace (`Evaluator.learned`).
+        asked: the content of the files that the question names: the space, if it is a Python file, and a table of scores; by
+            the attribute that names each.
     """
 
     question: Question
     passed: int
     size: int
     folder: Path
-    root: Path
-    texts: Mapping[str, str]
+    learned: Mapping[str, bytes]
+    asked: Mapping[str, bytes]
 
 
 class RemoteEvaluator:
     """The actor's own side: a process of Ray that evaluates batches."""
 
     def __init__(self, work: Work) -> None:
+        self._open = ExitStack()
         self._evaluate: Callable[[Sequence[Any]], list[Candidate]] | None = None
         self._failed = Failed("")
         try:
-            self._evaluate = _evaluator(work)
+            self._evaluate = _evaluator(work, self._open.enter_context(temporary_folder()))
         except (UserError, ImportError) as error:
             self._failed = Failed(_why(error))
 
@@ -86,12 +87,12 @@ class RemoteEvaluator:
             return _table(Failed(_why(error)))
 
 
-def evaluated_on_ray(question: Question, passed: int, size: int, address: str,
+def evaluated_on_ray(evaluator: Evaluator, passed: int, size: int, address: str,
                      processes: int | None = None) -> Generator[Candidate]:
     """The candidates of a space, in order, evaluated on a cluster.
 
     Args:
-        question: what is asked of each.
+        evaluator: what would evaluate them here.
         passed: how many were searched before; these are passed over.
         size: of a batch.
         address: of the cluster, HOST:PORT, or `auto`.
@@ -107,10 +108,11 @@ def evaluated_on_ray(question: Question, passed: int, size: int, address: str,
             raise UserError("the Ray cluster has no CPUs that could work")
         count = min(processes or cpus, cpus)
         log.info("%d process%s on Ray", count, "es" * (count != 1))
-        texts = {name: Path(path).read_text(encoding="utf-8") for name in TRAVELS
+        question = evaluator.elsewhere
+        asked = {name: Path(path).read_bytes() for name in TRAVELS
                  if (path := getattr(question, name)) and path.endswith(TRAVELS[name])}
         try:
-            for table in _tables(Work(question, passed, size, Path.cwd(), ROOT, texts), count):
+            for table in _tables(Work(question, passed, size, Path.cwd(), evaluator.learned, asked), count):
                 for found in _values(table):
                     if isinstance(found, Failed):
                         raise UserError(found.why)
@@ -163,22 +165,22 @@ def _choices(work: Work) -> Iterator[pyarrow.Table]:
         yield _table(Failed(_why(error)))
 
 
-def _evaluator(work: Work) -> Callable[[Sequence[Any]], list[Candidate]]:
+def _evaluator(work: Work, folder: Path) -> Evaluator:
     """What answers the driver's question on this machine.
+
+    Args:
+        folder: for the files that it needs; they are read later, too.
 
     Raises:
         UserError: the space or the predictors can't be used.
     """
     with suppress(OSError):  # where there is no such folder, no relative path is found, which the candidates' errors say
         os.chdir(work.folder)
-    question = work.question
-    if question.workspace == work.root:
-        question = question._replace(workspace=ROOT)
-    with temporary_folder() as folder:
-        here: dict[str, Any] = {name: str(folder / Path(getattr(question, name)).name) for name in work.texts}
-        for name, text in work.texts.items():
-            Path(here[name]).write_text(text, encoding="utf-8")
-        return Evaluator(question._replace(**here))
+    here: dict[str, Any] = {name: str(folder / Path(getattr(work.question, name)).name) for name in work.asked}
+    for path, content in [*((here[name], content) for name, content in work.asked.items()), *work.learned.items()]:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    return Evaluator(work.question._replace(workspace=folder, **here))
 
 
 def _why(error: Exception) -> str:

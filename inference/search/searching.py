@@ -97,7 +97,7 @@ def search(question: Question, top: int, out: Path | None = None, processes: int
     if ray_address is None:
         stream = _evaluated(question, left, processes or 1)
     else:
-        stream = evaluated_on_ray(evaluator(question).elsewhere, tally.searched, BATCH, ray_address, processes)
+        stream = evaluated_on_ray(evaluator(question), tally.searched, BATCH, ray_address, processes)
     with closing(stream):
         for batch in cli.progress(batches(stream, BATCH), f"batches of {BATCH} candidates", total):
             candidates = [candidate._replace(number=number) for number, candidate in enumerate(batch, tally.searched)]

@@ -18,12 +18,15 @@ import psutil
 import pytest
 from command import run_script
 from optional_packages import needs, without
+from trained_workspace import conv_net
 
 from inference.search import evaluating, ofa, on_ray, searching
 from inference.search.evaluating import Candidate, Limits, Question
 from inference.search.searching import search
 from recipes.cluster.nodes_here import NodesHere, nodes_here
+from recipes.same_predictions.questions import CPU_WORKSPACE
 from utils.errors import UserError
+from utils.files import unpack
 from utils.paths import ROOT
 
 pytestmark = [pytest.mark.slow("minutes"),
@@ -77,6 +80,21 @@ def test_the_table_is_the_one_without_ray(cluster: NodesHere, tmp_path: Path) ->
         alone, on_nodes = tmp_path / "alone.csv", tmp_path / "nodes.csv"
         assert search(asked, 5, on_nodes, ray_address=cluster.address) == search(asked, 5, alone)
         assert on_nodes.read_bytes() == alone.read_bytes()
+
+
+def test_predictors_of_ones_own_travel(cluster: NodesHere, tmp_path: Path) -> None:
+    unpack(CPU_WORKSPACE, tmp_path / "workspace")
+    for channels in (8, 16):
+        conv_net(tmp_path / "models" / f"{channels}.onnx", channels=channels)
+    asked = question(str(tmp_path / "models"), None)._replace(workspace=tmp_path / "workspace", target="avx512", host_pace=None,
+                                                            limits=Limits(), force=True)
+    found = search(asked, 5, ray_address=cluster.address)
+    assert found == search(asked, 5)
+    assert (len(found.best), found.failed) == (2, 0)
+    here = evaluating.Evaluator(asked)
+    work = on_ray.Work(here.elsewhere._replace(workspace=Path("/nowhere")), 0, SMALL, tmp_path, here.learned, {})
+    models = [tmp_path / "models" / "8.onnx", tmp_path / "models" / "16.onnx"]
+    assert on_ray._evaluator(work, tmp_path / "elsewhere")(models) == here(models)
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -195,7 +213,7 @@ def make(choice, flavour):
     raise UserError("none")
 """)
     own, held = psutil.Process(), []
-    stream = on_ray.evaluated_on_ray(question(str(space), None), 0, SMALL, cluster.address)
+    stream = on_ray.evaluated_on_ray(evaluating.Evaluator(question(str(space), None)), 0, SMALL, cluster.address)
     for number, candidate in enumerate(stream):
         assert candidate.model == f"{number:040000d}"
         if number % 1000 == 999:
