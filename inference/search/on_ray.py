@@ -119,7 +119,7 @@ def evaluated_on_ray(evaluator: Evaluator, passed: int, size: int, address: str,
                     yield from found
         except ray.exceptions.RayTaskError:
             raise  # a bug, which keeps its traceback
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, ray.data.exceptions.ExecutionTimeoutError) as error:
             why = str(error).strip().splitlines()[-1]  # the first ones say where
             raise UserError(f"--ray {address}: {type(error).__name__}: {why}" + (
                 f"; {SAME_PACKAGES}" if why.startswith(ModuleNotFoundError.__name__) else "")) from None
@@ -134,7 +134,7 @@ def _tables(work: Work, count: int) -> Iterator[pyarrow.Table]:
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it logs as an error, it also raises
     warnings.filterwarnings("ignore", module=r"ray\.data")  # such as that a short search can't use all actors
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-    choices = ray.data.read_datasource(_source(work), override_num_blocks=1, num_cpus=0, label_selector=here)
+    choices = ray.data.read_datasource(_source(work._replace(learned={})), override_num_blocks=1, num_cpus=0, label_selector=here)
     found = choices.map_batches(RemoteEvaluator, batch_size=None, batch_format="pyarrow", num_cpus=1,
                                 fn_constructor_args=(work,), compute=ray.data.ActorPoolStrategy(size=count))
     yield from found.iter_batches(batch_size=None, batch_format="pyarrow")
