@@ -134,7 +134,8 @@ def _tables(work: Work, count: int) -> Iterator[pyarrow.Table]:
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it logs as an error, it also raises
     warnings.filterwarnings("ignore", module=r"ray\.data")  # such as that a short search can't use all actors
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-    choices = ray.data.read_datasource(_source(work._replace(learned={})), override_num_blocks=1, num_cpus=0, label_selector=here)
+    source = _source(work._replace(learned={}))
+    choices = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=0, label_selector=here)
     found = choices.map_batches(RemoteEvaluator, batch_size=None, batch_format="pyarrow", num_cpus=1,
                                 fn_constructor_args=(work,), compute=ray.data.ActorPoolStrategy(size=count))
     yield from found.iter_batches(batch_size=None, batch_format="pyarrow")
