@@ -5,13 +5,14 @@ what it defines), or those of a design space that comes with Hase (`ofa`: once-f
 random). They are taken one batch after another, so there may be more than memory holds.
 
 A limit is kept if that is likely enough (--chance), by the 90 % interval of the prediction. Among the candidates that keep to
-all limits, the best have the highest scores: the space's own score, or the operations (FLOPs) or the bytes of weights, which
-stand for how much a network can learn, and for no accuracy. Peak memories have no interval; they count as predicted, and are
-asked for only of candidates that keep to the other limits, since they take the most time.
+all limits, the best have the highest scores: the space's own score, those of a table (accuracies, say), or the operations
+(FLOPs) or the bytes of weights, which stand for how much a network can learn, and for no accuracy. Peak memories have no
+interval; they count as predicted, and are asked for only of candidates that keep to the other limits, since they take the most
+time.
 
 Prints a row per candidate, the best one first, or with --front the Pareto front of latency and score; --json has both. With
 --out, a table holds all candidates; if the search is interrupted, the same command goes on from there. A candidate that can't
-be predicted has an error in the table, and the exit status is 1.
+be predicted has an error in the table, and the exit status is 1. With --ray, all machines of a Ray cluster share the work.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from inference.core.host_pace import PaceAsked
 from inference.core.predictor import Predictor
 from inference.core.run_modes import AS_USUAL
 from inference.search.evaluating import Candidate, Limits, Question
+from inference.search.scores import FLOPS, NAME, OWN, SCORE, TABLE, WEIGHTS
 from inference.search.searching import Found, search
 from inference.search.spaces import COUNT
 from utils import cli
@@ -38,7 +40,9 @@ log = get_logger("search")
 EXAMPLES = """
 python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.2 --memory-mib 500 --count 2000 --top 10
 python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.5 --energy-j 0.2 --chance 0.9 --out found.csv
+python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.2 --count 20000 --ray auto  # needs Ray
 python inference/search_models.py --space model_zoo/models --target nvidia-h200 --front
+python inference/search_models.py --space ofa --target nvidia-h200 --score accuracies.csv --front  # needs your own
 python inference/search_models.py --space my_space.py --target nvidia-h200 --latency-ms 2 --out found.parquet  # needs your own
 """
 
@@ -55,8 +59,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--chance", type=share, default=0.5, metavar="SHARE",
                         help="how likely a candidate has to keep to the limits, 0 to 1 (default: 0.5, so the predicted numbers "
                              "themselves keep to them)")
-    parser.add_argument("--score", choices=("own", "flops", "weights"),
-                        help="what makes a candidate good (default: the space's own score, else flops)")
+    parser.add_argument("--score", type=score, metavar="SCORE",
+                        help=f"what makes a candidate good: {OWN} (the space's), {FLOPS}, {WEIGHTS}, or a {TABLE} with the "
+                             f"columns {NAME} and {SCORE} (default: {OWN}, else {FLOPS})")
     parser.add_argument("--energy", action="store_true", help="also predict energies where they have no limit")
     cli.add_host_pace(parser, "what benchmark/host_pace.py measured here in the last ten minutes; else intervals are wide")
     parser.add_argument("--top", type=cli.count, default=10, metavar="N", help="how many of the best to print (default: 10)")
@@ -66,7 +71,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=cli.whole, default=0, help="of a space that is drawn from (default: 0)")
     parser.add_argument("--out", type=cli.out_file, metavar="FILE",
                         help="write all candidates to this .csv or .parquet; an interrupted search goes on from FILE.part")
-    parser.add_argument("--processes", type=cli.count, default=1, metavar="N", help="that share the work (default: 1)")
+    parser.add_argument("--processes", type=cli.count, metavar="N",
+                        help="that share the work (default: 1; with --ray, one for each CPU of the cluster)")
+    parser.add_argument("--ray", metavar="ADDRESS", help="search on the Ray cluster at HOST:PORT; auto: on the one that this "
+                        "machine belongs to, or on this machine (default: without Ray)")
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
     return parser
@@ -78,6 +86,13 @@ def share(text: str) -> float:
     if value > 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return value
+
+
+def score(text: str) -> str:
+    """An option that says what makes a candidate good."""
+    if text in (OWN, FLOPS, WEIGHTS) or (text.endswith(TABLE) and Path(text).is_file()):
+        return text
+    raise argparse.ArgumentTypeError(f"{text}: give {OWN}, {FLOPS}, {WEIGHTS} or a table ({TABLE}) that exists")
 
 
 def row_of(rank: int, candidate: Candidate) -> dict[str, Any]:
@@ -120,7 +135,7 @@ def main() -> int:
     question = Question(workspace.root, args.target, args.space, args.count, args.seed,
                         Limits(args.latency_ms, args.memory_mib, args.energy_j, args.chance), args.energy, args.score,
                         pace, args.force)
-    found = search(question, args.top, args.out, args.processes)
+    found = search(question, args.top, args.out, args.processes, args.ray)
     show(found, args)
     return 1 if found.failed else 0
 

@@ -10,8 +10,9 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ LEFT_SHARE = 0.8  # of MOST_BYTES, once entries are removed, so that this is sel
 BLOCK_BYTES = 4096  # what an entry takes on the disk at least
 DIGEST_BYTES = 32
 log = get_logger("cache")
+_keeps_json = ContextVar("keeps_json", default=True)
 
 
 def cache_folder() -> Path | None:
@@ -78,8 +80,20 @@ def write_entry(key: str, data: bytes) -> None:
         log.debug("%s: nothing is kept: %s", folder, error)
 
 
+@contextmanager
+def keeping_no_json() -> Iterator[None]:
+    """Within the block, `kept_json` reads and writes nothing: for what nobody will ask for again, as in a search."""
+    before = _keeps_json.set(False)
+    try:
+        yield
+    finally:
+        _keeps_json.reset(before)
+
+
 def kept_json(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The JSON object under a key, made by `make` and kept if it is missing."""
+    if not _keeps_json.get():
+        return make()
     if (data := read_entry(key)) is not None:
         found: dict[str, Any] = json.loads(data)
         return found

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     import pynvml
     import ray
     import ray.cluster_utils
+    import ray.data
+    import ray.data.exceptions
     import ray.exceptions
     import ray.util.scheduling_strategies
     import requests

@@ -11,8 +11,6 @@ import logging
 import math
 import os
 import secrets
-import signal
-import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,23 +27,18 @@ from records.backgrounds import Background
 from records.blocks import Block
 from runtimes import runtime_named
 from utils import cli
-from utils.cli.running import SIGNALS
 from utils.errors import UserError
 from utils.lazy import ray
 from utils.locks import WAIT_VARIABLE, InUse, wait_for_locks
 from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
+from utils.ray_cluster import check_packages, connected
 from utils.temporary import shared_folder
 
 log = get_logger("collector")
-AUTO = "auto"  # the address of the cluster that this machine belongs to; where there is none, one is started here
-INSTALL = "pip install -r requirements-ray.txt"
 CODE = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "tvm_analysis", "benchmark")
-STORE_BYTES = 200 << 20  # of the object store of a cluster that is started here
 START_S = 120.0  # for an actor to start; where others use its device's node, it does not
 IN_USE_S = 10.0  # for an actor of a driver that was killed to end
-CONNECT_S = 5.0
-NO_CLUSTER = "no Ray cluster can be reached there; name HOST:PORT as `ray start --head` prints it"
 LOOK_EVERY_S = 1.0  # so long the driver waits before it looks whether it is to stop
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # in the environment: Ray sets it, and so would change what is measured
 T = TypeVar("T")
@@ -184,79 +177,18 @@ def ray_devices(address: str, config: CollectorConfig) -> Iterator[RayDevices]:
     """The devices of a Ray cluster, for `collect`. Its actors end with the block.
 
     Args:
-        address: of the cluster, HOST:PORT, or AUTO.
+        address: of the cluster, HOST:PORT, or `auto`.
         config: of the collector.
 
     Raises:
         UserError: the package ray is missing, there is no such cluster, or it has no device that could be measured.
     """
-    check_ray()
+    check_packages()
     if runtime_named(config.runtime).takes_setting or config.replay:
         raise UserError("--ray measures ONNX Runtime alone, with metrics that each machine reads itself: leave --ray out, or "
                         "have runtime: ort and no replay in the config")
-    _connect(address)
-    try:
+    with connected(address, CODE):
         yield RayDevices(config)
-    finally:
-        ray.shutdown()
-
-
-def check_ray() -> None:
-    """Checks that the package ray is installed.
-
-    Raises:
-        UserError: it is not.
-    """
-    try:
-        ray.__version__  # noqa: B018 - imports it
-    except ModuleNotFoundError:
-        raise UserError(f"--ray needs the package ray, here and on every node: {INSTALL}") from None
-
-
-def _connect(address: str) -> None:
-    """Makes this process the driver of a job on a cluster.
-
-    Raises:
-        UserError: there is no such cluster, or it has other versions.
-    """
-    if "://" in address:
-        raise UserError(f"--ray {address}: start the collector on a node of the cluster, with --ray auto or with HOST:PORT of "
-                        "the cluster's head")
-    if address != AUTO:
-        _check_answers(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    left_out = [f"/{path.name}" for path in ROOT.iterdir() if path.name not in CODE]
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
-                               "runtime_env": {"working_dir": str(ROOT), "excludes": left_out}}
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        try:
-            ray.init(address=address, **options)
-        except ConnectionError:
-            if address != AUTO:
-                raise
-            log.info("no Ray cluster is running here: one is started on this machine, for this collection")
-            ray.init(include_dashboard=False, object_store_memory=STORE_BYTES, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"--ray {address}: {NO_CLUSTER} ({next(iter(str(error).splitlines()), '')})") from None
-    finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:  # Ray has put its own in place
-                signal.signal(number, handler)
-
-
-def _check_answers(address: str) -> None:
-    """Checks that something listens at HOST:PORT; Ray itself would try for minutes.
-
-    Raises:
-        UserError: nothing does.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--ray {address}: {NO_CLUSTER} ({error})") from None
 
 
 class RayDevices:

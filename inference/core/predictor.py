@@ -45,6 +45,7 @@ from inference.sharing.shared_models import (
 from runtimes import analysis
 from training.energy.learned import EnergyModel, read_energy
 from training.energy.scaled import scaled
+from utils.cache_folder import keeping_no_json
 from utils.paths import Workspace
 from utils.processes import in_processes
 
@@ -295,7 +296,9 @@ class Predictor:
             UserError: the model, the predictors, the load or the pace can't be used; the message says why.
         """
         for models in batches(sources, batch):
-            yield from self.predict_many(models, **options)
+            with keeping_no_json():
+                found = self.predict_many(models, **options)
+            yield from found
 
     def predict_briefly(self, sources: Iterable[S], *, make: Callable[[S], Source] | None = None, energy: bool = False,
                         memory: bool = False, batch: int = BATCH, processes: int = 1,
@@ -347,7 +350,8 @@ class Predictor:
         predictions = BriefPredictions(conditions, wanted, partial(self.run, **options))
 
         def predict_batch(sources: Sequence[Source]) -> list[BriefPrediction]:
-            return predictions.of([(source, self.record(source, dims, static, dtype)) for source in sources])
+            with keeping_no_json():
+                return predictions.of([(source, self.record(source, dims, static, dtype)) for source in sources])
 
         return predict_batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from inference.core.brief import BriefPrediction
 from inference.core.chances import chance_within
@@ -15,14 +15,15 @@ from inference.core.predictor import Predictor
 from inference.core.run_modes import AS_USUAL
 from inference.core.sources import Source
 from inference.core.uncertainty import HOSTS, host_warning
+from inference.search.scores import FLOPS, OWN, TABLE, WEIGHTS, checked, read_scores, score_in
 from inference.search.spaces import Choice, failed, space_of
 from records.kernel_record import ModelRecord
 from utils.errors import UserError
+from utils.fingerprint import FROM_SHEET
 from utils.lazy import onnx
-from utils.paths import Workspace
+from utils.paths import SHIPPED, Workspace
 
 MIB = 2**20
-Score = Literal["own", "flops", "weights"]
 
 
 class Limits(NamedTuple):
@@ -47,8 +48,8 @@ class Question(NamedTuple):
         space, most, seed: as for `space_of` (`most`: its `count`).
         limits: what candidates have to keep to.
         energy: whether energies are wanted, even without a limit.
-        score: what makes a candidate good: the space's own score, its operations, or its weights; None: its own, else
-            its operations.
+        score: what makes a candidate good: the space's own score, its operations, its weights (inference/search/scores.py), or
+            the path of a table of scores; None: its own, else its operations.
         host_pace: of the target's host; None where nothing was said of it.
         force: predict although the target is of another version (with a warning).
     """
@@ -60,7 +61,7 @@ class Question(NamedTuple):
     seed: int
     limits: Limits
     energy: bool
-    score: Score | None
+    score: str | None
     host_pace: float | HostPace | None
     force: bool
 
@@ -103,14 +104,15 @@ class Evaluator:
         """Prepares.
 
         Raises:
-            UserError: the space or the predictors can't be used, or nothing was learned of the target's energy.
+            UserError: the space, its scores or the predictors can't be used, or nothing was learned of the target's energy.
         """
         self._question = question
         self._space = space_of(question.space, Workspace(question.workspace), question.most, question.seed)
-        self._score_by: Score = question.score or ("flops" if self._space.score is None else "own")
-        if question.score == "own" and self._space.score is None:
+        self._score_by = question.score or (FLOPS if self._space.score is None else OWN)
+        if question.score == OWN and self._space.score is None:
             raise UserError(f"{question.space}: has no score of its own (a Python file defines it as score(choice)); choose "
-                            "--score flops or --score weights")
+                            "--score flops or --score weights, or give a table (.csv)")
+        self._scores = read_scores(Path(self._score_by)) if self._score_by.endswith(TABLE) else {}
         self._predictor = Predictor(question.workspace, question.target, force=question.force, any_device=True)
         self._brief = self._predictor.brief(energy=question.energy or question.limits.energy_j is not None,
                                             host_pace=question.host_pace)
@@ -119,9 +121,26 @@ class Evaluator:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the reader should know about all candidates."""
+        return (*self._predictor.fitted.notices, *(host_warning(HOSTS) if self._pace == UNKNOWN else ()))
+
+    @property
+    def elsewhere(self) -> Question:
+        """The question for another machine, which would find another target or pace if these were not said."""
+        asked, found = self._question.target, self._predictor.fitted.target.name
+        return self._question._replace(target=asked if asked and FROM_SHEET in asked else found, host_pace=self._pace)
+
+    @property
+    def learned(self) -> dict[str, bytes]:
+        """The files that it predicts from, by their paths in the workspace; without those that come with Hase."""
+        root = self._question.workspace
+        folders = self._predictor.fitted.predictors.folder, Workspace(root).data_sheets
+        return {str(path.relative_to(root)): path.read_bytes() for folder in folders if not folder.is_relative_to(SHIPPED)
+                for path in sorted(folder.glob("**/*")) if path.is_file()}
+
+    @property
+    def _pace(self) -> HostPace | None:
         fitted = self._predictor.fitted
-        pace = pace_of(self._question.host_pace, fitted, fitted.composition, AS_USUAL, self._predictor.workspace)
-        return (*fitted.notices, *(host_warning(HOSTS) if pace == UNKNOWN else ()))
+        return pace_of(self._question.host_pace, fitted, fitted.composition, AS_USUAL, self._predictor.workspace)
 
     def __call__(self, choices: Sequence[Choice]) -> list[Candidate]:
         """The candidates that choices stand for, in their order. One that can't be predicted has an error."""
@@ -165,20 +184,23 @@ class Evaluator:
         kernels = record.kernels
         gflop = sum(kernels[node.kernel_id].flops * node.runs for node in record.nodes) / 1e9
         weights_mib = record.weight_bytes / MIB
-        found = Candidate(
-            record.model if is_model(choice) else named(choice), answer.latency_ms, *answer.interval_ms, answer.rough_estimate,
-            gflop=gflop, weights_mib=weights_mib, score=self._score(choice, gflop, weights_mib), chance=chance)
+        name = record.model if is_model(choice) else named(choice)
+        found = Candidate(name, answer.latency_ms, *answer.interval_ms, answer.rough_estimate, gflop=gflop,
+                          weights_mib=weights_mib, score=self._score(choice, name, gflop, weights_mib), chance=chance)
         if energy is None:
             return found
         return found._replace(energy_j=energy.energy_j, energy_low_j=energy.interval_j[0], energy_high_j=energy.interval_j[1])
 
-    def _score(self, choice: Choice, gflop: float, weights_mib: float) -> float:
-        if self._score_by == "own" and self._space.score is not None:
-            try:
-                return float(self._space.score(choice))
-            except Exception as error:  # the user's code may raise anything
-                raise failed(named(choice), "score", error) from error
-        return gflop if self._score_by == "flops" else weights_mib
+    def _score(self, choice: Choice, name: str, gflop: float, weights_mib: float) -> float:
+        if self._score_by in (FLOPS, WEIGHTS):
+            return gflop if self._score_by == FLOPS else weights_mib
+        if self._score_by != OWN or self._space.score is None:
+            return score_in(self._scores, name, Path(self._score_by).name)
+        try:
+            score = self._space.score(choice)
+        except Exception as error:  # the user's code may raise anything
+            raise failed(name, "score", error) from error
+        return checked(score, name)
 
 
 def is_model(choice: Choice) -> bool:
@@ -198,7 +220,7 @@ def evaluator(question: Question) -> Evaluator:
     """What answers a question in this process.
 
     Raises:
-        UserError: the space or the predictors can't be used, or nothing was learned of the target's energy.
+        UserError: the space, its scores or the predictors can't be used, or nothing was learned of the target's energy.
     """
     return Evaluator(question)
 

@@ -1,8 +1,10 @@
-"""Goes through the candidates of a space, in one process or several, and goes on where an interrupted search stopped."""
+"""Goes through the candidates of a space, in one process, several, or on a Ray cluster, and goes on where an interrupted search
+stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import NamedTuple
 from inference.core.predictor import BATCH, batches
 from inference.search.best import Best, Front, admitted
 from inference.search.evaluating import Candidate, Question, evaluated, evaluator, is_model, named
+from inference.search.on_ray import evaluated_on_ray
 from inference.search.results import PartFile, check_suffix, write_table
 from inference.search.spaces import Choice, space_of
 from utils import cli
@@ -61,17 +64,19 @@ class _Tally:
                      self._first_error)
 
 
-def search(question: Question, top: int, out: Path | None = None, processes: int = 1) -> Found:
+def search(question: Question, top: int, out: Path | None = None, processes: int | None = None,
+           ray_address: str | None = None) -> Found:
     """Searches a space.
 
     Args:
         question: what is asked of each candidate.
         top: how many of the best are wanted.
         out: the table of all candidates, CSV or Parquet. What an interrupted search with the same question left is taken over.
-        processes: that share the work.
+        processes: that share the work; by default this one alone, or on Ray, one for each CPU of the cluster.
+        ray_address: of the Ray cluster that does the work (`utils.ray_cluster.connected`); None: this machine does it.
 
     Raises:
-        UserError: the space, the predictors or `out` can't be used.
+        UserError: the space, the predictors, `out` or the cluster can't be used.
     """
     for notice in evaluator(question).notices:
         log.warning(notice)
@@ -89,13 +94,17 @@ def search(question: Question, top: int, out: Path | None = None, processes: int
             _pass_over(left, tally.searched, last, part)
             log.info("%d candidates were searched before; going on from there", tally.searched)
     total = None if space.total is None else -(-(space.total - tally.searched) // BATCH)
-    found_in_batches = batches(_evaluated(question, left, processes), BATCH)
-    for batch in cli.progress(found_in_batches, f"batches of {BATCH} candidates", total):
-        candidates = [candidate._replace(number=number) for number, candidate in enumerate(batch, tally.searched)]
-        for candidate in candidates:
-            tally.add(candidate)
-        if part is not None:
-            part.add(candidates)
+    if ray_address is None:
+        stream = _evaluated(question, left, processes or 1)
+    else:
+        stream = evaluated_on_ray(evaluator(question), tally.searched, BATCH, ray_address, processes)
+    with closing(stream):
+        for batch in cli.progress(batches(stream, BATCH), f"batches of {BATCH} candidates", total):
+            candidates = [candidate._replace(number=number) for number, candidate in enumerate(batch, tally.searched)]
+            for candidate in candidates:
+                tally.add(candidate)
+            if part is not None:
+                part.add(candidates)
     found = tally.found()
     if out is not None and part is not None:
         write_table(out, part.candidates(), found.best, found.front)
@@ -103,7 +112,7 @@ def search(question: Question, top: int, out: Path | None = None, processes: int
     return found
 
 
-def _evaluated(question: Question, choices: Iterator[Choice], processes: int) -> Iterator[Candidate]:
+def _evaluated(question: Question, choices: Iterator[Choice], processes: int) -> Generator[Candidate]:
     task = partial(evaluated, question)
     if processes > 1:
         yield from in_processes(task, batches(choices, BATCH), processes)

@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.collecting.ray_actors import check_ray
 from measuring.pending import idle_units, median_times
 from recipes.cluster.nodes_here import nodes_here
 from records.dataset_files import read_journal
@@ -38,6 +37,7 @@ from utils.errors import UserError
 from utils.locks import FOLDER_VARIABLE
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
+from utils.ray_cluster import check_packages
 
 log = get_logger("collector")
 CONFIG = """
@@ -140,7 +140,7 @@ def main() -> int:
     if args.rounds < 2:
         parser.error("--rounds: a second measurement needs at least 2")
     cli.start(args)
-    check_ray()
+    check_packages()
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise UserError("two actors need two cores, and this process may use one")

@@ -42,17 +42,19 @@ class NodesHere:
         self.address: str = self._cluster.address
         self.nodes: list[Any] = []
 
-    def add(self, cores: Sequence[int] = ()) -> None:
-        """Adds a node. With `cores`, all that runs there runs on these cores."""
+    def add(self, cores: Sequence[int] = (), **environment: str) -> Any:
+        """Adds a node, and returns it. With `cores`, all that runs there runs on these cores. `environment`: more variables."""
         place = self.folder / f"node{time.monotonic_ns()}"
         place.mkdir(parents=True)
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores or before)  # the node's processes inherit it
         try:
             self.nodes.append(self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, include_dashboard=False,
-                                                     env_vars={FOLDER_VARIABLE: str(place), "TMPDIR": str(self.folder)}))
+                                                     env_vars={FOLDER_VARIABLE: str(place), "TMPDIR": str(self.folder),
+                                                               **environment}))
         finally:
             os.sched_setaffinity(0, before)
+        return self.nodes[-1]
 
     def processes(self, begins: str, contains: str = "") -> list[psutil.Process]:
         """The processes of the nodes' actors, or what runs below them: those whose command line begins so, or contains that."""

@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 
-from benchmark.collecting.ray_actors import check_ray
 from recipes.cluster.nodes_here import ACTOR, WORKER, NodesHere, nodes_here
 from recipes.fuzz.kills import (
     Commands,
@@ -33,6 +32,7 @@ from recipes.fuzz.kills import (
     started,
 )
 from recipes.fuzz.reporting import HANG_S, Outcome, titled
+from utils.ray_cluster import check_packages
 from utils.temporary import PREFIX, UNLOCKED_PREFIX
 
 CASES = 25
@@ -133,7 +133,7 @@ def interruption(what: str, prepared: Path, wanted: Counter[tuple[str, ...]], la
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
     """What comes of `count` kills, of each victim about as many."""
-    check_ray()
+    check_packages()
     hear_interrupts()
     shutil.rmtree(folder / "collector", ignore_errors=True)
     prepared, whole, temporary = (folder / "collector" / name for name in ("workspace", "whole", "temporary"))

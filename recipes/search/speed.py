@@ -2,9 +2,9 @@
 
 The networks are drawn from the space of inference/search/ofa.py. The earlier commit is checked out into a temporary folder, and
 predicts the same records with the predictors that it shipped. Each way gets the records in memory, in rounds that take turns.
-Their seconds are those of the processor, so other work on the machine changes them little. The first pass over the records
-meets new kernels, the second one none; a few other networks come before, so that the predictors are read. The earlier commit's
-answers hold its peak memory, which it estimated more simply.
+Their seconds are those of the processor, so other work on the machine changes them little. The user's cache is not used. The
+first pass over the records meets new kernels, the second one none; a few other networks come before, so that the predictors are
+read. The earlier commit's answers hold its peak memory, which it estimated more simply.
 
 Then the whole work of a search, which makes each record from the network's name and predicts latency and energy: in one process
 and in several, in rounds that take turns: by the clock, and what the ratio would be if each process had a core of its own, from
@@ -38,6 +38,7 @@ import psutil
 from inference.core.predictor import BATCH, Predictor, batches
 from inference.search import ofa
 from utils import cli
+from utils.cache_folder import OFF, VARIABLE
 from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.logger import get_logger
@@ -177,6 +178,7 @@ def main() -> int:
     parser.add_argument("--processes", type=cli.count, default=2, help="of a search with several (default: 2)")
     args = parser.parse_args()
     cli.start(args)
+    os.environ[VARIABLE] = OFF  # nothing kept from an earlier round, for any of the ways
     seconds: dict[str, list[list[float]]] = {name: [] for name in (args.before, *WAYS)}
     searches: dict[int, list[tuple[float, float]]] = {processes: [] for processes in sorted({1, args.processes})}
     loads = []

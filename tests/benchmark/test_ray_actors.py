@@ -156,7 +156,7 @@ def test_without_ray_the_requirement_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("address", "message"), [
     ("127.0.0.1:1", "--ray 127.0.0.1:1: no Ray cluster can be reached there; name HOST:PORT as"),
     ("nowhere", "--ray nowhere: no Ray cluster can be reached there"),
-    ("ray://here:10001", "start the collector on a node of the cluster, with --ray auto or")])
+    ("ray://here:10001", "run this on a node of the cluster, with --ray auto or")])
 def test_an_address_without_a_cluster(tmp_path: Path, address: str, message: str) -> None:
     needs("ray", "requirements-ray.txt")
     done = run_script("benchmark/collector.py", "--ray", address, "--workspace", tmp_path)

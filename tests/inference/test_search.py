@@ -25,6 +25,7 @@ from inference.core.chances import chance_within
 from inference.search import evaluating, ofa, results, searching
 from inference.search.best import Best, Front, hypervolume
 from inference.search.evaluating import Candidate, Limits, Question
+from inference.search.scores import read_scores, score_in
 from inference.search.searching import search
 from inference.search.spaces import space_of
 from recipes.search.exported import compared
@@ -200,6 +201,10 @@ def test_a_python_file_is_a_space(tmp_path: Path) -> None:
     assert table_of(tmp_path / "found.csv")[7]["error"] == found.first_error
     example = search(question(str(ROOT / "recipes/search/spaces/few_blocks.py"), 20), top=1)
     assert example.best[0].score == max(-sum(map(len, ofa.choice_of(name).stages)) for name in ofa.choices(20, seed=7))
+    for wrong in ('float("nan")', "None", '"high"'):
+        space.write_text(MY_SPACE.replace("-abs(choice - 3)", wrong))
+        assert "is no finite number" in search(question(str(space), 2), top=1).first_error
+    space.write_text(MY_SPACE)
     by_flops = search(question(str(space), 4, score="flops"), top=1)
     assert by_flops.searched == 4
     assert by_flops.best[0].score == by_flops.best[0].gflop
@@ -208,6 +213,44 @@ def test_a_python_file_is_a_space(tmp_path: Path) -> None:
         space.write_text(code)
         with pytest.raises(UserError, match=message):
             search(question(str(space), None), top=1)
+
+
+def test_scores_of_a_table_make_the_best_and_the_front(tmp_path: Path) -> None:
+    """Accuracies that say the opposite of operations; one network has none."""
+    first = search(question(count=12, limits=Limits(latency_ms=1.5)), 12, tmp_path / "first.csv")
+    assert len(first.best) > 5
+    accuracies = {one.model: 0.7 + 0.01 * place for place, one in enumerate(first.best)}
+    lacking = first.best[1].model
+    table = tmp_path / "accuracies.csv"
+    table.write_text("model,weights,score\n" + "".join(f"{name},1,{'' if name == lacking else score}\n"
+                                                      for name, score in accuracies.items()))
+    others = [name for name in ofa.choices(12) if name not in accuracies]
+    found = search(question(count=12, limits=Limits(latency_ms=1.5), score=str(table)), 3)
+    assert [one.model for one in found.best] == [one.model for one in reversed(first.best) if one.model != lacking][:3]
+    assert [one.score for one in found.best] == [accuracies[one.model] for one in found.best]
+    fastest = min((one for one in first.best if one.model != lacking), key=lambda one: one.latency_ms or 0.0)
+    assert found.front[0].model == fastest.model
+    assert found.front[-1].model == found.best[0].model
+    assert found.failed == 1 + len(others)
+    assert found.first_error.endswith("has no score in accuracies.csv")
+    by_search = question(count=12, limits=Limits(latency_ms=1.5), score=str(tmp_path / "first.csv"))  # has scores, too
+    assert search(by_search, 1).best[0].model == first.best[0].model
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("model,accuracy\na,1\n", "has no column score; a table of scores has a row per candidate, with the columns"),
+    ("model,score\na,good\n", "line 2: the score 'good' is no finite number"), ("model,score\na,nan\n", "no finite number"),
+    ("model,score\na,1\na,2\n", "line 3: a has another score above"), ("\x00", "no column")])
+def test_a_table_that_holds_no_scores(tmp_path: Path, text: str, message: str) -> None:
+    table = tmp_path / "scores.csv"
+    table.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_scores(table)
+
+
+def test_files_are_found_in_a_table_by_their_names() -> None:
+    assert score_in({"a.onnx": 1.0, "there/a.onnx": 2.0}, "here/a.onnx", "") == 1.0
+    assert score_in({"a.onnx": 1.0, "there/a.onnx": 2.0}, "there/a.onnx", "") == 2.0
 
 
 @pytest.mark.slow
@@ -255,6 +298,7 @@ def test_errors_of_the_command(tmp_path: Path) -> None:
     for arguments, code, message in (
             ("--space ofa --target nowhere", 1, "nowhere"), ("--space nowhere --target h200", 1, "no space to search"),
             ("--space ofa --chance 2", 2, "not between 0 and 1"),
+            ("--space ofa --score size", 2, "give own, flops, weights or a"),
             (f"--space ofa --target h200 --out {tmp_path}/found.txt", 1, "CSV or Parquet")):
         done = run_script("inference/search_models.py", *arguments.split())
         assert done.returncode == code

@@ -24,6 +24,7 @@ from inference.search import ofa
 from recipes.same_predictions.questions import CPU_WORKSPACE, RECORDS
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record
+from utils.cache_folder import VARIABLE
 from utils.errors import UserError
 from utils.files import unpack
 from utils.fingerprint import Flavour
@@ -181,6 +182,21 @@ def test_memory_does_not_grow() -> None:
 
     peak_bytes(8)  # what is read once
     assert peak_bytes(64) < 1.3 * peak_bytes(16)
+
+
+@pytest.mark.slow
+def test_streams_leave_the_users_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workspace: Workspace) -> None:
+    """Another search has other kernels, and would push out what commands ask for again. A CPU's models are predicted one by
+    one."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    predictor = Predictor(target=H200)
+    records = [ofa.make(name, CUDA) for name in ofa.choices(9, seed=987)]
+    list(predictor.predict_briefly(records[:4], energy=True, memory=True))
+    list(predictor.predict_stream(iter(records[4:8])))
+    list(Predictor(workspace, CPU, force=True).predict_briefly(records_of(workspace, "cpu")[:2]))
+    assert not (tmp_path / "cache").exists()
+    predictor.predict(records[8])
+    assert list((tmp_path / "cache").iterdir()), "a single prediction keeps its kernels' times"
 
 
 def test_what_is_wrong_is_said() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from utils import cache_folder
-from utils.cache_folder import kept_json, key_of, read_entry, write_entry
+from utils.cache_folder import keeping_no_json, kept_json, key_of, read_entry, write_entry
 
 
 @pytest.fixture
@@ -58,6 +58,13 @@ def test_json_is_made_once(folder: Path) -> None:
 
     assert [kept_json("k", make) for _ in range(3)] == [{"third": 1 / 3}] * 3
     assert len(made) == 1
+    with keeping_no_json():
+        kept_json("k", make)
+        kept_json("another", make)
+    assert len(made) == 3, "neither read"
+    assert read_entry("another") is None, "nor written"
+    assert kept_json("k", make) == {"third": 1 / 3}
+    assert len(made) == 3
 
 
 def test_what_was_not_used_for_longest_goes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
