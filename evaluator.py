@@ -3,7 +3,8 @@
 Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, either under the load
 that inference/config.yaml describes, or under the backgrounds of a collector's config, which it starts itself (--under-load).
 With --recorded it takes the measurements in the target's dataset instead. Prints one row per model, the errors, and the
-warnings of predictions; writes evaluation/<target>/evaluation.csv, .json and .png. Only evaluates; fits nothing.
+warnings of predictions; writes evaluation/<target>/evaluation.csv, .json and .png, and with --html a page to look at. Only
+evaluates; fits nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, EvaluationLoads
 from inference.evaluation.plot import Point
 from inference.evaluation.plot import draw as draw_points
 from inference.live.load import CONFIG_FILE, InferenceConfig
+from inference.reporting.evaluations import called, evaluation_page
 from utils import cli, files
 from utils.config import read_config
 from utils.locks import sole_writer
 from utils.logger import get_logger
+from utils.pages.rendering import write_page
 from utils.paths import ROOT
 from utils.timing import error_statistics
 
@@ -33,15 +36,14 @@ EXAMPLES = """
 python evaluator.py model_zoo/models/
 python evaluator.py resnet18.onnx --dim batch=1,4,16
 python evaluator.py trees.onnx --inputs rows.npz  # needs your own
-python evaluator.py --recorded  # needs measured models in the target's dataset
+python evaluator.py --recorded --html page.html  # needs measured models in the target's dataset
 python evaluator.py resnet18.onnx --dim batch=16 --under-load recipes/h200/live.yaml --probe  # needs a GPU
 """
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
     """Draws the plot of an evaluation."""
-    points = [Point(c.model + (f" ({' '.join(filter(None, (f'load {c.level:g}', c.background)))})" if c.level else ""),
-                    c.measured_ms, c.predicted_ms, c.held_out) for c in evaluation.comparisons]
+    points = [Point(called(c), c.measured_ms, c.predicted_ms, c.held_out) for c in evaluation.comparisons]
     predicted, strict, measured = zip(*((c.predicted_ms, c.strict_ms, c.measured_ms) for c in evaluation.comparisons),
                                       strict=True)
     draw_points(points, f"{evaluation.target}\n{len(points)} {'latency' if len(points) == 1 else 'latencies'}: mean error "
@@ -68,6 +70,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="whose predictors (default: this machine, or the only target with predictors)")
     parser.add_argument("--recorded", action="store_true",
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
+    cli.add_html(parser)
     cli.add_run_mode(parser)
     cli.add_load(parser, CONFIG_FILE)
     parser.add_argument("--under-load", type=Path, nargs="?", const=ROOT / "benchmark" / "config.yaml", metavar="CONFIG",
@@ -133,6 +136,8 @@ def main() -> int:
     folder = workspace.evaluation / evaluation.target
     with sole_writer(folder):
         write(evaluation, folder)
+    if args.html:
+        write_page(evaluation_page(evaluation), args.html)
     if args.json:
         cli.print_json(evaluation)
     else:

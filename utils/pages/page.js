@@ -79,8 +79,8 @@
       series: [{ type: "custom", encode: { x: [1, 2, 3], y: 0 }, data: plot.bars.map((bar, place) => [place, bar.value, bar.low, bar.high]),
         markLine: plot.limit ? { silent: true, symbol: "none", data: [{ xAxis: plot.limit.y, name: plot.limit.name }], lineStyle: { color: colour("bad"), width: 1.2, type: "dashed" }, label: { formatter: (mark) => mark.name, color: colour("bad"), position: "insideEndTop", rotate: 0 } } : undefined,
         renderItem: (_, api) => {
-          const place = api.value(0), bar = plot.bars[place], [x, y] = api.coord([bar.value, place]), from = api.coord([plot.axis.low, place])[0], children = [];
-          if (!log) children.push({ type: "rect", shape: { x: from, y: y - height / 2, width: x - from, height, r: [0, 3, 3, 0] }, style: { fill: clear(colour("c0"), 0.28) } });
+          const place = api.value(0), bar = plot.bars[place], [x, y] = api.coord([bar.value, place]), from = api.coord([Math.min(Math.max(0, plot.axis.low), plot.axis.high), place])[0], children = [];
+          if (!log) children.push({ type: "rect", shape: { x: Math.min(from, x), y: y - height / 2, width: Math.abs(x - from), height, r: x < from ? [3, 0, 0, 3] : [0, 3, 3, 0] }, style: { fill: clear(colour("c0"), 0.28) } });
           if (bar.low != null) {
             const [low, high] = [bar.low, bar.high].map((end) => api.coord([end, place])[0]), style = { stroke: colour("c0") };
             children.push(lineOf([[low, y], [high, y]], style), ...[low, high].map((end) => lineOf([[end, y - 4], [end, y + 4]], style)));
