@@ -56,7 +56,7 @@ def load_page(curve: LoadCurve, fitted: Fitted, limit_ms: float | None = None) -
                                  ("always busy", busy))]
     sizes = ", ".join(f"{name}={size}" for name, size in curve.dims.items())
     return Page("Latency over load", curve.model, answer, [" ".join(more)], facts,
-                [Section("Over the load", [curve_chart(curve, limit_ms), Table(rows, bar="p95 (ms)", most=30)])],
+                [Section("Over the load", [curve_chart(curve, limit_ms), Table(rows, most=30)])],
                 dict.fromkeys(curve.warnings, ()),
                 {"model": curve.model, **({"sizes": sizes} if sizes else {}), **target_basis(fitted),
                  **({"estimated operators": cli.first_of(curve.estimated_operators)} if curve.estimated_operators else {})})

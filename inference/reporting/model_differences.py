@@ -40,14 +40,16 @@ def _percent(share: float | None) -> str | None:
 def difference_page(difference: ModelDifference, fitted: Fitted, warned: Mapping[str, Sequence[str]]) -> Page:
     """The page of two models; `warned`: what the prediction of each warns of, by A and B."""
     a, b = difference.a, difference.b
-    answer, *more = map(sentence, said_of_difference(difference))
+    names = f"A = {a.model}, B = {b.model}"
+    answer, *more = (sentence(line.removeprefix(f"{names}: ")) for line in said_of_difference(difference))
     rows = difference_rows(difference)
     warnings = {text: [name for name, texts in warned.items() if text in texts] for texts in warned.values() for text in texts}
     latencies = [Bar(f"{name}: {one.model}", one.latency_ms, *one.interval_ms, "a rough estimate" if one.rough_estimate else "")
                  for name, one in (("A", a), ("B", b))]
     shift = [Bar(row["operator"], row["B - A (ms)"], note=row["what explains it"]) for row in rows if row["B - A (ms)"]]
     return Page(
-        "Two models compared", f"{a.model} and {b.model}", answer, more, [_fact("A", a), _fact("B", b), _ratio(difference)],
+        "Two models compared", f"{a.model} and {b.model}", answer, [f"{names}.", *more],
+        [_fact("A", a), _fact("B", b), _ratio(difference)],
         [Section("Latency, with its interval", [Bars("Latency", axis_for("ms", [a.latency_ms, b.latency_ms]), latencies)]),
          Section("Operator by operator", [Bars("How much longer B takes", Axis("ms", zero=True), shift[:12]),
                                           Table(rows, "All of the difference", most=30)],

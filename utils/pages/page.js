@@ -50,7 +50,7 @@
       series.push({ type: one.line ? "line" : "scatter", name: one.name, id: `s${number}`, data: points, symbol: "circle", symbolSize: one.line ? 6 : 8, showSymbol: one.x.length <= 40, z: 3,
                     color: paint, lineStyle: { width: 2, type: one.dash || "solid" }, itemStyle: one.line ? {} : { opacity: 0.8, borderColor: colour("ground"), borderWidth: 1 },
                     ...(number === 0 && plot.limits.length ? { markLine: { silent: true, symbol: "none", data: plot.limits.map(limit), lineStyle: { color: colour("bad"), width: 1.2, type: "dashed" },
-                      label: { formatter: (mark) => mark.name, position: "insideEndTop", color: colour("bad"), fontSize: 12 } } } : {}) });
+                      label: { formatter: (mark) => mark.name, position: "insideEndTop", color: colour("bad"), fontSize: 12, backgroundColor: clear(colour("ground"), 0.8), padding: [1, 4] } } } : {}) });
     });
     const told = (mark) => {
       const one = plot.series[Number(mark.seriesId.slice(1))], place = mark.dataIndex;
@@ -192,7 +192,7 @@
       all.textContent = `Show all ${rows.length} rows`;
     };
     heads.forEach((head, place) => {
-      const numeric = rows.every((row) => typeof key(row, place) === "number" || !row.cells[place].textContent.trim());
+      const numeric = rows.every((row) => !row.cells[place].classList.contains("words")) && rows.every((row) => typeof key(row, place) === "number" || !row.cells[place].textContent.trim());
       if (numeric && place) { head.classList.add("number"); for (const row of rows) row.cells[place].classList.add("number"); }
       head.firstElementChild.addEventListener("click", () => {
         const falling = head.ariaSort ? head.ariaSort === "ascending" : numeric;
