@@ -23,6 +23,7 @@ from utils.errors import UserError
 from utils.pages.page import Fact, Grid, Page, Section, Table
 from utils.pages.rendering import write_page
 
+MOST = 30  # operators of the page's grid
 FEW = 5  # kernels of an operator: with fewer it is named on the page
 EXAMPLES = """
 python benchmark/dataset_coverage.py
@@ -52,8 +53,10 @@ def coverage_page(coverage: DatasetCoverage, header: DatasetHeader) -> Page:
              Fact("failed", str(failed), "", "no idle measurement went well", "bad" if failed else ""),
              Fact("unsteady", str(unsteady), "", "measured while the machine was unsteady", "doubtful" if unsteady else ""),
              Fact("models", str(coverage.models), "", f"of {coverage.families} families")]
-    grid = Grid("Measured kernels", "operator", "bytes that a kernel reads and writes", [row.operator for row in shown],
-                coverage.sizes, [[count or None for count in row.by_size] for row in shown])
+    most = shown[:MOST]
+    grid = Grid("Measured kernels" if len(most) == len(shown) else f"Measured kernels of the {MOST} operators that have the most",
+                "operator", "bytes that a kernel reads and writes", [row.operator for row in most], coverage.sizes,
+                [[count or None for count in row.by_size] for row in most])
     loads = [{"level": load.level, "background": load.background or ("idle" if not load.level else "the stressor's default"),
               "kernels": load.kernels, "models": load.models} for load in coverage.loads]
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items()) if machine else ""

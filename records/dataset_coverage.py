@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from records.dataset_files import DatasetHeader, DatasetKernel, idle_rows, run_ms
+from records.dataset_tables import UNFINISHED
 from records.operators import operator_row
 from utils.frozen import Frozen
 
@@ -30,7 +31,7 @@ class OperatorCoverage(Frozen):
         unsteady: of those measured, the ones whose every measurement was marked as unsteady.
         in_models: of the described ones, those that a model holds; the others were sampled.
         by_size: of those measured, by the bytes that they read and write: the classes are `DatasetCoverage.sizes`.
-        least_ms, most_ms: idle times; None where nothing was measured.
+        least_ms, most_ms: idle times, of the dataset's first label; None where nothing was measured.
     """
 
     operator: str
@@ -88,12 +89,13 @@ def coverage_of(header: DatasetHeader, kernels: Iterable[DatasetKernel], times: 
     """
     idle = times[times["Level"] == 0]
     ok = idle[idle["Status"] == "ok"]
-    ok = ok.assign(run_ms=run_ms(ok, header.target.flavour.device))
-    ok = ok[np.isfinite(ok["run_ms"])]
-    typical_ms: dict[str, float] = ok.groupby("Kernel_ID")["run_ms"].median().to_dict()
+    label = header.labels[0]  # without it a kernel counts as not measured
+    ok = ok.assign(ms=run_ms(ok, header.target.flavour.device) if label == "run" else ok[f"{label}_ms"])
+    ok = ok[np.isfinite(ok["ms"])]
+    typical_ms: dict[str, float] = ok.groupby("Kernel_ID")["ms"].median().to_dict()
     marked = ok["Unsteady"].fillna("") if "Unsteady" in ok.columns else ok["Kernel_ID"].map(lambda _: "")
     steady = set(ok["Kernel_ID"][marked == ""])
-    tried = set(idle["Kernel_ID"][idle["Status"] != "unfinished"])
+    tried = set(idle["Kernel_ID"][idle["Status"] != UNFINISHED])
     of_operator: dict[str, list[DatasetKernel]] = {}
     for described in kernels:
         name = described.kernel.op_type
