@@ -54,9 +54,9 @@ def coverage_page(coverage: DatasetCoverage, header: DatasetHeader) -> Page:
              Fact("unsteady", str(unsteady), "", "measured while the machine was unsteady", "doubtful" if unsteady else ""),
              Fact("models", str(coverage.models), "", f"of {coverage.families} families")]
     most = shown[:MOST]
-    grid = Grid("Measured kernels" if len(most) == len(shown) else f"Measured kernels of the {MOST} operators that have the most",
-                "operator", "bytes that a kernel reads and writes", [row.operator for row in most], coverage.sizes,
-                [[count or None for count in row.by_size] for row in most])
+    which = "" if len(most) == len(shown) else f" of the {MOST} operators that have the most"
+    grid = Grid(f"Measured kernels{which}", "operator", "bytes that a kernel reads and writes",
+                [row.operator for row in most], coverage.sizes, [[count or None for count in row.by_size] for row in most])
     loads = [{"level": load.level, "background": load.background or ("idle" if not load.level else "the stressor's default"),
               "kernels": load.kernels, "models": load.models} for load in coverage.loads]
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items()) if machine else ""
