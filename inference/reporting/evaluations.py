@@ -38,7 +38,7 @@ def evaluation_page(evaluation: Evaluation) -> Page:
         "Predicted and measured", f"{len({row.model for row in rows})} models on {evaluation.target}",
         f"{many} on {evaluation.target}: predictions err by {mean:.1%} on the mean.",
         ["An error is predicted / measured − 1, its mean that of the sizes of errors."], facts,
-        [Section("Predicted against measured", [_scatter(rows)],
+        [Section("Predicted against measured", [scatter(rows)],
                  f"Points on the line are right; the band is ±{BAND:.0%}. Whiskers are 90 % intervals."),
          Section("The largest errors", [_worst(rows)]),
          Section("Errors by group", [Table(summary_table(evaluation.summaries))]),
@@ -61,7 +61,7 @@ def _ends(row: Comparison) -> tuple[float, float]:
     return row.interval_low_ms or row.predicted_ms, row.interval_high_ms or row.predicted_ms
 
 
-def _scatter(rows: Sequence[Comparison]) -> Chart:
+def scatter(rows: Sequence[Comparison]) -> Chart:
     """A point for each latency, with the interval of its prediction."""
     series = []
     for held_out, name in GROUPS:
