@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
     from inference.evaluation.comparison import Comparison, Evaluation
 
+MOST_ROWS, MOST_WARNINGS = 500, 100  # of a page, which stays below 2 MB
 WORST = 12  # models whose errors are drawn
 GROUPS = ((False, "families in the fit"), (True, "families in no fit"))
 
 
 def evaluation_page(evaluation: Evaluation) -> Page:
     """The page of an evaluation."""
-    rows = evaluation.comparisons
+    rows, models = evaluation.comparisons, len({row.model for row in evaluation.comparisons})
     errors = [abs(row.error) for row in rows]
     held = sum(low <= row.measured_ms <= high for row in rows for low, high in [_ends(row)]) / len(rows)
     near = sum(error <= BAND for error in errors) / len(rows)
@@ -33,16 +34,23 @@ def evaluation_page(evaluation: Evaluation) -> Page:
              Fact("inside their intervals", f"{100 * held:.0f}", "%", "of the latencies; 90 % were promised"),
              Fact("largest error", f"{100 * worst.error:+.1f}", "%", worst.model)]
     failures = [{"model": model, "why": why} for model, why in evaluation.failures.items()]
-    warnings = about(warned_of(rows), len({row.model for row in rows})) | dict.fromkeys(evaluation.warnings, ())
+    warned = warned_of(rows)  # the most frequent one first
+    warnings = dict.fromkeys(evaluation.warnings, ()) | about(dict(list(warned.items())[:MOST_WARNINGS]), models)
+    if len(warned) > MOST_WARNINGS:
+        warnings[f"{len(warned) - MOST_WARNINGS} rarer warnings are in evaluation.json only"] = ()
+    shown = sorted(rows, key=lambda row: -abs(row.error))[:MOST_ROWS] if len(rows) > MOST_ROWS else rows
+    left_out = "" if shown is rows else f"The {MOST_ROWS} of {len(rows)} with the largest errors; all are in evaluation.csv."
+    unseen = sum(row.held_out for row in rows)
     return Page(
-        "Predicted and measured", f"{len({row.model for row in rows})} models on {evaluation.target}",
+        "Predicted and measured", f"{models} models on {evaluation.target}",
         f"{many} on {evaluation.target}: predictions err by {mean:.1%} on the mean.",
-        ["An error is predicted / measured − 1, its mean that of the sizes of errors."], facts,
+        [f"{unseen} of them are of families that were in no fit. An error is predicted / measured − 1; the mean is that of "
+         "their sizes."], facts,
         [Section("Predicted against measured", [scatter(rows)],
                  f"Points on the line are right; the band is ±{BAND:.0%}. Whiskers are 90 % intervals."),
          Section("The largest errors", [_worst(rows)]),
          Section("Errors by group", [Table(summary_table(evaluation.summaries))]),
-         Section("Model by model", [Table(table(rows), "All latencies", most=30)]),
+         Section("Model by model", [Table(table(shown), "Latencies", most=30)], left_out),
          *([Section("Without a comparison", [Table(failures)])] if failures else [])],
         warnings,
         {"target": evaluation.target,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,10 @@ from command import run_script
 from conftest import Once, small_model
 from decoder_models import genai_folder
 
-from utils.pages.rendering import MOST_BYTES
+from inference.evaluation.comparison import Evaluation
+from inference.reporting.evaluations import MOST_ROWS, MOST_WARNINGS, evaluation_page
+from utils.pages.page import Table
+from utils.pages.rendering import MOST_BYTES, html_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -178,3 +182,22 @@ def test_an_evaluation(trained_workspace: Workspace, browser: Browser, tmp_path:
     assert column(page, 1, "model") == []
     field.fill("")
     assert len(column(page, 1, "model")) == len(rows)
+
+
+def test_a_page_of_thousands_of_latencies_stays_small(trained_workspace: Workspace) -> None:
+    """It has the largest errors and the most frequent warnings, and says what it leaves out. The plot has all."""
+    recorded = Evaluation.model_validate(printed("evaluator.py", "--workspace", trained_workspace.root, "--recorded"))
+    few = recorded.comparisons
+    many = [row.model_copy(update={"model": f"a_long_name_of_a_model_{place}@batch={place},sequence=512", "warnings": (
+        f"a warning about kernel Conv_112x112_in8x32x112x112-32x1x3x3-32_k3s1g32_fp32 and {place} others",)})
+        for place, row in ((place, few[place % len(few)]) for place in range(2000))]
+    page = evaluation_page(recorded.model_copy(update={"comparisons": tuple(many)}))
+    html = html_of(page, "python evaluator.py", datetime.now(UTC))
+    assert len(html.encode()) < MOST_BYTES
+    (section,) = (section for section in page.sections if section.title == "Model by model")
+    (table,) = section.pieces
+    assert section.text.startswith(f"The {MOST_ROWS} of 2000 with the largest errors")
+    assert isinstance(table, Table)
+    assert len(table.rows) == MOST_ROWS
+    assert max((abs(row.error), row.model) for row in many)[1] in {row["model"] for row in table.rows}
+    assert f"{2000 - MOST_WARNINGS} rarer warnings are in evaluation.json only" in html

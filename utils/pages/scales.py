@@ -70,7 +70,7 @@ def scale(axis: Axis, values: Iterable[float], ticks: Sequence[float] = ()) -> S
         return Scale(axis.title, True, low, high, tuple(ticks or log_ticks(low, high)))
     low, high = (min(low, 0.0), max(high, 0.0)) if axis.zero else (low, high)
     margin = MARGIN * ((high - low) or abs(high) or 1.0)
-    low, high = (low if axis.zero else low - margin), high + margin
+    low, high = (low if axis.zero and not low else low - margin), (high if axis.zero and not high else high + margin)
     return Scale(axis.title, False, low, high, tuple(ticks or linear_ticks(low, high)))
 
 

@@ -16,6 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 20, 60, 56  # margins of a chart; TOP with one ro
 ROW = 18  # height of a row of names
 NAMES, LINE = 220, 26  # of bars: the width of their names, and the height of each
 COLOURS = ("#2f6bc9", "#2a9187", "#d9962b", "#c8553d", "#7c5bbf", "#5d7f2e")  # page.css has the same, for light pages
+MANY = 300  # points of a series: more are drawn as one shape, without their names
 INK, MUTED, GRID, LIMIT = "#16191d", "#5d6670", "#e1e4e8", "#b3372b"
 DASHES = {"": "", "dashed": ' stroke-dasharray="7 4"', "dotted": ' stroke-dasharray="2 4"'}
 
@@ -134,8 +135,12 @@ def _series_parts(series: Series, colour: str, frame: _Frame) -> Iterator[str]:
             yield f'<polygon points="{_points([*lows, *reversed(highs)])}" fill="{colour}" fill-opacity="0.15"/>'
         yield f'<polyline points="{_points(places)}" fill="none" stroke="{colour}" stroke-width="2"{DASHES[series.dash]}/>'
     else:
-        for low, high in zip(lows, highs, strict=True):
-            yield _line(*low, *high, colour)
+        whiskers = "".join(f"M{x:.1f} {low:.1f}V{high:.1f}" for (x, low), (_, high) in zip(lows, highs, strict=True))
+        yield f'<path d="{whiskers}" stroke="{colour}" fill="none"/>'
+        if len(places) > MANY and not series.marked:
+            dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
+            yield f'<path d="{dots}" stroke="{colour}" stroke-width="7" stroke-linecap="round" stroke-opacity="0.7"/>'
+            return
     labels = series.labels or [series.name] * len(places)
     for place, ((x, y), label) in enumerate(zip(places, labels, strict=True)):
         title = f"<title>{escape(label)}: {series.y[place]:.4g}</title>"
