@@ -46,7 +46,13 @@ class OperatorCoverage(Frozen):
 
 
 class LoadCoverage(Frozen):
-    """What was measured at one level under one background: numbers of kernels and models."""
+    """What was measured at one load.
+
+    Attributes:
+        level: share of the time for which the stressor was busy; 0 is idle.
+        background: the stressor's work, by its name in the dataset; "" is idle, or the only one.
+        kernels, models: how many were measured well.
+    """
 
     level: float
     background: str

@@ -41,11 +41,12 @@ def evaluation_page(evaluation: Evaluation) -> Page:
     shown = sorted(rows, key=lambda row: -abs(row.error))[:MOST_ROWS] if len(rows) > MOST_ROWS else rows
     left_out = "" if shown is rows else f"The {MOST_ROWS} of {len(rows)} with the largest errors; all are in evaluation.csv."
     unseen = sum(row.held_out for row in rows)
+    said = f"{unseen} of them are of families that are in no fit." if unseen else (
+        "All are of families that are in the fit, so models of others may err by more.")
     return Page(
         "Predicted and measured", f"{models} models on {evaluation.target}",
         f"{many} on {evaluation.target}: predictions err by {mean:.1%} on the mean.",
-        [f"{unseen} of them are of families that were in no fit. An error is predicted / measured − 1; the mean is that of "
-         "their sizes."], facts,
+        [f"{said} An error is predicted / measured − 1; the mean is that of their sizes."], facts,
         [Section("Predicted against measured", [scatter(rows)],
                  f"Points on the line are right; the band is ±{BAND:.0%}. Whiskers are 90 % intervals."),
          Section("The largest errors", [_worst(rows)]),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from utils.paths import Workspace
 
-pytestmark = [pytest.mark.slow, pytest.mark.measuring]
+pytestmark = pytest.mark.slow
 
 H200 = ("--target", "nvidia-h200")
 

@@ -47,7 +47,7 @@
         series.push({ type: "custom", silent: true, data: one.x.map((at, place) => [at, one.low[place], one.high[place]]), clip: true, z: 1, renderItem: (_, api) =>
           lineOf([api.coord([api.value(0), api.value(1)]), api.coord([api.value(0), api.value(2)])], { stroke: clear(paint, 0.45) }) });
       }
-      series.push({ type: one.line ? "line" : "scatter", name: one.name, id: `s${number}`, data: points, symbol: "circle", symbolSize: one.line ? 6 : 8, showSymbol: one.x.length <= 40, z: 3,
+      series.push({ type: one.line ? "line" : "scatter", name: one.name, id: `s${number}`, data: points, symbol: "circle", symbolSize: one.line ? 6 : one.x.length > 300 ? 5 : 8, showSymbol: one.x.length <= 40, z: 3,
                     color: paint, lineStyle: { width: 2, type: one.dash || "solid" }, itemStyle: one.line ? {} : { opacity: 0.8, borderColor: colour("ground"), borderWidth: 1 },
                     ...(number === 0 && plot.limits.length ? { markLine: { silent: true, symbol: "none", data: plot.limits.map(limit), lineStyle: { color: colour("bad"), width: 1.2, type: "dashed" },
                       label: { formatter: (mark) => mark.name, position: "insideEndTop", color: colour("bad"), fontSize: 12, backgroundColor: clear(colour("ground"), 0.8), padding: [1, 4] } } } : {}) });
