@@ -3,13 +3,16 @@
 Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, either under the load
 that inference/config.yaml describes, or under the backgrounds of a collector's config, which it starts itself (--under-load).
 With --recorded it takes the measurements in the target's dataset instead. Prints one row per model, the errors, and the
-warnings of predictions; writes evaluation/<target>/evaluation.csv, .json and .png. Only evaluates; fits nothing.
+warnings of predictions; writes evaluation/<target>/evaluation.csv, .json and .png (.svg without matplotlib), and with --html a
+page to look at. Only evaluates; fits nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmark.collecting.config import CollectorConfig
@@ -19,10 +22,13 @@ from inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, EvaluationLoads
 from inference.evaluation.plot import Point
 from inference.evaluation.plot import draw as draw_points
 from inference.live.load import CONFIG_FILE, InferenceConfig
+from inference.reporting.evaluations import called, evaluation_page, scatter
 from utils import cli, files
 from utils.config import read_config
 from utils.locks import sole_writer
 from utils.logger import get_logger
+from utils.pages.plot_files import write_plot
+from utils.pages.rendering import write_page
 from utils.paths import ROOT
 from utils.timing import error_statistics
 
@@ -33,29 +39,36 @@ EXAMPLES = """
 python evaluator.py model_zoo/models/
 python evaluator.py resnet18.onnx --dim batch=1,4,16
 python evaluator.py trees.onnx --inputs rows.npz  # needs your own
-python evaluator.py --recorded  # needs measured models in the target's dataset
+python evaluator.py --recorded --html page.html  # needs measured models in the target's dataset
 python evaluator.py resnet18.onnx --dim batch=16 --under-load recipes/h200/live.yaml --probe  # needs a GPU
 """
 
 
-def draw(evaluation: Evaluation, path: Path) -> None:
-    """Draws the plot of an evaluation."""
-    points = [Point(c.model + (f" ({' '.join(filter(None, (f'load {c.level:g}', c.background)))})" if c.level else ""),
-                    c.measured_ms, c.predicted_ms, c.held_out) for c in evaluation.comparisons]
+def draw(evaluation: Evaluation, folder: Path) -> Path:
+    """Draws the plot of an evaluation, as a PNG; as an SVG where matplotlib is not installed. Returns its path."""
+    points = [Point(called(c), c.measured_ms, c.predicted_ms, c.held_out) for c in evaluation.comparisons]
     predicted, strict, measured = zip(*((c.predicted_ms, c.strict_ms, c.measured_ms) for c in evaluation.comparisons),
                                       strict=True)
-    draw_points(points, f"{evaluation.target}\n{len(points)} {'latency' if len(points) == 1 else 'latencies'}: mean error "
-                        f"{error_statistics(predicted, measured).mape:.1%}, all kernels predicted "
-                        f"{error_statistics(strict, measured).mape:.1%}", path)
+    title = (f"{evaluation.target}\n{len(points)} {'latency' if len(points) == 1 else 'latencies'}: mean error "
+             f"{error_statistics(predicted, measured).mape:.1%}, all kernels predicted "
+             f"{error_statistics(strict, measured).mape:.1%}")
+    if find_spec("matplotlib") is None:
+        path = folder / "evaluation.svg"
+        write_plot([scatter(evaluation.comparisons)], path, title)
+    else:
+        path = folder / "evaluation.png"
+        draw_points(points, title, path)
+    return path
 
 
-def write(evaluation: Evaluation, folder: Path) -> None:
-    """Writes the CSV, the JSON and the plot of an evaluation. Warnings, which are sentences, are only in the JSON."""
+def write(evaluation: Evaluation, folder: Path) -> list[str]:
+    """Writes the CSV, the JSON and the plot of an evaluation; returns their names. Warnings, which are sentences, are only in
+    the JSON."""
     columns = [name for name in Comparison.model_fields if name != "warnings"]
     rows = [comparison.model_dump(include=set(columns)) for comparison in evaluation.comparisons]
     files.write_csv(folder / "evaluation.csv", columns, rows)
     files.write_json(folder / "evaluation.json", evaluation.model_dump(mode="json"))  # for people: without a digest
-    draw(evaluation, folder / "evaluation.png")
+    return ["evaluation.csv", "evaluation.json", draw(evaluation, folder).name]
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -68,6 +81,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="whose predictors (default: this machine, or the only target with predictors)")
     parser.add_argument("--recorded", action="store_true",
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
+    cli.add_html(parser)
     cli.add_run_mode(parser)
     cli.add_load(parser, CONFIG_FILE)
     parser.add_argument("--under-load", type=Path, nargs="?", const=ROOT / "benchmark" / "config.yaml", metavar="CONFIG",
@@ -106,14 +120,14 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--under-load: one file of metrics can't describe several loads; leave --metrics out")
 
 
-def report(evaluation: Evaluation, folder: Path) -> None:
-    """Logs what predictions warn of, what was written to `folder`, and the models that failed."""
+def report(evaluation: Evaluation, folder: Path, written: Sequence[str]) -> None:
+    """Logs what predictions warn of, the files that were written to `folder`, and the models that failed."""
     warned = warned_of(evaluation.comparisons)
     for warning in list(warned)[:TOLD_WARNINGS]:
         log.warning("%s: %s", cli.first_of(warned[warning]), warning)
     if len(warned) > TOLD_WARNINGS:
         log.warning("%d more warnings are in evaluation.json", len(warned) - TOLD_WARNINGS)
-    log.info("load %s; written to %s: evaluation.csv, evaluation.json, evaluation.png", evaluation.load, folder)
+    log.info("load %s; written to %s: %s", evaluation.load, folder, ", ".join(written))
     if evaluation.failures:
         log.error("%d failed: %s", len(evaluation.failures), ", ".join(evaluation.failures))
 
@@ -132,14 +146,16 @@ def main() -> int:
         static=args.static)
     folder = workspace.evaluation / evaluation.target
     with sole_writer(folder):
-        write(evaluation, folder)
+        written = write(evaluation, folder)
+    if args.html:
+        write_page(evaluation_page(evaluation), args.html)
     if args.json:
         cli.print_json(evaluation)
     else:
         cli.print_table(table(evaluation.comparisons), f"{evaluation.target}, {evaluation.way}, {evaluation.source}")
         print()
         cli.print_table(summary_table(evaluation.summaries), "errors")
-    report(evaluation, folder)
+    report(evaluation, folder, written)
     return 1 if evaluation.failures else 0
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inference.core.answers import Prediction
+    from inference.core.answers import Prediction, Predictions
     from inference.core.energy import EnergyPrediction
     from inference.core.missing_kernels import measure_missing
     from inference.core.model_run import PredictedRun
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from inference.llm.predicting import predict_language_model
     from inference.sharing.shared_models import check_slo, highest_busy_share
 
-__all__ = ["EnergyPrediction", "LlmPrediction", "PredictedRun", "Prediction", "Predictor", "Watch", "check_slo",
+__all__ = ["EnergyPrediction", "LlmPrediction", "PredictedRun", "Prediction", "Predictions", "Predictor", "Watch", "check_slo",
            "highest_busy_share", "measure_missing", "predict", "predict_language_model"]
 MODULES = {
     "EnergyPrediction": "core.energy",
     "LlmPrediction": "llm.answers",
     "PredictedRun": "core.model_run",
     "Prediction": "core.answers",
+    "Predictions": "core.answers",
     "Predictor": "core.predictor",
     "Watch": "live.watch",
     "check_slo": "sharing.shared_models",

@@ -4,7 +4,8 @@ A card is named as in records/gpus.yaml (or by a file with one's own). Where pre
 Hase, they predict; any other card is predicted from its data sheet, which the column `from` says; `this` is this machine.
 Prices are a YAML file of names and prices per hour, in any currency. Rows are sorted by cost, or by latency without prices; a
 card whose memory is too small comes last. With --slo-ms, a column says how likely the latency meets it, by the prediction's
-interval. Prints a table, and draws latency against cost with --plot.
+interval. Prints a table, draws latency against cost with --plot, and
+makes a page of both with --html.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ from inference.core.energy import EnergyPrediction
 from inference.core.from_data_sheet import CardPredictors
 from inference.core.predictor import Predictor
 from inference.core.targets import predictor_folders
+from inference.reporting.devices import device_chart, devices_page
 from records.gpu_catalogue import gpu_named
 from runtimes.analysis import own_sizes
-from utils import cli, files
+from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
 from utils.fingerprint import FROM_SHEET, slug
-from utils.lazy import matplotlib
 from utils.logger import get_logger
+from utils.pages.plot_files import write_plot
+from utils.pages.rendering import write_page
 from utils.paths import Workspace
 
 log = get_logger("compare")
 THIS = "this"
 EXAMPLES = """
 python inference/compare_devices.py --model resnet18.onnx --dim batch=1,8,32 --gpus h200,h100,a100,l4,l40s,rtx-4090
+python inference/compare_devices.py --model resnet18.onnx --gpus h200,l4,t4 --slo-ms 10 --html page.html
 python inference/compare_devices.py --model resnet18.onnx --gpus h100,l4 --slo-ms 10 --prices prices.yaml  # needs your prices
 """
 
@@ -86,34 +90,11 @@ def row(name: str, prediction: Prediction, energy: EnergyPrediction | None, sour
             "from": source, "rough estimate": "yes" if prediction.rough_estimate else "no"}
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str, limit_ms: float | None) -> None:
-    """Draws latency with its interval against the cost of a million items, or against throughput where there are no prices."""
-    matplotlib.use("Agg")
-    figure, axes = matplotlib.pyplot.subplots(figsize=(8, 5), layout="constrained")
-    across = "a million items" if any("a million items" in line for line in rows) else "items/s"
-    shown = [line for line in rows if line.get(across) and line["fits"] != "no"]
-    for device in dict.fromkeys(line["device"] for line in shown):
-        points = [line for line in shown if line["device"] == device]
-        latency = [line["latency (ms)"] for line in points]
-        off = [[line["latency (ms)"] - line["low (ms)"] for line in points],
-               [line["high (ms)"] - line["latency (ms)"] for line in points]]
-        axes.errorbar([line[across] for line in points], latency, off, marker="o", capsize=3, label=device,
-                      linestyle="-" if points[0]["from"] == "measured card" else "--")
-    if limit_ms:
-        axes.axhline(limit_ms, color="0.2", linewidth=1, label=f"SLO {limit_ms:g} ms")
-    axes.set(xscale="log", yscale="log", xlabel=across if across == "items/s" else "cost of a million items",
-             ylabel="predicted latency (ms)", title=f"{title}\n(dashed: from the data sheet, never measured)")
-    axes.grid(color="0.9")
-    figure.legend(loc="outside right upper")
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150)
-    matplotlib.pyplot.close(figure)
-
-
 def compare(predictors: Mapping[str, Predictor], model: Path, sizes: Sequence[Mapping[str, int]], prices: Mapping[str, float],
-            limit_ms: float | None, host_pace: float | None) -> list[dict[str, Any]]:
-    """A line for each device and each of the sizes, the cheapest (or else fastest) first, those that do not fit last."""
-    rows, said = [], set[str]()
+            limit_ms: float | None, host_pace: float | None) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
+    """A line for each device and each of the sizes, the cheapest (or else fastest) first, those that do not fit last; and the
+    devices that each warning concerns."""
+    rows, warned = [], dict[str, list[str]]()
     for name, predictor in cli.progress(list(predictors.items()), "devices"):
         try:
             _ = predictor.learned_energy
@@ -126,11 +107,13 @@ def compare(predictors: Mapping[str, Predictor], model: Path, sizes: Sequence[Ma
             run = predictor.run(model, dims=dims, host_pace=pace)
             energy = predictor.energy(run) if energy_known else None
             for warning in (*run.prediction.warnings, *(energy.warnings if energy else ())):
-                if warning not in said:
+                if warning not in warned:
                     log.warning("%s: %s", name, warning)
-                said.add(warning)
+                if name not in warned.setdefault(warning, []):
+                    warned[warning].append(name)
             rows.append(row(name, run.prediction, energy, source_of(predictor), prices.get(name), limit_ms))
-    return sorted(rows, key=lambda line: (line["fits"] == "no", line.get("a million items") or math.inf, line["latency (ms)"]))
+    return sorted(rows, key=lambda line: (
+        line["fits"] == "no", line.get("a million items") or math.inf, line["latency (ms)"])), warned
 
 
 def names(text: str) -> list[str]:
@@ -151,7 +134,8 @@ def main() -> int:
     parser.add_argument("--prices", type=Path, metavar="FILE", help="YAML: prices per hour by the devices' names")
     parser.add_argument("--host-pace", type=cli.positive, metavar="RATIO",
                         help="how many times as long as usual the GPUs' host takes to dispatch")
-    parser.add_argument("--plot", type=cli.plot_file, metavar="FILE", help="draw it: a .png, .svg or .pdf")
+    parser.add_argument("--plot", type=cli.plot_file, metavar="FILE", help="draw it: an .svg, .png or .pdf")
+    cli.add_html(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
     prices = read_config(args.prices, Prices).root if args.prices else {}
@@ -159,9 +143,12 @@ def main() -> int:
         raise UserError(f"{args.prices}: no price of {', '.join(missing)}; it has {', '.join(prices) or 'none'}")
     model = workspace.find_model(args.model)
     predictors = {name: Predictor(workspace, target_of(name, workspace)) for name in args.gpus}
-    rows = compare(predictors, model, own_sizes(model, cli.parse_dims(args.dim)), prices, args.slo_ms, args.host_pace)
+    rows, warned = compare(predictors, model, own_sizes(model, cli.parse_dims(args.dim)), prices, args.slo_ms, args.host_pace)
     if args.plot:
-        draw(rows, args.plot, model.stem, args.slo_ms)
+        write_plot([device_chart(rows, args.slo_ms)], args.plot, f"{model.stem}\ndashed: from the data sheet, never measured")
+    if args.html:
+        write_page(devices_page(model, rows, {name: predictor.fitted for name, predictor in predictors.items()}, warned,
+                                args.slo_ms), args.html)
     cli.print_rows(rows, args.json, f"{model.stem} on {len(predictors)} devices")
     return 0
 

@@ -2,7 +2,8 @@
 
 Reads the model and what training learned for the target, above all how its GPU is shared. Only the share of the time varies for
 which the background is busy while the model is idle; its waits are those next to an average background among those measured,
-and its cycle is their median. Prints a table; writes it to --out and draws it to --plot.
+and its cycle is their median. Prints a table; writes it to --out, draws it
+to --plot, with the 90 % interval of p95, and makes a page of it with --html.
 """
 
 from __future__ import annotations
@@ -14,38 +15,20 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from inference.core.predictor import POINTS, Predictor
-from inference.sharing.shared_models import LoadCurve, LoadPoint
+from inference.reporting.load_curves import curve_chart, load_page
+from inference.sharing.shared_models import LoadPoint
 from utils import cli, files
-from utils.lazy import matplotlib
 from utils.logger import get_logger
+from utils.pages.plot_files import write_plot
+from utils.pages.rendering import write_page
 
 EXAMPLES = """
 python inference/load_curve.py --model resnet18.onnx --target nvidia-h200
 python inference/load_curve.py --model resnet18.onnx --target nvidia-h200 --dim batch=8 --out curve.csv
-python inference/load_curve.py --model resnet18.onnx --target nvidia-h200 --plot curve.png --slo-ms 5
+python inference/load_curve.py --model resnet18.onnx --target nvidia-h200 --plot curve.svg --slo-ms 5 --html page.html
 """
 
 log = get_logger("load_curve")
-
-
-def draw(curve: LoadCurve, path: Path, slo_ms: float | None = None) -> None:
-    """Draws the curve, with a line at `slo_ms`."""
-    matplotlib.use("Agg")
-    shares = [100 * point.busy_share for point in curve.points]
-    figure, axes = matplotlib.pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for name, label, style in (("p99_ms", "p99", ":"), ("p95_ms", "p95", "--"), ("mean_ms", "mean", "-"),
-                               ("p50_ms", "p50", "-.")):
-        axes.plot(shares, [getattr(point, name) for point in curve.points], style, label=label)
-    if slo_ms is not None:
-        axes.axhline(slo_ms, color="0.2", linewidth=1, label=f"SLO {slo_ms:g} ms")
-    axes.set(xlim=(0, 100), xlabel="time for which the background is busy (%)", ylabel="predicted latency (ms)",
-             title=f"{curve.model}\n{curve.target}{' (a rough estimate)' if curve.rough_estimate else ''}")
-    axes.set_ylim(bottom=0)
-    axes.grid(color="0.9")
-    figure.legend(loc="outside right upper")
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150)
-    matplotlib.pyplot.close(figure)
 
 
 def main() -> int:
@@ -57,14 +40,15 @@ def main() -> int:
     parser.add_argument("--points", type=cli.count, default=POINTS, metavar="N",
                         help=f"loads, from idle to always busy (default: {POINTS})")
     parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="write the curve as CSV")
-    parser.add_argument("--plot", type=cli.plot_file, metavar="FILE", help="draw it: a .png, .svg or .pdf")
-    parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="a line at this latency in the plot")
+    parser.add_argument("--plot", type=cli.plot_file, metavar="FILE", help="draw it: an .svg, .png or .pdf")
+    cli.add_html(parser)
+    parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="a line at this latency in the plot and on the page")
     cli.add_trust(parser)
     args = parser.parse_args()
     if args.points < 2:
         parser.error("--points: two at least, idle and always busy")
-    if args.slo_ms and not args.plot:
-        parser.error("--slo-ms is a line in the plot: it goes with --plot FILE")
+    if args.slo_ms and not (args.plot or args.html):
+        parser.error("--slo-ms is a line in the plot: it goes with --plot FILE or --html FILE")
     workspace = cli.start(args)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
     curve = predictor.curve(args.model, args.points, dims=cli.one_size_dims(args.dim), static=args.static)
@@ -74,7 +58,10 @@ def main() -> int:
     if args.out:
         files.write_csv(args.out, [*LoadPoint.model_fields, "rough_estimate"], rows)
     if args.plot:
-        draw(curve, args.plot, args.slo_ms)
+        rough = " (a rough estimate)" if curve.rough_estimate else ""
+        write_plot([curve_chart(curve, args.slo_ms)], args.plot, f"{curve.model}\n{curve.target}{rough}")
+    if args.html:
+        write_page(load_page(curve, predictor.fitted, args.slo_ms), args.html)
     if args.json:
         cli.print_json(curve)
     else:

@@ -9,8 +9,8 @@ memory, the largest batch and the longest context that fit, and joules per token
 onnxruntime-genai makes its cache for max_length tokens before the first run, and the config's max_length is the longest context
 of the model: what one runs out of memory by. --max-length says how many.
 
---sweep predicts batches × prompts, one line each; those that are not named take a grid. --csv writes every number, and --plot
-draws times and tokens per second over the batch.
+--sweep predicts batches × prompts, one line each; those that are not named take a grid. --csv writes every number, --plot
+draws times and tokens per second over the batch, and --html makes a page of it.
 
 On a machine that is the target, --measure-missing first measures the model's kernels: the prompt's, and a token's at three
 lengths of the cache, between which times are interpolated.
@@ -36,10 +36,13 @@ from inference.core.predictor import Predictor
 from inference.core.run_modes import AS_USUAL
 from inference.llm.language_model import LanguageModel, language_model
 from inference.llm.predicting import measure_missing, predict_requests
-from inference.llm.report import draw, print_answers, write_table
+from inference.llm.report import print_answers, write_table
 from inference.llm.requests import Request, request_for
+from inference.reporting.language_models import requests_page, sweep_charts
 from utils import cli
 from utils.logger import get_logger
+from utils.pages.plot_files import write_plot
+from utils.pages.rendering import write_page
 
 if TYPE_CHECKING:
     from inference.llm.answers import LlmPrediction
@@ -51,8 +54,8 @@ EXAMPLES = """
 python inference/predict_llm.py --model llama-int4/ --prompt 1024 --generate 256 --batch 1,8 --target nvidia-h200
 python inference/predict_llm.py --model llama-int4/ --prompt 1024 --generate 256 --max-length 1280 --target nvidia-h200 --json
 python inference/predict_llm.py --model llama-int4/ --ttft-ms 200 --tpot-ms 20 --batch 16 --target nvidia-h200
-python inference/predict_llm.py --model llama-int4/ --sweep --csv sweep.csv --plot sweep.png --target nvidia-h200
-python inference/predict_llm.py --model llama-int4/ --sweep --batch 1,4,16 --prompt 512,4096 --target nvidia-h200
+python inference/predict_llm.py --model llama-int4/ --sweep --csv sweep.csv --plot sweep.svg --target nvidia-h200
+python inference/predict_llm.py --model llama-int4/ --sweep --batch 1,4,16 --prompt 512,4096 --target h200 --html page.html
 python inference/predict_llm.py --model decoder.onnx --prompt 512 --generate 128 --target nvidia-h200  # needs your own
 python inference/predict_llm.py --model prefill.onnx --decode-model decode.onnx --target nvidia-h200  # needs your own pair
 python inference/predict_llm.py --model llama-int4-cpu/ --prompt 128 --generate 64 --measure-missing  # on this CPU
@@ -80,7 +83,8 @@ def options() -> argparse.ArgumentParser:
                         help=f"one line for each batch and prompt (default: batches {', '.join(map(str, BATCHES))}; prompts "
                              f"{', '.join(map(str, PROMPTS))}, as far as the model's context allows)")
     parser.add_argument("--csv", type=cli.out_file, metavar="FILE", help="write every number as a table")
-    parser.add_argument("--plot", type=cli.plot_file, metavar="FILE", help="draw times over the batch: a .png, .svg or .pdf")
+    parser.add_argument("--plot", type=cli.plot_file, metavar="FILE", help="draw times over the batch: an .svg, .png or .pdf")
+    cli.add_html(parser)
     parser.add_argument("--ttft-ms", type=cli.positive, metavar="MS", help="say whether the time to first token is within this")
     parser.add_argument("--tpot-ms", type=cli.positive, metavar="MS",
                         help="say whether the mean time per further token is within this")
@@ -112,14 +116,28 @@ def requests_of(args: argparse.Namespace, model: LanguageModel) -> list[Request]
             for batch in dict.fromkeys(batches) for prompt in dict.fromkeys(prompts)]
 
 
-def report(args: argparse.Namespace, answers: Sequence[LlmPrediction]) -> int:
+def warned_of(answers: Sequence[LlmPrediction]) -> dict[str, list[str]]:
+    """What answers warn of, and the requests that do."""
+    warned: dict[str, list[str]] = {}
+    for answer in answers:
+        for warning in answer.warnings:
+            warned.setdefault(warning, []).append(f"batch {answer.batch}, prompt {answer.prompt}")
+    return warned
+
+
+def report(args: argparse.Namespace, answers: Sequence[LlmPrediction], predictor: Predictor) -> int:
     """Prints, writes and draws the answers; returns the exit status."""
-    for warning in cli.distinct(warning for answer in answers for warning in answer.warnings):
+    warned = warned_of(answers)
+    for warning in warned:
         log.warning("%s", warning)
     if args.csv:
         write_table(answers, args.csv)
     if args.plot:
-        draw(answers, args.plot, args.ttft_ms, args.tpot_ms)
+        rough = " (rough estimates among them)" if any(answer.rough_estimate for answer in answers) else ""
+        write_plot(sweep_charts(answers), args.plot, f"{answers[0].model} on {answers[0].target}\n{answers[0].generate} tokens "
+                   f"generated{rough}; × does not fit in the memory")
+    if args.html:
+        write_page(requests_page(answers, predictor.fitted, warned), args.html)
     if args.json:
         cli.print_json([answer.model_dump(mode="json") for answer in answers])
     else:
@@ -147,7 +165,7 @@ def main() -> int:
         measure_missing(predictor, model, requests)
     pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, AS_USUAL)
     answers = [answer.judged(args.ttft_ms, args.tpot_ms) for answer in predict_requests(predictor, model, requests, pace)]
-    return report(args, answers)
+    return report(args, answers, predictor)
 
 
 if __name__ == "__main__":

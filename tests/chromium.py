@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,3 +43,18 @@ def opened(browser: Browser, file: Path, width: int, **options: Any) -> tuple[Pa
     page.on("request", lambda request: complaints.append(request.url) if not request.url.startswith("file:") else None)
     page.goto(file.as_uri())
     return page, complaints
+
+
+def column(page: Page, table: int, name: str) -> list[str]:
+    """The cells of a column that are shown, as the browser has them."""
+    return page.evaluate("""([table, name]) => {
+        const figure = document.querySelectorAll("figure.table")[table];
+        const place = [...figure.querySelectorAll("th")].findIndex((head) => head.innerText.trim() === name);
+        return [...figure.querySelectorAll("tbody tr")].filter((row) => !row.hidden)
+            .map((row) => row.cells[place].dataset.value ?? row.cells[place].innerText.trim());
+    }""", [table, name])
+
+
+def plots_of(page: Page) -> list[dict[str, Any]]:
+    """What a page's plots are drawn from."""
+    return json.loads(page.evaluate("document.getElementById('plots').textContent"))

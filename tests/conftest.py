@@ -9,11 +9,12 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import pytest
+from chromium import browser_or_skip
 from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
 from xdist.scheduler import LoadScopeScheduling
@@ -31,6 +32,9 @@ from utils.fingerprint import Flavour
 from utils.locks import FOLDER_VARIABLE
 from utils.model_files import GROUP_KEY
 from utils.paths import ROOT, Workspace
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # name: side of the image
 TORCH_BATCH = 2
@@ -149,6 +153,13 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
         return folder
 
     return folder_of
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, for tests of pages."""
+    with browser_or_skip() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

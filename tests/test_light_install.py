@@ -91,6 +91,27 @@ def test_a_prediction_imports_nothing_that_the_light_install_lacks(tmp_path: Pat
     assert float(str(prediction["latency_ms"])) > 0
 
 
+def test_plots_and_pages_need_no_matplotlib(tmp_path: Path) -> None:
+    """A plot as SVG and a page are made; one as PNG is refused before the work starts, with one line that names the SVG."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(absent=LEFT_OUT))
+
+    def curve(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "inference/load_curve.py", "--target", "nvidia-h200", "--points", "3", "--model",
+             relu_model(tmp_path), *options], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True,
+            text=True, check=False)
+
+    done = curve("--plot", f"{tmp_path}/curve.svg", "--html", f"{tmp_path}/curve.html")
+    assert done.returncode == 0, done.stderr
+    assert "<polygon" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
+    assert "<polygon" in (tmp_path / "curve.html").read_text(encoding="utf-8")
+    refused = curve("--plot", f"{tmp_path}/curve.png")
+    assert refused.returncode == 2
+    assert f"{tmp_path}/curve.png needs matplotlib" in refused.stderr
+    assert f"{tmp_path}/curve.svg needs nothing" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_kernels_of_a_cpu_are_measured_without_torch(tmp_path: Path) -> None:
     """In the processes that measure, too."""
     done = subprocess.run(

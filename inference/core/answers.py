@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 from pydantic import Field
@@ -15,6 +15,8 @@ from inference.core.run_modes import AS_USUAL, RunMode
 from inference.sharing.co_runner import UnderLoad
 from training.composition.fitted import NEARLY_ALL
 from utils.frozen import Frozen
+from utils.lazy import pandas as pd
+from utils.pages import cards
 
 Provenance = Literal["measured", "predicted", "estimated"]
 PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "estimated")
@@ -167,12 +169,52 @@ class Prediction(Frozen):
     fits_memory: bool | None = None
     warnings: tuple[str, ...] = ()
 
+    def as_row(self) -> dict[str, str | float | bool | None]:
+        """Its numbers as a row of a table, with their units in the names."""
+        low, high = self.interval_ms
+        return {"model": self.model, "target": self.target, "batch": self.batch, "latency_ms": self.latency_ms,
+                "interval_low_ms": low, "interval_high_ms": high, "rough_estimate": self.rough_estimate,
+                "items_per_second": self.items_per_second, "peak_memory_mib": self.peak_memory_mib,
+                "fits_memory": self.fits_memory, "kernel_sum_ms": self.kernel_sum_ms,
+                **{f"{provenance}_share": self.time_share[provenance] for provenance in PROVENANCES}}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Its kernels, a row each, with the fields of `KernelShare`."""
+        return pd.DataFrame([asdict(kernel) for kernel in self.kernels], columns=[one.name for one in fields(KernelShare)])
+
+    def _repr_html_(self) -> str:
+        """A card, for notebooks."""
+        low, high = self.interval_ms
+        numbers = [cards.Field("latency", f"{self.latency_ms:.4g} ms", f"90 % between {low:.4g} and {high:.4g}")]
+        if self.under_load:
+            p95, p99 = (self.under_load.percentile_ms(percent) for percent in (95, 99))
+            numbers.append(cards.Field("p95 beside other work", f"{p95:.4g} ms", f"p99 {p99:.4g} ms"))
+        if self.items_per_second:
+            numbers.append(cards.Field("throughput", f"{self.items_per_second:.4g} items/s", f"batch {self.batch}"))
+        fits = {True: "fits", False: "more than the device has", None: ""}[self.fits_memory]
+        others = ", ".join(f"{self.time_share[name]:.0%} {name}" for name in PROVENANCES[1:] if self.time_share[name] >= 0.005)
+        numbers += [cards.Field("peak memory", f"{self.peak_memory_mib:.4g} MiB", fits),
+                    cards.Field("measured", f"{self.time_share['measured']:.0%}", others)]
+        return cards.card(self.model, self.target, numbers, self.warnings, "a rough estimate" if self.rough_estimate else "")
+
     def __str__(self) -> str:
         """One line: `resnet18: 0.7568 ms on nvidia-h200-cuda-ort1.31-all (90 % between 0.7021 and 0.9114)`."""
         low, high = self.interval_ms
         return (f"{self.model}: {self.latency_ms:.4g} ms on {self.target} (90 % between {low:.4g} and {high:.4g}"
                 f"{'; a rough estimate' if self.rough_estimate else ''}"
                 f"{'; more memory than the device has' if self.fits_memory is False else ''})")
+
+
+class Predictions(list[Prediction]):
+    """Predictions, which a notebook shows as a table."""
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row for each, with its numbers."""
+        return pd.DataFrame([prediction.as_row() for prediction in self])
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return cards.table([prediction.as_row() for prediction in self])
 
 
 def make_monotonic(predictions: Sequence[Prediction]) -> list[Prediction]:

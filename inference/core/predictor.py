@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 
+from inference.core.answers import Prediction, Predictions
 from inference.core.arguments import check_calls, checked_count, checked_dims, checked_target, workspace_at
 from inference.core.brief import BriefPrediction, BriefPredictions, Wanted
 from inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
@@ -52,7 +53,6 @@ from utils.processes import in_processes
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
     from graph_model.simulation.sharing import CoRunner
-    from inference.core.answers import Prediction
     from inference.core.host_pace import HostPace
     from inference.core.missing_kernels import Filled
     from inference.live.watch import Watch
@@ -211,7 +211,7 @@ class Predictor:
         """
         return self.run(source, **options).prediction
 
-    def predict_many(self, sources: Iterable[Source], **options: Unpack[Options]) -> list[Prediction]:
+    def predict_many(self, sources: Iterable[Source], **options: Unpack[Options]) -> Predictions:
         """The latencies of many models, in their order. A kernel that several models share is predicted once.
 
         Args:
@@ -221,7 +221,7 @@ class Predictor:
         Raises:
             UserError: the model, the predictors, the load or the pace can't be used; the message says why.
         """
-        return [run.prediction for run in self.runs(sources, **options)]
+        return Predictions(run.prediction for run in self.runs(sources, **options))
 
     def run(self, source: Source, **options: Unpack[Options]) -> PredictedRun:
         """As `predict`, together with what the prediction was made from. `curve`, `pair` and `objective` take it in place of a

@@ -7,6 +7,7 @@ from typing import Literal
 from inference.core.answers import Provenance
 from inference.core.host_pace import PaceSource
 from utils.frozen import Frozen
+from utils.pages import cards
 
 LLM_VERSION = 1
 Objective = Literal["ttft", "tpot"]
@@ -175,6 +176,16 @@ class LlmPrediction(Frozen):
             ObjectiveMet(objective=name, limit_ms=limit, predicted_ms=time.ms, met=time.ms <= limit,
                          headroom_ms=limit - time.ms)
             for name, limit, time in limits if limit is not None and time is not None)})
+
+    def _repr_html_(self) -> str:
+        """A card, for notebooks."""
+        times = [("first token", self.ttft), ("each further token", self.tpot), ("whole request", self.request)]
+        numbers = [cards.Field(name, f"{time.ms:.4g} ms", f"90 % between {time.between}") for name, time in times if time]
+        fits = {True: "fits", False: "more than the device has", None: ""}[self.fits_memory]
+        numbers += [cards.Field("throughput", f"{self.device_tokens_per_second:.4g} tokens/s", f"batch {self.batch}"),
+                    cards.Field("peak memory", f"{self.memory.peak_mib:.4g} MiB", fits)]
+        asked = f"{self.prompt} tokens in, {self.generate} out, batch {self.batch}; {self.target}"
+        return cards.card(self.model, asked, numbers, self.warnings, "a rough estimate" if self.rough_estimate else "")
 
     def __str__(self) -> str:
         """One line: `llama: first token after 12.3 ms, then 4.56 ms each (219 tokens/s) on nvidia-h200-cuda-ort1.31-all`."""

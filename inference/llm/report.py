@@ -1,4 +1,4 @@
-"""Prints what requests to a language model take, writes it as a table, and draws it."""
+"""Prints what requests to a language model take, and writes it as a table."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils import cli, files
-from utils.lazy import matplotlib
-from utils.pages.scales import log_ticks
 
 if TYPE_CHECKING:
     from inference.llm.answers import LlmPrediction, ObjectiveMet, Time
@@ -111,39 +109,3 @@ def write_table(answers: Sequence[LlmPrediction], path: Path) -> None:
     """Writes the answers as CSV."""
     rows = [flat_row(answer) for answer in answers]
     files.write_csv(path, list(rows[0]), rows)
-
-
-def draw(answers: Sequence[LlmPrediction], path: Path, ttft_ms: float | None = None, tpot_ms: float | None = None) -> None:
-    """Draws time to first token, time per token and tokens per second over the batch, a line for each length of the prompt;
-    with lines at the objectives, and crosses where a request does not fit in the memory."""
-    matplotlib.use("Agg")
-    figure, panels = matplotlib.pyplot.subplots(1, 3, figsize=(13, 4.5), layout="constrained")
-    about = (("time to first token (ms)", lambda answer: answer.ttft.ms, ttft_ms),
-             ("time per further token (ms)", lambda answer: answer.tpot.ms if answer.tpot else None, tpot_ms),
-             ("tokens per second of the device", lambda answer: answer.device_tokens_per_second, None))
-    for axes, (label, value_of, limit) in zip(panels, about, strict=True):
-        for number, prompt in enumerate(sorted({answer.prompt for answer in answers})):
-            of_prompt = sorted((answer for answer in answers if answer.prompt == prompt and value_of(answer) is not None),
-                               key=lambda answer: answer.batch)
-            colour = f"C{number % 10}"
-            axes.plot([answer.batch for answer in of_prompt], [value_of(answer) for answer in of_prompt], "o-", color=colour,
-                      markersize=4, label=f"prompt {prompt}")
-            outside = [answer for answer in of_prompt if answer.fits_memory is False]
-            axes.plot([answer.batch for answer in outside], [value_of(answer) for answer in outside], "x", color="0.1",
-                      markersize=9, zorder=4)
-        if limit is not None:
-            axes.axhline(limit, color="0.2", linewidth=1, linestyle="--")
-        axes.set(xscale="log", yscale="log", xlabel="batch", ylabel=label)
-        marks_of = ((axes.xaxis, sorted({answer.batch for answer in answers})), (axes.yaxis, log_ticks(*axes.get_ylim())))
-        for axis, marks in marks_of:
-            axis.set_major_locator(matplotlib.ticker.FixedLocator(marks))
-            axis.set_minor_locator(matplotlib.ticker.NullLocator())
-            axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.grid(color="0.9")
-    panels[0].legend(fontsize=9)
-    rough = " (rough estimates among them)" if any(answer.rough_estimate for answer in answers) else ""
-    figure.suptitle(f"{answers[0].model} on {answers[0].target}, {answers[0].generate} tokens generated{rough}; "
-                    "× does not fit in the memory")
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150)
-    matplotlib.pyplot.close(figure)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from inference.core.best_batch import BestBatches, said_of_batches
 from inference.core.chances import said
-from inference.core.from_data_sheet import gpu_of_target
 from inference.core.model_run import spans_of
 from inference.core.ranking import compared_ms, ranked_per_item, said_of_order
 from inference.core.report import kernel_rows, statistic, summary
+from inference.reporting.common import about, device_name, pace_of, target_basis
 from inference.reporting.layers import time_by_layer
 from utils import cli
 from utils.pages.page import (
@@ -31,6 +31,7 @@ from utils.pages.page import (
     Timeline,
     TreeMap,
 )
+from utils.pages.scales import axis_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,11 +39,9 @@ if TYPE_CHECKING:
     from inference.core.answers import Prediction
     from inference.core.model_run import PredictedRun
     from inference.core.report import Answer
-    from inference.core.targets import Fitted
 
 DETAILED = 12  # answers of a page that are shown in detail
 MOST_SPANS = 8000  # of a timeline: a page stays below 2 MB
-LOG_FROM = 20.0  # times the smallest number: from there on, an axis is logarithmic
 MIB_PER_GIB = 1024.0
 
 
@@ -60,12 +59,12 @@ def prediction_page(answers: Sequence[Answer], best: Sequence[BestBatches], warn
     first, predictions = answers[0], [answer.prediction for answer in answers]
     device = device_name(first.run.fitted)
     colours = operators_by_time(predictions)
-    about = {text: () if len(models) == len({one.model for one in predictions}) else models for text, models in warned.items()}
+    warnings = about(warned, len({one.model for one in predictions}))
     stem = first.run.run.record.file_stem
     if len(answers) == 1:
         return Page("Predicted latency", first.prediction.model, _answer(first, device), _more(first), _facts(first),
-                    [*detail_sections(first), _kernels(first.prediction), _memory(first.prediction), *_failures(failed)], about,
-                    basis_of(answers), colours)
+                    [*detail_sections(first), _kernels(first.prediction), _memory(first.prediction), *_failures(failed)],
+                    warnings, basis_of(answers), colours)
     said_of_all = [said_of_order(predictions)] if several else []
     for choice in best:  # of each, the batch within the objective first, where there is one
         said_of_all += reversed(said_of_batches(choice, predictions, [answer.slo for answer in answers],
@@ -77,16 +76,8 @@ def prediction_page(answers: Sequence[Answer], best: Sequence[BestBatches], warn
         text += f" The first {DETAILED} of {len(answers)} are here; ask for fewer at once to see the others."
     details = [Section(_named(answer), _where(answer), folded=True) for answer in answers[:DETAILED]]
     return Page("Predicted latencies", title, f"{answer[0].upper()}{answer[1:]}" if several else answer, more, (),
-                [_compared(answers, best), *_failures(failed), Section("Where the time goes", (), text), *details], about,
+                [_compared(answers, best), *_failures(failed), Section("Where the time goes", (), text), *details], warnings,
                 basis_of(answers), colours)
-
-
-def device_name(fitted: Fitted) -> str:
-    """The device that a prediction is for, as people call it."""
-    if card := gpu_of_target(fitted.target.name):
-        return card.name
-    machines = fitted.predictors.sidecar.machines
-    return machines[-1].device_name if machines else fitted.target.name
 
 
 def operators_by_time(predictions: Sequence[Prediction]) -> list[str]:
@@ -262,15 +253,9 @@ def _batch_charts(answers: Sequence[Answer], best: Sequence[BestBatches], limit:
         rates.append(Series(name, sizes, [one.items_per_second or 0.0 for one in of_model], slowest, fastest, marked=marked))
     log = len(batches) > 2 and batches[-1] > 4 * max(batches[0], 1)
     across = Axis("batch", log)
-    return [Chart("Latency, with its interval", across, _axis("ms", [y for one in latencies for y in one.y]), latencies,
+    return [Chart("Latency, with its interval", across, axis_for("ms", [y for one in latencies for y in one.y]), latencies,
                   [limit] if limit else [], batches),
             Chart("Throughput, with its interval", across, Axis("items/s", zero=True), rates, [], batches)]
-
-
-def _axis(title: str, values: Sequence[float]) -> Axis:
-    positive = [value for value in values if value > 0]
-    log = bool(positive) and max(positive) > LOG_FROM * min(positive)
-    return Axis(title, log, zero=not log)
 
 
 def _ranked(answers: Sequence[Answer], limit: Limit | None) -> Bars:
@@ -282,27 +267,23 @@ def _ranked(answers: Sequence[Answer], limit: Limit | None) -> Bars:
         value = compared_ms(prediction, per_item)
         low, high = (end * value / prediction.latency_ms for end in prediction.interval_ms)
         bars.append(Bar(_named(answer), value, low, high, "a rough estimate" if prediction.rough_estimate else ""))
-    return Bars("Latency per item" if per_item else "Latency", _axis("ms per item" if per_item else "ms",
+    return Bars("Latency per item" if per_item else "Latency", axis_for("ms per item" if per_item else "ms",
                 [bar.value for bar in bars]), bars, None if per_item else limit)
 
 
 def basis_of(answers: Sequence[Answer]) -> dict[str, str]:
     """What answers rest on, all of one target."""
     prediction, fitted = answers[0].prediction, answers[0].run.fitted
-    used, machines = prediction.composition, fitted.predictors.sidecar.machines
+    used = prediction.composition
     load = prediction.load if isinstance(prediction.load, str) else ", ".join(
         f"{name}={value:g}" for name, value in prediction.load.items()) or "as the probe met it"
     sizes = ", ".join(f"{name}={size}" for name, size in prediction.dims.items()) if len(answers) == 1 else ""
-    pace = "does not matter" if prediction.host_pace_source is None else (
-        "not known" if prediction.host_pace is None else f"{prediction.host_pace:.3g} ({prediction.host_pace_source})")
-    versions = ", ".join(f"{name} {number}" for name, number in machines[-1].versions.items()) if machines else ""
     uncertain = {name: sorted({operator for answer in answers for operator in getattr(answer.prediction, field)})
                  for name, field in (("estimated operators", "estimated_operators"),
                                      ("doubtful operators", "doubtful_operators"))}
     return {"model": cli.first_of(list(dict.fromkeys(str(answer.model) for answer in answers))),
-            **({"sizes": sizes} if sizes else {}), "target": prediction.target, "device": device_name(fitted),
-            **({"measured with": f"{versions}, driver {machines[-1].driver}"} if versions else {}),
-            "run": prediction.way.description, "other work": load, "host's pace": pace,
+            **({"sizes": sizes} if sizes else {}), **target_basis(fitted),
+            "run": prediction.way.description, "other work": load, "host's pace": pace_of(prediction),
             "latency is": "the end of the host's and the GPU's track" if used.costs else
             f"{used.alpha:.4g}·{'longest path' if used.kind == 'critical_path' else 'Σ'} {used.beta_ms:+.4g} ms",
             "measured kernels": "not looked up (--strict)" if prediction.strict else "looked up",

@@ -138,6 +138,8 @@ class LoadCurve(Frozen):
     Attributes:
         model, target, dims: the record's name, the target, and the sizes given to dynamic dimensions.
         points: by load.
+        interval_ratios: the ends of the 90 % interval of each latency, as ratios of it: those of the prediction for an idle
+            device.
         rough_estimate, estimated_operators, warnings: as in `Prediction`.
     """
 
@@ -145,6 +147,7 @@ class LoadCurve(Frozen):
     target: str
     dims: dict[str, int]
     points: tuple[LoadPoint, ...]
+    interval_ratios: tuple[float, float]
     rough_estimate: bool = False
     estimated_operators: tuple[str, ...] = ()
     warnings: tuple[str, ...]
@@ -160,8 +163,10 @@ def load_curve(model: SharedModel, points: int) -> LoadCurve:
         p50, p95, p99 = (under.percentile_ms(percent) for percent in (50, 95, 99))
         load_points.append(LoadPoint(busy_share=share, mean_ms=under.mean_ms, p50_ms=p50, p95_ms=p95, p99_ms=p99))
     of = model.prediction
+    low_ms, high_ms = of.interval_ms
     return LoadCurve(model=of.model, target=of.target, dims=of.dims, points=tuple(load_points),
-                     rough_estimate=of.rough_estimate, estimated_operators=of.estimated_operators, warnings=of.warnings)
+                     interval_ratios=(low_ms / of.latency_ms, high_ms / of.latency_ms), rough_estimate=of.rough_estimate,
+                     estimated_operators=of.estimated_operators, warnings=of.warnings)
 
 
 class Slo(Frozen):

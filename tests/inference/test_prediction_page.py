@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import pytest
-from chromium import browser_or_skip, opened
+from chromium import column, opened, plots_of
 from command import run_script
 from conftest import small_model
 from onnx import TensorProto, helper, numpy_helper
@@ -22,7 +21,7 @@ from utils.pages.page import Part
 from utils.pages.rendering import MOST_BYTES
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
 
 pytestmark = pytest.mark.slow
 
@@ -66,22 +65,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browser_or_skip() as browser:
-        yield browser
-
-
-def column(page: Page, table: int, name: str) -> list[str]:
-    """The cells of a column that are shown, as the browser has them."""
-    return page.evaluate("""([table, name]) => {
-        const figure = document.querySelectorAll("figure.table")[table];
-        const place = [...figure.querySelectorAll("th")].findIndex((head) => head.innerText.trim() === name);
-        return [...figure.querySelectorAll("tbody tr")].filter((row) => !row.hidden)
-            .map((row) => row.cells[place].dataset.value ?? row.cells[place].innerText.trim());
-    }""", [table, name])
-
-
 def test_one_prediction(folder: Path, browser: Browser) -> None:
     """The numbers are those of --json, nothing is asked of a network, and nothing is wider than a phone."""
     file = folder / "one.html"
@@ -117,7 +100,7 @@ def test_batches_sort_filter_and_dark_mode(folder: Path, browser: Browser) -> No
     assert [float(value) for value in column(page, 0, "latency (ms)")] == pytest.approx(sorted(latencies, reverse=True))
     head.click()
     assert [float(value) for value in column(page, 0, "latency (ms)")] == pytest.approx(sorted(latencies))
-    plots = json.loads(page.evaluate("document.getElementById('plots').textContent"))
+    plots = plots_of(page)
     assert [plot["kind"] for plot in plots[:2]] == ["chart", "chart"]
     (series,) = plots[0]["series"]
     assert series["x"] == list(BATCHES)

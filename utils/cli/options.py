@@ -8,6 +8,7 @@ import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -102,6 +103,9 @@ def plot_file(text: str) -> Path:
     path = out_file(text)
     if path.suffix not in PLOTS:
         raise argparse.ArgumentTypeError(f"{text}: a {', '.join(PLOTS[:-1])} or {PLOTS[-1]}")
+    if path.suffix != ".svg" and find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(f"{text} needs matplotlib, which requirements-predict.txt leaves out; "
+                                         f"{path.with_suffix('.svg')} needs nothing")
     return path
 
 

@@ -47,10 +47,10 @@
         series.push({ type: "custom", silent: true, data: one.x.map((at, place) => [at, one.low[place], one.high[place]]), clip: true, z: 1, renderItem: (_, api) =>
           lineOf([api.coord([api.value(0), api.value(1)]), api.coord([api.value(0), api.value(2)])], { stroke: clear(paint, 0.45) }) });
       }
-      series.push({ type: one.line ? "line" : "scatter", name: one.name, id: `s${number}`, data: points, symbol: "circle", symbolSize: one.line ? 6 : 8, showSymbol: one.x.length <= 40, z: 3,
+      series.push({ type: one.line ? "line" : "scatter", name: one.name, id: `s${number}`, data: points, symbol: "circle", symbolSize: one.line ? 6 : one.x.length > 300 ? 5 : 8, showSymbol: one.x.length <= 40, z: 3,
                     color: paint, lineStyle: { width: 2, type: one.dash || "solid" }, itemStyle: one.line ? {} : { opacity: 0.8, borderColor: colour("ground"), borderWidth: 1 },
                     ...(number === 0 && plot.limits.length ? { markLine: { silent: true, symbol: "none", data: plot.limits.map(limit), lineStyle: { color: colour("bad"), width: 1.2, type: "dashed" },
-                      label: { formatter: (mark) => mark.name, position: "insideEndTop", color: colour("bad"), fontSize: 12 } } } : {}) });
+                      label: { formatter: (mark) => mark.name, position: "insideEndTop", color: colour("bad"), fontSize: 12, backgroundColor: clear(colour("ground"), 0.8), padding: [1, 4] } } } : {}) });
     });
     const told = (mark) => {
       const one = plot.series[Number(mark.seriesId.slice(1))], place = mark.dataIndex;
@@ -79,8 +79,8 @@
       series: [{ type: "custom", encode: { x: [1, 2, 3], y: 0 }, data: plot.bars.map((bar, place) => [place, bar.value, bar.low, bar.high]),
         markLine: plot.limit ? { silent: true, symbol: "none", data: [{ xAxis: plot.limit.y, name: plot.limit.name }], lineStyle: { color: colour("bad"), width: 1.2, type: "dashed" }, label: { formatter: (mark) => mark.name, color: colour("bad"), position: "insideEndTop", rotate: 0 } } : undefined,
         renderItem: (_, api) => {
-          const place = api.value(0), bar = plot.bars[place], [x, y] = api.coord([bar.value, place]), from = api.coord([plot.axis.low, place])[0], children = [];
-          if (!log) children.push({ type: "rect", shape: { x: from, y: y - height / 2, width: x - from, height, r: [0, 3, 3, 0] }, style: { fill: clear(colour("c0"), 0.28) } });
+          const place = api.value(0), bar = plot.bars[place], [x, y] = api.coord([bar.value, place]), from = api.coord([Math.min(Math.max(0, plot.axis.low), plot.axis.high), place])[0], children = [];
+          if (!log) children.push({ type: "rect", shape: { x: Math.min(from, x), y: y - height / 2, width: Math.abs(x - from), height, r: x < from ? [3, 0, 0, 3] : [0, 3, 3, 0] }, style: { fill: clear(colour("c0"), 0.28) } });
           if (bar.low != null) {
             const [low, high] = [bar.low, bar.high].map((end) => api.coord([end, place])[0]), style = { stroke: colour("c0") };
             children.push(lineOf([[low, y], [high, y]], style), ...[low, high].map((end) => lineOf([[end, y - 4], [end, y + 4]], style)));
@@ -192,7 +192,7 @@
       all.textContent = `Show all ${rows.length} rows`;
     };
     heads.forEach((head, place) => {
-      const numeric = rows.every((row) => typeof key(row, place) === "number" || !row.cells[place].textContent.trim());
+      const numeric = rows.every((row) => !row.cells[place].classList.contains("words")) && rows.every((row) => typeof key(row, place) === "number" || !row.cells[place].textContent.trim());
       if (numeric && place) { head.classList.add("number"); for (const row of rows) row.cells[place].classList.add("number"); }
       head.firstElementChild.addEventListener("click", () => {
         const falling = head.ariaSort ? head.ariaSort === "ascending" : numeric;

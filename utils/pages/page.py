@@ -61,6 +61,25 @@ class Table:
     most: int = 15
 
 
+@dataclass(frozen=True)
+class Grid:
+    """Numbers by two things: a table whose cells are the darker, the larger their numbers are; on a logarithmic scale.
+
+    Attributes:
+        down, across: what the rows and the columns are.
+        cells: by row and column; None where there is no number.
+        notes: of the cells, for the reader who points at one, and marked by an asterisk; by row and column.
+    """
+
+    title: str
+    down: str
+    across: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    cells: Sequence[Sequence[float | None]]
+    notes: Mapping[tuple[int, int], str] = field(default_factory=dict)
+
+
 class Axis(NamedTuple):
     """An axis of a chart; `log`: whether it is logarithmic; `zero`: whether it begins at 0."""
 
@@ -187,7 +206,7 @@ class Timeline:
 
 
 Plot = Chart | Bars | TreeMap | Timeline
-Piece = Plot | Table | Shares
+Piece = Plot | Table | Shares | Grid
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from utils import cli, files
 from utils.errors import UserError
 from utils.lazy import jinja2
-from utils.pages.page import COLOURS, OTHER, Bars, Chart, Page, Part, Piece, Plot, Table, Timeline, TreeMap
+from utils.pages.page import COLOURS, OTHER, Bars, Chart, Grid, Page, Part, Piece, Plot, Table, Timeline, TreeMap
 from utils.pages.scales import Scale, scale_of, scales_of
 from utils.pages.svg import drawing_of
 from utils.paths import ROOT
@@ -26,6 +26,7 @@ MOST_BYTES = 2_000_000  # of a page, ECharts included
 FOLDER = Path(__file__).parent
 ECHARTS = FOLDER / "echarts" / "echarts.min.js"
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnx", "numpy", "xgboost-cpu", "xgboost")  # whose versions a page names
+LEAST_RATIO = 2.0  # between the numbers of the lightest and the darkest cell of a grid
 DIGITS = 6  # of the numbers in plots
 
 
@@ -53,7 +54,8 @@ def html_of(page: Page, command: str, made: datetime) -> str:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"cell": cell, "bar": bar_width, "colour": lambda name: colour_of(str(name), page.colours)}
-    environment.globals |= {"place": place, "drawing": drawing_of, "what": what, "interval": interval_of}
+    environment.globals |= {"place": place, "drawing": drawing_of, "what": what, "interval": interval_of,
+                            "shades": shades_of}
     body = environment.get_template("page.html").render(
         page=page, command=command, made=made, versions=versions(), script_of=read, colours=_legend(page))
     data = json.dumps(plots, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -90,7 +92,7 @@ def versions() -> dict[str, str]:
 
 def what(piece: Piece) -> str:
     """The kind of a piece, for the template."""
-    return {"Table": "table", "Shares": "shares"}.get(type(piece).__name__, "plot")
+    return {"Table": "table", "Shares": "shares", "Grid": "grid"}.get(type(piece).__name__, "plot")
 
 
 def cell(value: Any) -> str:
@@ -102,6 +104,14 @@ def bar_width(value: Any, table: Table) -> float:
     """How long the bar of a cell is, in per cent of the longest."""
     longest = max((number for row in table.rows if (number := _number(row[table.bar])) is not None), default=0.0)
     return 100 * (_number(value) or 0.0) / longest if longest else 0.0
+
+
+def shades_of(grid: Grid) -> list[list[float]]:
+    """How dark the cells of a grid are, from 0 to 1."""
+    positive = [value for row in grid.cells for value in row if value]
+    least, most = min(positive, default=1.0), max(positive, default=1.0)
+    span = math.log(max(most / least, LEAST_RATIO))
+    return [[math.log(value / least) / span if value else 0.0 for value in row] for row in grid.cells]
 
 
 def interval_of(between: tuple[float, float, float]) -> list[float]:

@@ -10,6 +10,7 @@ from utils.pages.page import Axis, Bars, Chart
 
 LEAST_TICKS = 4
 LINEAR_TICKS = 6
+LOG_FROM = 20.0  # times the smallest number: from there on, an axis is logarithmic
 MARGIN = 0.05  # of the range, on each side
 TICK_STEPS = (  # within a decade; the coarsest first
     (1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), tuple(1 + n / 2 for n in range(18)),
@@ -30,6 +31,13 @@ class Scale(NamedTuple):
         low, high, at = (math.log(number) for number in (self.low, self.high, max(value, self.low))) if self.log else (
             self.low, self.high, value)
         return (at - low) / (high - low)
+
+
+def axis_for(title: str, values: Iterable[float]) -> Axis:
+    """The axis of some numbers: it begins at 0, or is logarithmic where the largest is many times the smallest."""
+    positive = [value for value in values if value > 0]
+    log = bool(positive) and max(positive) > LOG_FROM * min(positive)
+    return Axis(title, log, zero=not log)
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -60,9 +68,9 @@ def scale(axis: Axis, values: Iterable[float], ticks: Sequence[float] = ()) -> S
         factor = max(high / low, 1.2) ** MARGIN
         low, high = low / factor, high * factor
         return Scale(axis.title, True, low, high, tuple(ticks or log_ticks(low, high)))
-    low = min(low, 0.0) if axis.zero else low
+    low, high = (min(low, 0.0), max(high, 0.0)) if axis.zero else (low, high)
     margin = MARGIN * ((high - low) or abs(high) or 1.0)
-    low, high = (low if axis.zero else low - margin), high + margin
+    low, high = (low if axis.zero and not low else low - margin), (high if axis.zero and not high else high + margin)
     return Scale(axis.title, False, low, high, tuple(ticks or linear_ticks(low, high)))
 
 

@@ -1,6 +1,6 @@
 """Draws charts and bars as SVG, without a browser and without a plotting library.
 
-The drawings of `--plot FILE.svg`; and what a page shows where scripts may not run, as in a mail program.
+The drawings of `--plot FILE.svg` (plot_files.py); and what a page shows where scripts may not run, as in a mail program.
 """
 
 from __future__ import annotations
@@ -12,24 +12,46 @@ from utils.pages.page import Bars, Chart, Plot, Series
 from utils.pages.scales import Scale, scale_of, scales_of
 
 WIDTH, HEIGHT = 760, 420
-LEFT, RIGHT, TOP, BOTTOM = 70, 20, 60, 56  # margins of a chart
+LEFT, RIGHT, TOP, BOTTOM = 70, 20, 60, 56  # margins of a chart; TOP with one row of names
+ROW = 18  # height of a row of names
 NAMES, LINE = 220, 26  # of bars: the width of their names, and the height of each
 COLOURS = ("#2f6bc9", "#2a9187", "#d9962b", "#c8553d", "#7c5bbf", "#5d7f2e")  # page.css has the same, for light pages
+MANY = 300  # points of a series: more are drawn as one shape, without their names
 INK, MUTED, GRID, LIMIT = "#16191d", "#5d6670", "#e1e4e8", "#b3372b"
 DASHES = {"": "", "dashed": ' stroke-dasharray="7 4"', "dotted": ' stroke-dasharray="2 4"'}
 
 
 def drawing_of(plot: Plot) -> str:
     """A plot as an SVG element; "" for one of a kind that only a page shows."""
+    return _svg(*_drawn(plot), plot.title) if isinstance(plot, (Chart, Bars)) else ""
+
+
+def drawing_of_all(plots: Sequence[Chart | Bars], title: str) -> str:
+    """Plots below each other as one SVG element; `title`: above them, a line for each of its lines."""
+    lines = title.splitlines()
+    height, parts = 12.0 + 20 * len(lines), [_text(16, 24 + 20 * place, line, size=15 if not place else 13, weight=600)
+                                             for place, line in enumerate(lines)]
+    for plot in plots:
+        of_plot, drawn = _drawn(plot)
+        parts.append(f'<g transform="translate(0 {height:g})">{drawn}</g>')
+        height += of_plot
+    return _svg(height, "".join(parts), title)
+
+
+def _drawn(plot: Chart | Bars) -> tuple[float, str]:
+    """The height of a plot, and what it is drawn by."""
     if isinstance(plot, Chart):
-        return chart_drawing(plot)
-    return bars_drawing(plot) if isinstance(plot, Bars) else ""
+        frame = _Frame(*scales_of(plot), len(_name_rows(plot)))
+        height, parts = frame.bottom + BOTTOM, _chart_parts(plot, frame)
+    else:
+        height, parts = TOP + LINE * len(plot.bars) + BOTTOM - 12, _bars_parts(plot)
+    return height, _text(16, 24, plot.title, size=15, weight=600) + "".join(parts)
 
 
-def _svg(height: float, title: str, parts: Iterator[str]) -> str:
+def _svg(height: float, drawn: str, title: str) -> str:
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="100%" style="background:#fff;'
             f'max-width:{WIDTH}px" font-family="system-ui, sans-serif" font-size="13" role="img">'
-            f'<title>{escape(title)}</title>{_text(16, 24, title, size=15, weight=600)}{"".join(parts)}</svg>')
+            f'<title>{escape(title)}</title>{drawn}</svg>')
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = INK, size: float = 12, weight: int = 400,
@@ -51,12 +73,13 @@ def _points(places: Sequence[tuple[float, float]]) -> str:
 class _Frame:
     """The area of a chart, and where values lie in it."""
 
-    def __init__(self, across: Scale, up: Scale) -> None:
+    def __init__(self, across: Scale, up: Scale, name_rows: int) -> None:
         self.across, self.up = across, up
-        self.right, self.bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+        self.top = TOP + ROW * max(name_rows - 1, 0)
+        self.right, self.bottom = WIDTH - RIGHT, HEIGHT - BOTTOM + self.top - TOP
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        return (LEFT + self.across.share(x) * (self.right - LEFT), self.bottom - self.up.share(y) * (self.bottom - TOP))
+        return (LEFT + self.across.share(x) * (self.right - LEFT), self.bottom - self.up.share(y) * (self.bottom - self.top))
 
     def axes(self) -> Iterator[str]:
         for tick in self.up.ticks:
@@ -64,18 +87,26 @@ class _Frame:
             yield _line(LEFT, y, self.right, y) + _text(LEFT - 8, y + 4, f"{tick:g}", "end", MUTED)
         for tick in self.across.ticks:
             x, _ = self.at(tick, self.up.low)
-            yield _line(x, TOP, x, self.bottom) + _text(x, self.bottom + 18, f"{tick:g}", "middle", MUTED)
-        yield _text((LEFT + self.right) / 2, HEIGHT - 14, self.across.title, "middle", MUTED)
-        yield _text(20, (TOP + self.bottom) / 2, self.up.title, "middle", MUTED, turned=True)
+            yield _line(x, self.top, x, self.bottom) + _text(x, self.bottom + 18, f"{tick:g}", "middle", MUTED)
+        yield _text((LEFT + self.right) / 2, self.bottom + BOTTOM - 14, self.across.title, "middle", MUTED)
+        yield _text(20, (self.top + self.bottom) / 2, self.up.title, "middle", MUTED, turned=True)
 
 
-def chart_drawing(chart: Chart) -> str:
-    """A chart as an SVG element."""
-    return _svg(HEIGHT, chart.title, _chart_parts(chart))
+def _name_rows(chart: Chart) -> list[list[tuple[float, int]]]:
+    """Where the names of a chart's series stand, by row: how far from the left, and which. One series needs no name."""
+    rows: list[list[tuple[float, int]]] = []
+    x = float(WIDTH)
+    for number, series in enumerate(chart.series if len(chart.series) > 1 else ()):
+        width = 46 + 7 * len(series.name)
+        if x + width > WIDTH:
+            rows.append([])
+            x = LEFT
+        rows[-1].append((x, number))
+        x += width
+    return rows
 
 
-def _chart_parts(chart: Chart) -> Iterator[str]:
-    frame = _Frame(*scales_of(chart))
+def _chart_parts(chart: Chart, frame: _Frame) -> Iterator[str]:
     if chart.equality is not None:
         low, high = frame.across.low, frame.across.high
         ends = [frame.at(end, min(max(end * (1 + side * chart.equality), frame.up.low), frame.up.high))
@@ -89,11 +120,11 @@ def _chart_parts(chart: Chart) -> Iterator[str]:
     for limit in chart.limits:
         _, y = frame.at(frame.across.low, limit.y)
         yield _line(LEFT, y, frame.right, y, LIMIT, 1.2, "dashed") + _text(frame.right, y - 5, limit.name, "end", LIMIT)
-    x = float(LEFT)
-    for number, series in enumerate(chart.series if len(chart.series) > 1 else ()):
-        yield _line(x, 42, x + 16, 42, COLOURS[number % len(COLOURS)], 3, series.dash)
-        yield _text(x + 22, 46, series.name, colour=MUTED)
-        x += 46 + 7 * len(series.name)
+    for row, names in enumerate(_name_rows(chart)):
+        for x, number in names:
+            y = 42 + ROW * row
+            yield _line(x, y, x + 16, y, COLOURS[number % len(COLOURS)], 3, chart.series[number].dash)
+            yield _text(x + 22, y + 4, chart.series[number].name, colour=MUTED)
 
 
 def _series_parts(series: Series, colour: str, frame: _Frame) -> Iterator[str]:
@@ -104,8 +135,12 @@ def _series_parts(series: Series, colour: str, frame: _Frame) -> Iterator[str]:
             yield f'<polygon points="{_points([*lows, *reversed(highs)])}" fill="{colour}" fill-opacity="0.15"/>'
         yield f'<polyline points="{_points(places)}" fill="none" stroke="{colour}" stroke-width="2"{DASHES[series.dash]}/>'
     else:
-        for low, high in zip(lows, highs, strict=True):
-            yield _line(*low, *high, colour)
+        whiskers = "".join(f"M{x:.1f} {low:.1f}V{high:.1f}" for (x, low), (_, high) in zip(lows, highs, strict=True))
+        yield f'<path d="{whiskers}" stroke="{colour}" fill="none"/>'
+        if len(places) > MANY and not series.marked:
+            dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
+            yield f'<path d="{dots}" stroke="{colour}" stroke-width="7" stroke-linecap="round" stroke-opacity="0.7"/>'
+            return
     labels = series.labels or [series.name] * len(places)
     for place, ((x, y), label) in enumerate(zip(places, labels, strict=True)):
         title = f"<title>{escape(label)}: {series.y[place]:.4g}</title>"
@@ -113,11 +148,6 @@ def _series_parts(series: Series, colour: str, frame: _Frame) -> Iterator[str]:
             yield _line(x - 5, y - 5, x + 5, y + 5, INK, 1.6) + _line(x - 5, y + 5, x + 5, y - 5, INK, 1.6)
         elif not series.line or len(places) <= 40:
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}" stroke="#fff">{title}</circle>'
-
-
-def bars_drawing(bars: Bars) -> str:
-    """Bars as an SVG element."""
-    return _svg(TOP + LINE * len(bars.bars) + BOTTOM - 12, bars.title, _bars_parts(bars))
 
 
 def _bars_parts(bars: Bars) -> Iterator[str]:
@@ -135,7 +165,8 @@ def _bars_parts(bars: Bars) -> Iterator[str]:
         name = bar.name if len(bar.name) <= 30 else f"{bar.name[:29]}…"
         yield _text(NAMES - 10, y + 4, name, "end")
         if not scale.log:
-            yield (f'<rect x="{NAMES}" y="{y - 7:.1f}" width="{x - NAMES:.1f}" height="14" fill="{COLOURS[0]}" '
+            zero = at(min(max(0.0, scale.low), scale.high))
+            yield (f'<rect x="{min(zero, x):.1f}" y="{y - 7:.1f}" width="{abs(x - zero):.1f}" height="14" fill="{COLOURS[0]}" '
                    'fill-opacity="0.28"/>')
         if bar.low is not None and bar.high is not None:
             yield _line(at(bar.low), y, at(bar.high), y, COLOURS[0], 1.4)
