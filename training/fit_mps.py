@@ -52,8 +52,8 @@ def fit_target(workspace: Workspace, measured: Workspace, target: str, config: T
     if composition.costs is None:
         raise UserError(f"{target}: its composition is {composition.kind}; runs under MPS can only be predicted with a GPU's "
                         "two tracks (composition pipeline)")
-    folders = [folder for path in sorted(measured.root.iterdir()) if path.is_dir()
-               for folder in [Workspace(path)] if collected_targets(folder)]
+    folders = [folder for path in sorted(measured.root.iterdir()) for folder in [Workspace(path)]
+               if folder.dataset("").is_dir()]
     of_cards = sorted({name for folder in folders for name in collected_targets(folder)})
     if len(of_cards) != 1:
         raise UserError(f"{measured.root}: " + (f"datasets of {', '.join(of_cards)}; give a folder for each" if of_cards else

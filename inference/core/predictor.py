@@ -32,6 +32,7 @@ from inference.core.model_warnings import estimator_warnings, model_warnings, we
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.sources import Precision, Source, missing_weights, needs_analysis, record_of, record_otherwise
 from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders, refuse_other_device
+from inference.sharing.mps import pair_through_mps
 from inference.sharing.shared_models import (
     PERCENTILE,
     LoadCurve,
@@ -49,6 +50,7 @@ from training.energy.scaled import scaled
 from utils.cache_folder import keeping_no_json
 from utils.paths import Workspace
 from utils.processes import in_processes
+from utils.sharing_mode import TIME_SLICES, SetSharing
 
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
@@ -377,19 +379,23 @@ class Predictor:
         return load_curve(self.shared(model, **options), points)
 
     def pair(self, first: Source | PredictedRun, second: Source | PredictedRun, *, dims: Mapping[str, int] | None = None,
-             second_dims: Mapping[str, int] | None = None, static: bool = False) -> Pair:
+             second_dims: Mapping[str, int] | None = None, static: bool = False, sharing: SetSharing = TIME_SLICES) -> Pair:
         """Two models on the same GPU, each in a process of its own that runs it again and again without a pause.
 
         Args:
             first, second: the models; they may be the same.
             dims, second_dims: sizes of their dynamic dimensions by name.
             static: take models with dynamic dimensions as if they were exported with these sizes.
+            sharing: how they share the GPU.
 
         Raises:
             UserError: a model or the predictors can't be used, or the GPU is this machine's and shared in a way that was not
                 measured.
-            NotShared: nothing was learned of how the target is shared.
+            NotShared, NotThroughMps: nothing was learned of how the target is shared in this way.
         """
+        if sharing.mps:
+            return pair_through_mps(self._run_of(first, {"dims": dims, "static": static}),
+                                    self._run_of(second, {"dims": second_dims, "static": static}), sharing)
         return pair(self.shared(first, dims=dims, static=static), self.shared(second, dims=second_dims, static=static))
 
     def objective(self, model: Source | PredictedRun, limit_ms: float, percentile: float = PERCENTILE, *,

@@ -19,6 +19,7 @@ from training.data_sheet.saved import Range
 from training.kernels.predictors import Predictors, read_predictors
 from training.kernels.uncertainty import Uncertainty, read_uncertainty
 from training.sharing.learned import Sharing, read_sharing
+from training.sharing.mps import LearnedMps, learned_mps
 from utils.errors import UserError
 from utils.files import cached
 from utils.fingerprint import CUDNN, FROM_SHEET, Target, has_cuda, package_version, slug
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 
 MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
+Learned = tuple[Predictors, Composition, HostSide, Sharing | None, LearnedMps | None, Uncertainty]  # of a folder
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, HostSide, Sharing | None, Uncertainty]] = {}
+_fitted: dict[tuple[Any, ...], Learned] = {}
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Fitted:
         uncertainty: how far off the times of kernels may be of which nothing was learned.
         host: the host's side of a CUDA session.
         sharing: how the target's GPU takes turns between processes; None where that was not learned.
+        mps: how kernels of several processes run on it through MPS; None likewise.
         other_cudnn: whether this machine has the target's device, but another minor version of cuDNN than was measured.
         notices: what the reader should know about the choice and the versions.
         measured_on: the machine and the versions that were measured, in words; "" where this machine is the target.
@@ -55,6 +58,7 @@ class Fitted:
     uncertainty: Uncertainty
     host: HostSide = NOTHING_MEASURED
     sharing: Sharing | None = None
+    mps: LearnedMps | None = None
     other_cudnn: bool = False
     notices: tuple[str, ...] = ()
     measured_on: str = ""
@@ -211,15 +215,16 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
     key = (str(folder), tuple(map(str, estimators)),
            *((entry.name, about.st_size, about.st_mtime_ns) for entry in files if (about := _about(entry))))
 
-    def load() -> tuple[Predictors, Composition, HostSide, Sharing | None, Uncertainty]:
+    def load() -> Learned:
         predictors = read_predictors(folder, tuple(estimators))
         composition = read_composition(folder, predictors.sidecar.dataset_sha256)
-        return predictors, composition, read_host_side(folder), read_sharing(folder), read_uncertainty(folder)
+        return (predictors, composition, read_host_side(folder), read_sharing(folder), learned_mps(folder),
+                read_uncertainty(folder))
 
-    predictors, composition, host, sharing, uncertainty = cached(_fitted, key, load, limit=4)
+    predictors, composition, host, sharing, mps, uncertainty = cached(_fitted, key, load, limit=4)
     sidecar = predictors.sidecar
     versions = version_notice(sidecar)
-    return Fitted(sidecar.target, predictors, composition, uncertainty, host, sharing,
+    return Fitted(sidecar.target, predictors, composition, uncertainty, host, sharing, mps,
                   other_cudnn=other_cudnn(sidecar) is not None,
                   notices=(*notices, versions) if versions else notices, measured_on=measured_on(sidecar))
 
@@ -237,7 +242,8 @@ def carried_over(measured: Fitted, gpu: Gpu, correction: Correction | None = Non
              f"took {found.low:.2g} to {found.high:.2g} times as long as predicted")
     predictors = carried_predictors(measured.predictors, target, gpu, ratios,
                                     correction.measured_ms if correction else {})
-    return replace(measured, target=target, predictors=predictors, sharing=None, other_cudnn=False,
+    return replace(measured, target=target, predictors=predictors, sharing=None, mps=None,
+                   other_cudnn=False,
                    notices=(*measured.notices, about), sheet_range=found)
 
 

@@ -11,6 +11,7 @@ from inference.sharing.co_runner import LoadSource, NotShared, UnderLoad, check_
 from training.sharing.learned import Sharing, co_runner_guessed, in_a_loop
 from utils.errors import UserError
 from utils.frozen import Frozen
+from utils.sharing_mode import SLICES
 
 if TYPE_CHECKING:
     from graph_model.simulation.pipeline import PipelineCosts, Tracks
@@ -94,11 +95,13 @@ class Pair(Frozen):
 
     Attributes:
         target: of both.
-        models: in the order in which they were given.
+        sharing: how they share the GPU: `slices`, `mps`, or `mps:25/75` with the share of the threads that each may use.
+        models: in the order in which they were given; `idle_ms` is with the share.
         warnings: of both predictions.
     """
 
     target: str
+    sharing: str = SLICES
     models: tuple[OneOfTwo, OneOfTwo]
     warnings: tuple[str, ...]
 

@@ -3,15 +3,23 @@ processes run at the same time (fitted by mps_fit.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from graph_model.simulation.mps import Grids, MpsRules
-from training.kernels.saved_form import Saved
+from training.kernels.estimators import KernelModel, predict_kernels
+from training.kernels.saved_form import Saved, open_estimator
 from utils import files
 from utils.frozen import Frozen
+
+if TYPE_CHECKING:
+    from records.kernel_record import Kernel
 
 Floats = npt.NDArray[np.float64]
 MPS_VERSION = 1
@@ -71,3 +79,45 @@ def read_mps(folder: Path) -> MpsSharing | None:
 def grids_of(widths: Floats, bytes_moved: Floats, gpu_ms: Floats, bytes_per_ms: float) -> Grids:
     """The grids of nodes, from the widths of their kernels, the bytes that they read and write, and the GPU's time."""
     return Grids(np.clip(widths, 0.0, 1.0), np.minimum(1.0, bytes_moved / bytes_per_ms / np.maximum(gpu_ms, 1e-6)))
+
+
+@dataclass(frozen=True)
+class LearnedMps:
+    """What was learned of a target's sharing through MPS, ready to predict.
+
+    Attributes:
+        sharing: the file.
+        folder: of the file with the estimator of widths, which is read when it is first needed.
+    """
+
+    sharing: MpsSharing
+    folder: Path
+
+    @cached_property
+    def _width(self) -> KernelModel:
+        return open_estimator(self.sharing.width, KernelModel, self.folder, f"fit again: {FIT}")
+
+    def grids(self, kernels: Sequence[Kernel], features: Floats, gpu_ms: Floats) -> Grids:
+        """How kernels use the GPU.
+
+        Args:
+            kernels: in the order of a run's nodes.
+            features: kernels × KERNEL_FEATURES.
+            gpu_ms: the GPU's time of each.
+
+        Raises:
+            UserError: the estimator's file is missing or damaged.
+        """
+        moved = np.array([float(kernel.bytes_read + kernel.bytes_written) for kernel in kernels])
+        widths = predict_kernels(self._width, kernels, features, self._width.idle_load) if len(kernels) else np.zeros(0)
+        return grids_of(widths, moved, gpu_ms, self.sharing.bytes_per_ms)
+
+
+def learned_mps(folder: Path) -> LearnedMps | None:
+    """What was learned of a target whose predictors are in `folder`; None where nothing was.
+
+    Raises:
+        UserError: a damaged file or one of another version.
+    """
+    sharing = read_mps(folder)
+    return None if sharing is None else LearnedMps(sharing, folder)

@@ -1,0 +1,115 @@
+"""A model's latency while other models use the same GPU through MPS, each in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graph_model.simulation.mps import MpsProcess, mps_runs_ms, with_share
+from graph_model.simulation.pipeline import pipeline_ms
+from inference.sharing.co_runner import SEED, UnderLoad
+from inference.sharing.shared_models import OneOfTwo, Pair
+from training.sharing.mps import FIT
+from utils.errors import UserError
+from utils.sharing_mode import ALL_THREADS, SetSharing
+
+if TYPE_CHECKING:
+    from inference.core.model_run import PredictedRun
+    from training.sharing.mps import LearnedMps
+
+SHARES = (25, 50, 75)  # per cent of the threads, to choose from
+
+
+class NotThroughMps(UserError):
+    """Nothing was learned of how a target's GPU is shared through MPS."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(f"{target}: nothing was learned of how it is shared through MPS; measure it under mps "
+                         f"(recipes/h200/measure_sharing.sh), then: {FIT}")
+
+
+class ThroughMps:
+    """Run times of models that share a GPU through MPS, with shares of its threads or without (`inference.sharing.ways`)."""
+
+    def __init__(self, learned: LearnedMps, shares: bool) -> None:
+        self._learned, self._shares = learned, shares
+
+    def choices(self, models: int) -> list[SetSharing]:
+        """No shares; or every choice of SHARES that gives all threads away, and none twice."""
+        if not self._shares or models == 1:
+            return [SetSharing(True)]
+        return [SetSharing(True, percents) for percents in product(SHARES, repeat=models) if sum(percents) == ALL_THREADS]
+
+    def alone_ms(self, model: PredictedRun, percent: int) -> float:
+        """The latency of a run with a share of the threads, while nothing else runs."""
+        process = mps_process(model, self._learned, percent)
+        fewer = with_share(process.tracks, process.grids, process.share, self._learned.sharing.rules)
+        return model.alone_ms + pipeline_ms(fewer, process.costs) - pipeline_ms(process.tracks, process.costs)
+
+    def slowdown(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> float:
+        """How many times as long as alone, with the same share, a run takes on average while the other model runs in a loop."""
+        alone_ms = self.alone_ms(model, percent)
+        return self.beside(model, percent, [(other, other_percent)]).mean_ms / alone_ms
+
+    def beside(self, model: PredictedRun, percent: int, others: Sequence[tuple[PredictedRun, int]]) -> UnderLoad:
+        """The distribution of a model's latency while other models run in loops, each with its share of the threads."""
+        rules = self._learned.sharing.rules
+        process = mps_process(model, self._learned, percent)
+        alone_ms = self.alone_ms(model, percent)
+        if not np.any(process.tracks.launches > 0):
+            return UnderLoad(mean_ms=alone_ms, percentiles_ms=(alone_ms,) * 101, busy_share=1.0, told_by="prediction")
+        by_itself = float(np.median(mps_runs_ms(process, (), rules, np.random.default_rng(SEED), 2)))
+        runs = mps_runs_ms(process, [mps_process(other, self._learned, share) for other, share in others], rules,
+                           np.random.default_rng(SEED))
+        return UnderLoad(mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
+                         busy_share=1.0, told_by="prediction").later_by(alone_ms - by_itself)
+
+
+def mps_process(run: PredictedRun, learned: LearnedMps, percent: int = ALL_THREADS) -> MpsProcess:
+    """A predicted model as a process with a share of the GPU's threads.
+
+    Raises:
+        NotThroughMps: the target's runs are no two tracks of host and GPU.
+    """
+    costs = run.run.costs
+    if costs is None:
+        raise NotThroughMps(run.fitted.target.name)
+    record, tracks = run.run.record, run.run.tracks
+    kernels = [record.kernels[record.nodes[place].kernel_id] for place in run.run.order]
+    grids = learned.grids(kernels, run.fitted.predictors.features_of(kernels), tracks.gpu_ms)
+    return MpsProcess(tracks, costs, grids, percent / ALL_THREADS)
+
+
+
+def pair_through_mps(first: PredictedRun, second: PredictedRun, sharing: SetSharing) -> Pair:
+    """Two models on one GPU through MPS, each in a process of its own that runs it again and again without a pause.
+
+    Raises:
+        NotThroughMps: nothing was learned of how the target is shared through MPS.
+        UserError: `sharing` has shares for another number of models.
+    """
+    learned = first.fitted.mps
+    if learned is None:
+        raise NotThroughMps(first.fitted.target.name)
+    if not sharing.fits(2):
+        raise UserError(f"two models share the GPU, and there are {len(sharing.percents)} shares of the threads: give one for "
+                        "both (mps:50) or one for each (mps:25/75)")
+    percents = sharing.percent_of(0), sharing.percent_of(1)
+    through = ThroughMps(learned, shares=True)
+
+    def of_pair(run: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> OneOfTwo:
+        of = run.prediction
+        return OneOfTwo(model=of.model, dims=of.dims, idle_ms=through.alone_ms(run, percent),
+                        under_load=through.beside(run, percent, [(other, other_percent)]),
+                        rough_estimate=of.rough_estimate or other.prediction.rough_estimate,
+                        estimated_operators=of.estimated_operators)
+
+    target = first.fitted.target.name
+    about = (f"how kernels of several processes run at the same time was learned on {learned.sharing.learned_on}, and never "
+             f"measured on {target}",) if learned.sharing.learned_on != target else ()
+    return Pair(target=target, sharing=str(sharing),
+                models=(of_pair(first, percents[0], second, percents[1]), of_pair(second, percents[1], first, percents[0])),
+                warnings=tuple(dict.fromkeys((*first.prediction.warnings, *second.prediction.warnings, *about))))
