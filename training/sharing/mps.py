@@ -46,7 +46,7 @@ class MpsSharing(Frozen):
         rules: of the simulation.
         bytes_per_ms: the memory's bandwidth.
         width: the estimator of how wide kernels are.
-        width_error: the mean error (a ratio) of widths of kernels whose family was left out.
+        width_error: the mean error (a ratio) of widths of kernels whose family was left out; each counts by its time.
         gpu_bound, host_bound: errors for models whose kernels take GPU_BOUND of their latency, and for the others; by
             `without shares` and `with shares`.
     """

@@ -21,6 +21,7 @@ from graph_model.simulation.pipeline import PipelineCosts, Tracks, dispatched_ms
 from records.dataset_files import read_header
 from records.dataset_tables import read_kernel_table, read_model_table
 from records.kernel_record_files import read_model_record, record_path
+from records.measurement import GPU_LABEL
 from records.probe_reading import ALWAYS
 from training.kernels.estimators import KernelModel, fit_factors, predict_rows
 from training.kernels.settings import XgboostSettings
@@ -47,8 +48,8 @@ SEED = 7
 STATISTICS = ("Latency_ms", "median_ms", "p95_ms")  # columns of the table of models
 FITTED_RUNS = 6
 FOLDS = 5  # of kernels, by family, that judge the widths
-WAVES_MS, LAST_WAVES, SLOWDOWNS = (0.008, 0.016, 0.03), (0.5, 0.7, 0.9), (0.2, 0.4, 0.6)
-BANDWIDTH_SLOWDOWNS, SWITCHES_MS = (0.0, 0.4, 0.8), (0.0005, 0.0015, 0.0025)
+WAVES_MS, LAST_WAVES, SLOWDOWNS = (0.01, 0.02, 0.04), (0.7, 0.85, 1.0), (0.2, 0.4, 0.6)
+BANDWIDTH_SLOWDOWNS, SWITCHES_MS = (0.0, 0.3, 0.6), (0.0005, 0.0015, 0.0025)
 WIDTH_SETTINGS = XgboostSettings(trees=200, depth=6, learning_rate=0.06, min_leaf_weight=4.0, objective="squarederror",
                                  own_predictors="none")
 
@@ -205,7 +206,10 @@ class MpsFit:
         return np.array([self._ways[case.way].beside[case.model, case.background] for case in self._cases])
 
     def _is_gpu_bound(self, case: _Case) -> bool:
-        return float(self._models[case.model].tracks.gpu_ms.sum()) >= GPU_BOUND * self._ways[case.way].idle_ms[case.model]
+        """Whether the model's kernels take GPU_BOUND of its latency alone under the case's way, or more."""
+        way = self._ways[case.way]
+        nodes = self._records[case.model].nodes
+        return sum(way.gpu_ms.get(node.kernel_id, 0.0) for node in nodes) >= GPU_BOUND * way.idle_ms[case.model]
 
     def fit(self, jobs: int) -> tuple[MpsRules, dict[str, MpsErrors], dict[str, MpsErrors]]:
         """The best rules for all cases; and the errors for models that are GPU-bound and for the others, each case predicted by
@@ -275,14 +279,15 @@ def records_of(workspace: Workspace, target: Target, models: Iterable[str]) -> d
 
 
 def fit_widths(rows: TrainingSet, widths: Mapping[str, float], seed: int) -> tuple[KernelModel, float]:
-    """The estimator of how wide kernels are, and its mean error (a ratio) on families that it did not see.
+    """The estimator of how wide kernels are, and its mean error (a ratio) on families that it did not see, where each kernel
+    counts by its time.
 
     Args:
         rows: of the dataset that has the kernels.
         widths: measured.
         seed: of the boosters.
     """
-    known = rows.rows(np.array([name in widths for name in rows.ids.tolist()]))
+    known = rows.rows(np.isfinite(rows.times_ms[GPU_LABEL]) & np.array([name in widths for name in rows.ids.tolist()]))
     logs = np.log(np.array([widths[name] for name in known.ids.tolist()]))
     families = [min(groups, default="") for groups in known.groups]
     fold_of = {family: place % FOLDS for place, family in enumerate(sorted(set(families)))}
@@ -293,4 +298,5 @@ def fit_widths(rows: TrainingSet, widths: Mapping[str, float], seed: int) -> tup
         if (folds != fold).any():
             model = fit_factors(known.rows(folds != fold), logs[folds != fold], WIDTH_SETTINGS, seed)
             errors[folds == fold] = np.log(predict_rows(model, tested)) - logs[folds == fold]
-    return fit_factors(known, logs, WIDTH_SETTINGS, seed), float(np.mean(np.abs(np.exp(errors) - 1.0)))
+    error = float(np.average(np.abs(np.exp(errors) - 1.0), weights=known.times_ms[GPU_LABEL]))
+    return fit_factors(known, logs, WIDTH_SETTINGS, seed), error
