@@ -54,7 +54,7 @@ class Asked(NamedTuple):
 
 def asked_for(config: ServedSetsConfig, first: int | None = None) -> list[Asked]:
     """What a config asks for, of its first sets where `first` says how many. The ways of one set follow one another, so that
-    they meet the same machine. Time slices come first for every second set, and MPS for the others: its daemon starts seldom."""
+    they meet the same machine. Time slices come first for every second set, MPS for the others: its daemon starts seldom."""
     found = []
     for number, models in enumerate(config.sets[:first], 1):
         fitting = [way for way in config.ways if SetSharing.parse(way).fits(len(models))]
