@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import poisson
 
 from graph_model.simulation.pipeline import Floats
 
@@ -21,7 +20,11 @@ Ints = npt.NDArray[np.int_]
 SURE = 1e-12  # the chance of more requests in a run than are reckoned with
 LONGEST_QUEUE = 2000  # that is reckoned with
 WARMING_UP = 0.25  # of the counted time, before it: queues begin empty
-LONGEST_RUNS = 100  # the counted time holds at least so many of the longest runs
+LONGEST_RUNS = 60  # the counted time holds at least so many of the longest runs
+MOST_IN_A_ROW = 5000  # requests of one repetition, unless they come within LONGEST_RUNS
+MOST_AT_ONCE = 2e7  # requests of what is simulated side by side: 160 MB
+LEAST_REPETITIONS = 40
+RARELY = 0.003  # the least share of the time for which a model is busy; what the others take hardly depends on it
 LATE_RUNS = 10  # after the counted time; requests that even then wait have an endless latency
 LEAST_SLOWDOWN = 0.1
 ROUNDING = 1e-12  # of times
@@ -54,14 +57,19 @@ class Served(NamedTuple):
             are not answered.
         run_ms: a run beside the others, on average.
         busy: the share of the time in which a run goes on.
-        stable: whether fewer requests come than full runs could take.
+        offered: how many requests come for each that full runs, as long as `run_ms`, could take; a ratio.
     """
 
     mean_ms: float
     percentiles_ms: tuple[float, ...]
     run_ms: float
     busy: float
-    stable: bool
+    offered: float
+
+    @property
+    def stable(self) -> bool:
+        """Whether fewer requests come than could be served."""
+        return self.offered < 1.0
 
     def percentile_ms(self, percent: float) -> float:
         """The latency that `percent` % of the requests do not exceed."""
@@ -77,39 +85,51 @@ def served(cases: Sequence[Case], generator: np.random.Generator, requests: int 
     Args:
         cases: what is simulated.
         generator: draws arrivals and runs.
-        requests: that are counted of each model, at least; about so many of the model with the fewest.
-        repetitions: that are simulated independently, side by side.
+        requests: that are counted of the model with the fewest, about; fewer where the others get very many more.
+        repetitions: that are simulated independently, side by side; fewer where runs are long and requests many.
 
     Returns:
         for each case, its models.
     """
-    rates = np.array([case.rates_per_s for case in cases]) / 1e3
     longest_ms = max(float(np.max(run)) for case in cases for run in case.runs_ms)
-    counted_ms = max(requests / repetitions / rates.min(), LONGEST_RUNS * longest_ms)
+    rates = np.array([_rates(case) for case in cases])  # cases × models, in requests per ms
+    most = float(rates.sum(axis=1).max())
+    counted_ms = max(min(requests / repetitions / rates.min(), MOST_IN_A_ROW / most), LONGEST_RUNS * longest_ms)
     begin_ms = WARMING_UP * counted_ms
     end_ms = begin_ms + counted_ms
-    models, expected = rates.shape[1], rates.max(axis=0) * (end_ms + LATE_RUNS * longest_ms)
-    gaps = [generator.exponential(1.0, (repetitions, int(mean + 8.0 * math.sqrt(mean) + 8.0))) for mean in expected]
-    units = [np.cumsum(gap, axis=1) for gap in gaps]  # arrivals, in mean gaps
-    simulated = _Simulated(cases, units, repetitions, generator)
-    while simulated.now.min() < end_ms + LATE_RUNS * longest_ms and simulated.step():
-        pass
-    of_models = [simulated.result(model, begin_ms, end_ms) for model in range(models)]
-    return [list(of_case) for of_case in zip(*of_models, strict=True)]
+    last_ms = end_ms + LATE_RUNS * longest_ms
+    repetitions = max(min(repetitions, int(MOST_AT_ONCE / (most * last_ms))), min(LEAST_REPETITIONS, repetitions))
+    arrivals = []  # of each model, in mean gaps: repetitions × requests
+    for expected in rates.max(axis=0) * last_ms:
+        arriving = int(expected + 8.0 * math.sqrt(expected) + 8.0)  # more never come
+        arrivals.append(np.cumsum(generator.exponential(1.0, (repetitions, arriving)), axis=1))
+    at_once = max(int(MOST_AT_ONCE / sum(of_model.size for of_model in arrivals)), 1)
+    results = []
+    for first in range(0, len(cases), at_once):
+        simulated = _Simulated(cases[first:first + at_once], arrivals, generator)
+        while simulated.now.min() < last_ms and simulated.step():
+            pass
+        of_models = [simulated.result(model, begin_ms, end_ms) for model in range(rates.shape[1])]
+        results += [list(of_case) for of_case in zip(*of_models, strict=True)]
+    return results
+
+
+def _rates(case: Case) -> Floats:
+    """The rates in requests per ms. Those of a model that is hardly ever busy are raised to where it is for a share RARELY, so
+    that some of its requests are seen."""
+    return np.maximum(np.array(case.rates_per_s) / 1e3, [RARELY / float(np.mean(run_ms)) for run_ms in case.runs_ms])
 
 
 class _Simulated:
     """All repetitions of all cases, side by side; a row each. Times are in ms."""
 
-    def __init__(self, cases: Sequence[Case], units: Sequence[Floats], repetitions: int,
-                 generator: np.random.Generator) -> None:
-        self.cases, self.repetitions, self.generator = cases, repetitions, generator
-        rows, models = len(cases) * repetitions, len(units)
-        self.case_of = np.repeat(np.arange(len(cases)), repetitions)
-        self.gaps = [np.array([1e3 / case.rates_per_s[model] for case in cases]) for model in range(models)]
-        self.arrivals = []  # rows × requests; the last one never comes
-        for unit, gap in zip(units, self.gaps, strict=True):
-            of_rows = (gap[:, None, None] * unit).reshape(rows, -1)
+    def __init__(self, cases: Sequence[Case], units: Sequence[Floats], generator: np.random.Generator) -> None:
+        self.cases, self.repetitions, self.generator = cases, len(units[0]), generator
+        rows, models = len(cases) * self.repetitions, len(units)
+        self.case_of = np.repeat(np.arange(len(cases)), self.repetitions)
+        self.arrivals = []  # rows × requests; the last ones never come
+        for unit, rates in zip(units, np.array([_rates(case) for case in cases]).T, strict=True):
+            of_rows = (unit / rates[:, None, None]).reshape(rows, -1)
             of_rows = np.append(of_rows, np.full((rows, max(max(case.batches) for case in cases)), np.inf), axis=1)
             self.arrivals.append(of_rows)
         self.batches = np.array([case.batches for case in cases])[self.case_of]
@@ -188,7 +208,7 @@ class _Simulated:
             results.append(Served(
                 mean_ms=float(known.mean()), percentiles_ms=tuple(known[np.maximum(places, 0)].tolist()), run_ms=run_ms,
                 busy=float(inside[of_case].sum()) / (self.repetitions * (end_ms - begin_ms)),
-                stable=case.rates_per_s[model] * run_ms / 1e3 < case.batches[model]))
+                offered=case.rates_per_s[model] * run_ms / 1e3 / case.batches[model]))
         return results
 
 
@@ -206,6 +226,8 @@ def busy_share(rate_per_s: float, run_ms: float, batch: int) -> float:
     don't wait for a full batch): with none, the server is idle for 1/rate on average, and then runs one. 1 where more requests
     come than it can serve.
     """
+    from scipy.stats import poisson
+
     offered = rate_per_s * run_ms / 1e3  # requests that arrive in a run
     if offered >= batch:
         return 1.0
