@@ -25,7 +25,7 @@ MOST_IN_A_ROW = 5000  # requests of one repetition, unless they come within LONG
 MOST_AT_ONCE = 2e7  # requests of what is simulated side by side: 160 MB
 LEAST_REPETITIONS = 40
 RARELY = 0.003  # the least share of the time for which a model is busy; what the others take hardly depends on it
-LATE_RUNS = 10  # after the counted time; requests that even then wait have an endless latency
+LATE_RUNS = 20  # after the counted time, for requests that still wait
 LEAST_SLOWDOWN = 0.1
 ROUNDING = 1e-12  # of times
 PERCENTILES = np.arange(101)
@@ -52,9 +52,9 @@ class Served(NamedTuple):
     """How requests to one model fare.
 
     Attributes:
-        mean_ms: from arrival to answer.
-        percentiles_ms: the latency that p % of the requests do not exceed, for each whole p from 0 to 100; infinite where more
-            are not answered.
+        mean_ms: from arrival to answer; infinite where more requests come than can be served.
+        percentiles_ms: the latency that p % of the requests do not exceed, for each whole p from 0 to 100; infinite where fewer
+            are answered.
         run_ms: a run beside the others, on average.
         busy: the share of the time in which a run goes on.
         offered: how many requests come for each that full runs, as long as `run_ms`, could take; a ratio.
@@ -107,7 +107,7 @@ def served(cases: Sequence[Case], generator: np.random.Generator, requests: int 
     results = []
     for first in range(0, len(cases), at_once):
         simulated = _Simulated(cases[first:first + at_once], arrivals, generator)
-        while simulated.now.min() < last_ms and simulated.step():
+        while simulated.step(last_ms):
             pass
         of_models = [simulated.result(model, begin_ms, end_ms) for model in range(rates.shape[1])]
         results += [list(of_case) for of_case in zip(*of_models, strict=True)]
@@ -144,15 +144,15 @@ class _Simulated:
         self.began = np.zeros((rows, models))
         self.log: list[list[tuple[Ints, Ints, Ints, Floats, Floats]]] = [[] for _ in range(models)]
 
-    def step(self) -> bool:
-        """Goes to the next event of each row: the end of a run, or a request for a model that is free. False where there is
-        none left."""
+    def step(self, last_ms: float) -> bool:
+        """Goes to the next event of each row, if it comes until `last_ms`: the end of a run, or a request for a model that is
+        free. False where there is none left."""
         slowdowns = np.maximum(1.0 + np.einsum("rij,rj->ri", self.more, self.busy), LEAST_SLOWDOWN)
         running = self.busy > 0.0
         ends = np.where(running, self.now[:, None] + self.left * slowdowns, np.inf)
         events = np.minimum(ends, np.where(running, np.inf, np.maximum(self.next, self.now[:, None])))
         after = events.min(axis=1)
-        going = np.isfinite(after)
+        going = after <= last_ms
         if not going.any():
             return False
         after = np.where(going, after, self.now)
@@ -204,11 +204,13 @@ class _Simulated:
             run_ms = float((ends - begins)[of_case].mean())
             answered = np.sort(latencies[cases == number])
             places = np.ceil(PERCENTILES / 100.0 * asked).astype(int) - 1
-            known = np.append(answered, np.full(asked - answered.size, np.inf))
+            offered = case.rates_per_s[model] * run_ms / 1e3 / case.batches[model]
+            late_ms = np.inf if offered >= 1.0 else answered[-1]  # of the few that waited longer than was simulated
+            known = np.append(answered, np.full(asked - answered.size, late_ms))
             results.append(Served(
                 mean_ms=float(known.mean()), percentiles_ms=tuple(known[np.maximum(places, 0)].tolist()), run_ms=run_ms,
                 busy=float(inside[of_case].sum()) / (self.repetitions * (end_ms - begin_ms)),
-                offered=case.rates_per_s[model] * run_ms / 1e3 / case.batches[model]))
+                offered=offered))
         return results
 
 

@@ -62,6 +62,10 @@ def test_more_requests_than_can_be_served() -> None:
     assert found.percentile_ms(95) == np.inf
     assert found.busy == pytest.approx(1.0, abs=0.01)
     assert one(1000.0, 2.0, 4).stable
+    cases = [Case([9000.0], [batch], [np.array([run_ms])], ALONE) for batch, run_ms in ((1, 0.6), (64, 30.0), (512, 24.0))]
+    results = [result for result, in served(cases, np.random.default_rng(7), 1000, 40)]  # the longest run counts for all
+    assert [result.offered for result in results] == pytest.approx([5.4, 9000 * 0.03 / 64, 9000 * 0.024 / 512])
+    assert [result.percentile_ms(95) < np.inf for result in results] == [False, False, True]
 
 
 def test_models_that_do_not_slow_each_other() -> None:
