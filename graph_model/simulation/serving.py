@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graph_model.simulation.pipeline import Floats
+from utils.lazy import scipy
 
 Ints = npt.NDArray[np.int_]
 SURE = 1e-12  # the chance of more requests in a run than are reckoned with
@@ -228,16 +229,14 @@ def busy_share(rate_per_s: float, run_ms: float, batch: int) -> float:
     don't wait for a full batch): with none, the server is idle for 1/rate on average, and then runs one. 1 where more requests
     come than it can serve.
     """
-    from scipy.stats import poisson
-
     offered = rate_per_s * run_ms / 1e3  # requests that arrive in a run
     if offered >= batch:
         return 1.0
     if not offered:
         return 0.0
     room = 1.0 - offered / batch
-    states = min(LONGEST_QUEUE, int(batch + poisson.isf(SURE, offered) + 30.0 / room))
-    arriving = poisson.pmf(np.arange(states), offered)
+    states = min(LONGEST_QUEUE, int(batch + scipy.stats.poisson.isf(SURE, offered) + 30.0 / room))
+    arriving = scipy.stats.poisson.pmf(np.arange(states), offered)
     balance = -np.eye(states)  # of the states, by the rates into and out of each
     for waiting in range(states):
         left = max(waiting - batch, 0)

@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import yaml
-from scipy.optimize import brentq
 
 from graph_model.simulation.serving import busy_share
 from utils import cli, files
+from utils.lazy import scipy
 
 T = TypeVar("T")
 CONFIG = Path(__file__).with_suffix(".yaml")
@@ -80,8 +80,8 @@ def rate_per_s(share: float, run_ms: float, batch: int) -> float:
     """The rate of requests that keeps a model busy for `share` of the time (a ratio): between that with one request in each run
     and that with full runs."""
     runs_per_s = share / run_ms * 1e3
-    return float(brentq(lambda rate: busy_share(rate, run_ms, batch) - share, 0.99 * runs_per_s, 1.01 * batch * runs_per_s,
-                        rtol=1e-6))
+    return float(scipy.optimize.brentq(lambda rate: busy_share(rate, run_ms, batch) - share, 0.99 * runs_per_s,
+                                       1.01 * batch * runs_per_s, rtol=1e-6))
 
 
 def deck(cards: Sequence[T], generator: np.random.Generator) -> Iterator[T]:
