@@ -162,13 +162,16 @@ def read_results(path: Path) -> dict[str, SetResult]:
     """What was measured, by key; the latest one for each. No file: nothing.
 
     Raises:
-        UserError: a line is damaged.
+        UserError: a line is damaged, or of another version.
     """
     results = {}
     for number, line in enumerate(files.read_lines(path), 1):
         try:
             result = SetResult.model_validate_json(files.line_without_digest(line))
         except ValidationError as error:
+            if error.errors()[0]["loc"] == ("version",):
+                raise UserError(f"{path}, line {number}: of another version of Hase; move the file and its folder "
+                                f"{path.stem} away, and measure again") from None
             raise UserError(f"{path}, line {number}: damaged ({error.errors()[0]['msg']}); remove the line") from None
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}; remove the line") from None

@@ -24,6 +24,7 @@ from benchmark.serving.measure import asked_for
 from benchmark.serving.results import Requests, read_results, samples_path
 from benchmark.serving.server import MODULE, ModelServer, Opening, Reply, Serving, open_model, serve
 from runtimes import local_target
+from utils import files
 from utils.config import read_config, validate
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
@@ -210,6 +211,13 @@ def test_a_damaged_result_is_named(workspace: Workspace, tmp_path: Path) -> None
     done = run_script(SCRIPT, "--workspace", tmp_path, "--config", config)
     assert done.returncode == 1
     assert f"{path}, line 1: damaged or changed by hand" in done.stderr
+
+
+def test_a_result_of_another_version(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.jsonl"
+    path.write_text(files.line_with_digest('{"version":1}') + "\n")
+    with pytest.raises(UserError, match=r"cpu\.jsonl, line 1: of another version of Hase; move the file"):
+        read_results(path)
 
 
 def test_a_cpu_is_not_shared_through_mps(workspace: Workspace, tmp_path: Path) -> None:
