@@ -2,7 +2,7 @@
 
 Reads a config with sets of models, and the models' files, by default in model_zoo/models. Each model of a set is served by a
 process of its own. Its requests arrive at random (a Poisson process with a seed) and do not wait for answers; whenever the
-process is free, it runs all that wait, up to the model's `batch`, padded to the next power of two. Requests whose run has not
+process is free, it runs all that wait, up to the model's `batch`, padded to exactly that size. Requests whose run has not
 begun when the time is over count as unserved.
 
 Writes benchmark/served_sets/<target>.jsonl, one line for each set and way of sharing, and all requests to <target>/<key>.npz

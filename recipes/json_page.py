@@ -45,6 +45,7 @@ PRINTED = {  # by command: what it prints, the record's module and class
     "inference/load_curve.py": ("one object", ("inference.sharing.shared_models.LoadCurve",)),
     "inference/pair_latency.py": ("one object", ("inference.sharing.shared_models.Pair",)),
     "benchmark/dataset_coverage.py": ("one object", ("records.dataset_coverage.DatasetCoverage",)),
+    "inference/sharing_advice.py": ("one object", ("inference.sharing.advice.SharingAdvice",)),
     "inference/predict_llm.py": ("a list with an object for each request", ("inference.llm.answers.LlmPrediction",)),
 }
 VERSION = "of the record's form"

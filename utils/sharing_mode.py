@@ -195,6 +195,16 @@ class SetSharing(NamedTuple):
                              "each model) or mps:25/25/50 (one share for each model of a set, in its order)")
         return cls(True, tuple(map(int, percents)))
 
+    def __str__(self) -> str:
+        """As people write it; `parse` reads it."""
+        if not self.mps:
+            return SLICES
+        return "mps" if self.percents == (ALL_THREADS,) else f"mps:{'/'.join(map(str, self.percents))}"
+
+    def percent_of(self, model: int) -> int:
+        """The share of the threads that a model of the set may use, by its place."""
+        return self.percents[model if len(self.percents) > 1 else 0]
+
     def fits(self, models: int) -> bool:
         """Whether it says what each of so many models gets."""
         return len(self.percents) in (1, models)

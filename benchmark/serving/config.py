@@ -24,7 +24,7 @@ class ServedModel(Config):
     Attributes:
         model: the ONNX file, with a dynamic dimension `batch`; a bare name is also looked for among the exported models.
         dims: the sizes of its other dynamic dimensions.
-        batch: the most requests that one run takes.
+        batch: the most requests that one run takes. Each run has this size, whether it is full or not.
         rate_per_s: requests per second, on average.
         slo_ms: the latency within which a request should be answered.
     """
@@ -39,7 +39,7 @@ class ServedModel(Config):
     @classmethod
     def _without_batch(cls, dims: dict[str, int]) -> dict[str, int]:
         if BATCH in dims:
-            raise ValueError("the requests that wait decide the size of batch; leave it out")
+            raise ValueError("the size of batch has an entry of its own; leave it out")
         return dims
 
 
@@ -62,7 +62,7 @@ class ServedSetsConfig(Config):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     ways: Annotated[tuple[SetSharingText, ...], Field(min_length=1)] = ("slices",)
     seconds: float = Field(5.0, gt=0, le=3600)
-    warmup_s: float = Field(1.0, ge=0, le=600)
+    warmup_s: float = Field(0.5, ge=0, le=600)
     seed: int = Field(0, ge=0)
     provider_options: dict[str, str] = {}
     sets: Annotated[tuple[ModelSet, ...], Field(min_length=1)]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,13 +53,13 @@ class Asked(NamedTuple):
 
 
 def asked_for(config: ServedSetsConfig, first: int | None = None) -> list[Asked]:
-    """What a config asks for, of its first sets where `first` says how many: time slices come before MPS, and then the ways of
-    one set follow one another, so that they meet the same machine."""
+    """What a config asks for, of its first sets where `first` says how many. The ways of one set follow one another, so that
+    they meet the same machine. Time slices come first for every second set, MPS for the others: its daemon starts seldom."""
     found = []
-    for mps in (False, True):
-        for number, models in enumerate(config.sets[:first], 1):
-            found += [Asked(number, models, way, key_of(models, way, config)) for way in config.ways
-                      if SetSharing.parse(way).mps == mps and SetSharing.parse(way).fits(len(models))]
+    for number, models in enumerate(config.sets[:first], 1):
+        fitting = [way for way in config.ways if SetSharing.parse(way).fits(len(models))]
+        found += [Asked(number, models, way, key_of(models, way, config))
+                  for way in sorted(fitting, key=lambda way: SetSharing.parse(way).mps, reverse=number % 2 == 0)]
     return found
 
 
@@ -84,10 +85,9 @@ def measure_sets(workspace: Workspace, config: ServedSetsConfig, first: int | No
         missing = [each for each in asked if each.key not in results or results[each.key].status != "ok"]
         if len(missing) < len(asked):
             log.info("%d of %d are there already", len(asked) - len(missing), len(asked))
-        for mps in (False, True):
-            of_group = [each for each in missing if SetSharing.parse(each.way).mps == mps]
-            with gpu_shared(GpuSharing(mps)) if of_group and device == "cuda" else nullcontext():
-                for each in cli.progress(of_group, "measuring under MPS" if mps else "measuring"):
+        for mps, alike in groupby(cli.progress(missing, "measuring"), lambda each: SetSharing.parse(each.way).mps):
+            with gpu_shared(GpuSharing(mps)) if device == "cuda" else nullcontext():
+                for each in alike:
                     results[each.key] = _measured(each, workspace, config, device, path)
     return [(each.number, results[each.key]) for each in asked]
 
@@ -124,6 +124,8 @@ def served(models: Sequence[ServedModel], workspace: Workspace, config: ServedSe
         servers = [processes.enter_context(ModelServer(path.resolve(), model, timeout_s, environment))
                    for path, model, environment in zip(paths, models, sharing.environments(len(models)), strict=True)]
         _replies(servers, [threads.submit(server.open, device, config.provider_options) for server in servers])
+        for server in servers:  # one after another
+            _replies([server], [threads.submit(server.warm_up)])
         begin_s = time.monotonic() + LEAD_S + config.warmup_s
         replies = _replies(servers, [threads.submit(server.serve, times.tolist(), begin_s, config.seconds)
                                      for server, times in zip(servers, arrivals, strict=True)])

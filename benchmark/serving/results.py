@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from benchmark.serving.config import ModelSet, ServedModel, ServedSetsConfig
-from benchmark.serving.server import Reply, bucket_of
+from benchmark.serving.server import Reply
 from records.environment import Environment
 from utils import files
 from utils.errors import UserError
@@ -51,7 +51,8 @@ class ModelResult(Frozen):
         served, unserved: of these, whose run began before the time was over, and the others.
         latency: from arrival to the end of the run, of the served ones; None if there are none.
         within_slo: the share of all requests that were answered within the model's `slo_ms`.
-        runs: how long runs took, by their size.
+        runs: how long runs took; None if there were none.
+        requests_per_run: on average; 0 if there were none.
         busy: the share of the time in which a run was going on.
     """
 
@@ -60,34 +61,32 @@ class ModelResult(Frozen):
     unserved: int
     latency: Times | None
     within_slo: float
-    runs: dict[int, Times]
+    runs: Times | None
+    requests_per_run: float
     busy: float
 
 
 class Requests(Frozen):
     """All requests to one model, those of the warm-up too, in the order of arrival. Times are seconds from the beginning of the
-    counted time; those that were not served come last, without start, end and size.
+    counted time; those that were not served come last, without start and end.
 
     Attributes:
         arrivals_s: one each request.
         starts_s, ends_s: of the run that took it.
-        sizes: of that run, after padding.
         counts: the requests in each run, in order.
     """
 
     arrivals_s: tuple[float, ...]
     starts_s: tuple[float, ...]
     ends_s: tuple[float, ...]
-    sizes: tuple[int, ...]
     counts: tuple[int, ...]
 
     @classmethod
     def of(cls, arrivals_s: Floats, reply: Reply) -> Self:
         """From the runs that a server made for the requests."""
         starts_s, ends_s = np.repeat(reply.starts_s, reply.counts), np.repeat(reply.ends_s, reply.counts)
-        sizes = np.repeat([bucket_of(count) for count in reply.counts], reply.counts).astype(int)
         return cls(arrivals_s=tuple(arrivals_s.tolist()), starts_s=tuple(starts_s.tolist()), ends_s=tuple(ends_s.tolist()),
-                   sizes=tuple(sizes.tolist()), counts=reply.counts)
+                   counts=reply.counts)
 
     def result(self, slo_ms: float, seconds: float) -> ModelResult:
         """Their statistics over the counted time."""
@@ -96,15 +95,15 @@ class Requests(Frozen):
         counted = arrivals_s >= 0.0
         latencies_s = (ends_s - arrivals_s[:served])[counted[:served]]
         firsts = np.cumsum([0, *self.counts[:-1]]) if self.counts else np.zeros(0, dtype=int)
-        run_starts_s, run_ends_s, run_sizes = starts_s[firsts], ends_s[firsts], np.asarray(self.sizes, dtype=int)[firsts]
+        run_starts_s, run_ends_s, counts = starts_s[firsts], ends_s[firsts], np.asarray(self.counts, dtype=int)
         inside_s = np.clip(run_ends_s, 0.0, seconds) - np.clip(run_starts_s, 0.0, seconds)
-        runs = {int(size): Times.of((run_ends_s - run_starts_s)[(run_sizes == size) & (run_starts_s >= 0.0)])
-                for size in np.unique(run_sizes)}
+        inside = run_starts_s >= 0.0
         requests = int(counted.sum())
         return ModelResult(
             requests=requests, served=latencies_s.size, unserved=requests - latencies_s.size, latency=Times.of(latencies_s),
             within_slo=float((1e3 * latencies_s <= slo_ms).sum()) / max(requests, 1),
-            runs={size: times for size, times in runs.items() if times}, busy=float(inside_s.sum()) / seconds)
+            runs=Times.of((run_ends_s - run_starts_s)[inside]),
+            requests_per_run=float(counts[inside].mean()) if inside.any() else 0.0, busy=float(inside_s.sum()) / seconds)
 
 
 class SetResult(Frozen):
@@ -122,7 +121,7 @@ class SetResult(Frozen):
         results: one each model; none where it failed.
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     key: str
     models: ModelSet
     way: SetSharingText
@@ -163,13 +162,16 @@ def read_results(path: Path) -> dict[str, SetResult]:
     """What was measured, by key; the latest one for each. No file: nothing.
 
     Raises:
-        UserError: a line is damaged.
+        UserError: a line is damaged, or of another version.
     """
     results = {}
     for number, line in enumerate(files.read_lines(path), 1):
         try:
             result = SetResult.model_validate_json(files.line_without_digest(line))
         except ValidationError as error:
+            if error.errors()[0]["loc"] == ("version",):
+                raise UserError(f"{path}, line {number}: of another version of Hase; move the file and its folder "
+                                f"{path.stem} away, and measure again") from None
             raise UserError(f"{path}, line {number}: damaged ({error.errors()[0]['msg']}); remove the line") from None
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}; remove the line") from None

@@ -1,7 +1,8 @@
 """A process that serves one model of a set: requests arrive at given moments, and wait in one queue, first in, first out.
 
-It answers two tasks, one JSON line each (`ModelServer` asks them): to open the model, and to serve. Whenever it is free it runs
-all requests that wait, up to the model's `batch`. A run has the next power of two as its size: it is padded.
+It answers three tasks, one JSON line each (`ModelServer` asks them): to open the model, to run it until it is warm, and to
+serve. Whenever it is free it runs all requests that wait, up to the model's `batch`. Each run has exactly that size, and the
+rest is padding: where a session's sizes change, cuDNN's plans are built anew, for up to two seconds (docs/sharing.md).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import gc
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from benchmark.serving.config import BATCH, ServedModel
@@ -24,7 +24,7 @@ from utils.ort_sessions import model_errors, open_session
 from utils.processes import serve_lines
 from utils.timing import pause
 
-WARM_RUNS = 3  # of each size; the first one allocates memory and chooses algorithms
+WARM_RUNS = 3  # the first one allocates memory and chooses algorithms
 SPIN_S = 200e-6  # before a moment the process no longer sleeps, which ends late
 MODULE = "benchmark.serving.server"
 
@@ -35,7 +35,7 @@ class Opening(Frozen):
     Attributes:
         model: the file.
         dims: the sizes of its dynamic dimensions but `batch`.
-        batch: the most requests in a run.
+        batch: the size of a run.
         device: `cpu` or `cuda`.
         provider_options: of the CUDA provider.
     """
@@ -62,14 +62,14 @@ class Serving(Frozen):
 
 
 class Task(Frozen):
-    """One of both."""
+    """One of the three: what is not None, or to run the open model until it is warm."""
 
     opening: Opening | None = None
     serving: Serving | None = None
 
 
 class Reply(Frozen):
-    """The runs while the model was served, in order; none after it was opened.
+    """The runs while the model was served, in order; none after it was opened or made warm.
 
     Attributes:
         error: why it failed; "" if it did not.
@@ -89,7 +89,7 @@ class ModelServer(WorkerProcess[Task, Reply]):
     Args:
         model: the file.
         served: how.
-        timeout_s: for opening, and for serving.
+        timeout_s: for each task.
         environment: variables of its environment that this process's lacks.
     """
 
@@ -98,44 +98,33 @@ class ModelServer(WorkerProcess[Task, Reply]):
         self.model, self._served = model, served
 
     def open(self, device: str, provider_options: Mapping[str, str]) -> Reply:
-        """Opens the model and runs each size until it is warm. See `WorkerProcess.ask` for errors, also of `serve`."""
+        """Opens the model. See `WorkerProcess.ask` for errors, also of the other tasks."""
         return self.ask(Task(opening=Opening(model=self.model, dims=self._served.dims, batch=self._served.batch, device=device,
                                              provider_options=dict(provider_options))))
+
+    def warm_up(self) -> Reply:
+        """Runs the model until it is warm. In its first runs cuDNN times its algorithms, so nothing else should run."""
+        return self.ask(Task())
 
     def serve(self, arrivals_s: Sequence[float], begin_s: float, seconds: float) -> Reply:
         return self.ask(Task(serving=Serving(arrivals_s=tuple(arrivals_s), begin_s=begin_s, seconds=seconds)))
 
 
-def bucket_of(requests: int) -> int:
-    """The size of the run that takes so many requests: the next power of two."""
-    return 1 << (requests - 1).bit_length()
-
-
-def buckets(batch: int) -> list[int]:
-    """The sizes of all runs of a model, ascending."""
-    return [1 << power for power in range(bucket_of(batch).bit_length())]
-
-
-def open_buckets(opening: Opening) -> dict[int, Runner]:
-    """The model in one session that takes every size, with the inputs of each size in place, warm.
+def open_model(opening: Opening) -> Runner:
+    """The model in a session, with inputs of the size `batch` in place.
 
     Raises:
-        UserError: the model can't be opened or run, or has no dimension `batch`.
+        UserError: the model can't be opened, or has no dimension `batch`.
     """
-    one = read_source(opening.model, {**opening.dims, BATCH: 1})
+    source = read_source(opening.model, {**opening.dims, BATCH: opening.batch})
     name = opening.model.stem
-    session = open_session(one.loadable, opening.device, provider_options=opening.provider_options,
+    session = open_session(source.loadable, opening.device, provider_options=opening.provider_options,
                            name=str(opening.model))
-    runners = {}
-    for size in reversed(buckets(opening.batch)):  # the largest first, so that memory is allocated once
-        source = replace(one, dims={**one.dims, BATCH: size})
-        feed = random_feed(session, source.dims, source.steering, source.graph_only.graph)
-        shared = shared_caches(source.graph_only.graph, source.dims)
-        with model_errors(name):  # the device's memory may be full
-            run = bind(session, feed, opening.device, "device", shared)
-        runners[size] = Runner(session, name, opening.device, "device", run, feed, shared)
-        runners[size].warm_up(WARM_RUNS)
-    return runners
+    feed = random_feed(session, source.dims, source.steering, source.graph_only.graph)
+    shared = shared_caches(source.graph_only.graph, source.dims)
+    with model_errors(name):  # the device's memory may be full
+        run = bind(session, feed, opening.device, "device", shared)
+    return Runner(session, name, opening.device, "device", run, feed, shared)
 
 
 def wait_until(moment_s: float) -> None:
@@ -145,12 +134,12 @@ def wait_until(moment_s: float) -> None:
         pass
 
 
-def serve(runs: Mapping[int, Callable[[], object]], batch: int, serving: Serving) -> Reply:
+def serve(run: Callable[[], object], batch: int, serving: Serving) -> Reply:
     """Serves requests until all are answered, or until the time is over; what then still waits is left.
 
     Args:
-        runs: a function for each size, which returns when the run is done.
-        batch: the most requests in a run.
+        run: returns when a run is done.
+        batch: the most requests in it.
         serving: the requests.
     """
     arrivals_s, begin_s = serving.arrivals_s, serving.begin_s
@@ -163,7 +152,7 @@ def serve(runs: Mapping[int, Callable[[], object]], batch: int, serving: Serving
             break
         waiting = bisect_right(arrivals_s, start_s) - answered
         count = max(1, min(waiting, batch))  # by rounding, the first may seem to come later than it was waited for
-        runs[bucket_of(count)]()
+        run()
         ends_s.append(time.monotonic() - begin_s)
         starts_s.append(start_s)
         counts.append(count)
@@ -175,27 +164,32 @@ class _Served:
     """What this process serves, after it was told to open it."""
 
     def __init__(self) -> None:
-        self._runners: dict[int, Runner] = {}
+        self._runner: Runner | None = None
         self._batch = 0
 
     def answer(self, line: bytes) -> str:
         """The reply to a task, both as JSON."""
         task = Task.model_validate_json(line)
         try:
-            if task.opening is not None:
-                self._runners, self._batch = open_buckets(task.opening), task.opening.batch
-                gc.collect()
-                gc.disable()  # from here on it must not interrupt a run
-                return Reply().model_dump_json()
-            if task.serving is None:
-                raise RuntimeError("a task without work")
-            with model_errors(self._runners[1].name):
-                runs = {size: runner.run_once for size, runner in self._runners.items()}
-                return serve(runs, self._batch, task.serving).model_dump_json()
+            return self._done(task).model_dump_json()
         except UserError as error:
             return Reply(error=str(error)).model_dump_json()
         except MemoryError as error:
             return Reply(error=str(error) or "no memory left").model_dump_json()
+
+    def _done(self, task: Task) -> Reply:
+        if task.opening is not None:
+            self._runner, self._batch = open_model(task.opening), task.opening.batch
+            return Reply()
+        if self._runner is None:
+            raise RuntimeError("a task before a model is open")
+        if task.serving is None:
+            self._runner.warm_up(WARM_RUNS)
+            gc.collect()
+            gc.disable()  # from here on it must not interrupt a run
+            return Reply()
+        with model_errors(self._runner.name):
+            return serve(self._runner.run_once, self._batch, task.serving)
 
 
 def main() -> None:

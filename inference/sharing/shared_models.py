@@ -56,15 +56,19 @@ class SharedModel:
         return in_a_loop((self.tracks, self.costs), (neighbour.tracks, neighbour.costs), self.sharing)
 
 
-def shared_model_of(run: PredictedRun) -> SharedModel:
+def shared_model_of(run: PredictedRun, as_here: bool = True) -> SharedModel:
     """A predicted model, ready to be put next to a co-runner.
+
+    Args:
+        run: of the model.
+        as_here: whether it is asked for the way in which a GPU of this machine is shared now.
 
     Raises:
         UserError: the GPU is this machine's and shared in a way that was not measured.
         NotShared: nothing was learned of how the target is shared.
     """
     sharing, costs = run.fitted.sharing, run.run.costs
-    if sharing is not None:
+    if sharing is not None and as_here:
         check_mode_here(run.fitted)
     if sharing is None or costs is None:
         raise NotShared(run.fitted.target.name)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from command import printed, run_script
 from conftest import small_model
 
 from benchmark.serving.config import ServedSetsConfig, arrivals_s
+from benchmark.serving.measure import asked_for
 from benchmark.serving.results import Requests, read_results, samples_path
-from benchmark.serving.server import MODULE, ModelServer, Opening, Reply, Serving, bucket_of, buckets, open_buckets, serve
+from benchmark.serving.server import MODULE, ModelServer, Opening, Reply, Serving, open_model, serve
 from runtimes import local_target
+from utils import files
 from utils.config import read_config, validate
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
@@ -62,19 +65,9 @@ def fresh(workspace: Workspace, root: Path) -> Workspace:
     return Workspace(root)
 
 
-def sleeps(*milliseconds: float) -> dict[int, Any]:
-    """Runs of the sizes 1, 2, 4, … that take so long."""
-    return {1 << power: lambda ms=ms: time.sleep(ms / 1e3) for power, ms in enumerate(milliseconds)}
-
-
-@pytest.mark.parametrize(("requests", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (16, 16)])
-def test_padding(requests: int, size: int) -> None:
-    assert bucket_of(requests) == size
-
-
-def test_sizes_of_runs() -> None:
-    assert buckets(1) == [1]
-    assert buckets(6) == [1, 2, 4, 8]
+def sleeps(milliseconds: float) -> Callable[[], None]:
+    """A run that takes so long."""
+    return lambda: time.sleep(milliseconds / 1e3)
 
 
 def test_arrivals_are_a_poisson_process_with_a_seed() -> None:
@@ -93,17 +86,17 @@ def test_arrivals_are_a_poisson_process_with_a_seed() -> None:
 def test_a_free_server_takes_all_that_wait_in_order() -> None:
     """Five requests come while the first runs: four go into the next run, the last into a third."""
     serving = Serving(arrivals_s=(0.0, 0.01, 0.02, 0.03, 0.04, 0.05), begin_s=time.monotonic() + 0.02, seconds=10.0)
-    reply = serve(sleeps(100, 100, 20), 4, serving)
+    reply = serve(sleeps(100), 4, serving)
     assert reply.counts == (1, 4, 1)
     assert reply.starts_s[0] == pytest.approx(0.0, abs=5e-3)
     assert reply.starts_s[1] >= reply.ends_s[0]
     assert reply.starts_s[2] >= reply.ends_s[1]
-    assert Requests.of(np.array(serving.arrivals_s), reply).sizes == (1, 4, 4, 4, 4, 1)
+    assert len(set(Requests.of(np.array(serving.arrivals_s), reply).ends_s)) == 3
 
 
 def test_what_waits_at_the_end_is_unserved() -> None:
     arrivals = np.linspace(0.0, 0.3, 301)[:-1]
-    reply = serve(sleeps(50, 50), 2, Serving(arrivals_s=tuple(arrivals), begin_s=time.monotonic(), seconds=0.3))
+    reply = serve(sleeps(50), 2, Serving(arrivals_s=tuple(arrivals), begin_s=time.monotonic(), seconds=0.3))
     requests = Requests.of(arrivals, reply)
     result = requests.result(60.0, 0.3)
     assert max(reply.starts_s) < 0.3
@@ -118,7 +111,6 @@ def test_statistics() -> None:
     arrivals = np.array([-0.2, -0.01, 0.1, 0.2, 0.25, 0.9, 0.99])
     reply = Reply(starts_s=(-0.2, 0.0, 0.3, 0.95), ends_s=(0.0, 0.3, 0.5, 1.05), counts=(1, 1, 3, 1))
     requests = Requests.of(arrivals, reply)
-    assert requests.sizes == (1, 1, 4, 4, 4, 1)
     result = requests.result(slo_ms=310.0, seconds=1.0)
     assert (result.requests, result.served, result.unserved) == (5, 4, 1)
     assert result.latency is not None
@@ -126,27 +118,32 @@ def test_statistics() -> None:
     assert result.latency.p50_ms == pytest.approx(275.0)
     assert result.within_slo == pytest.approx(3 / 5)
     assert result.busy == pytest.approx(0.3 + 0.2 + 0.05)
-    assert {size: times.count for size, times in result.runs.items()} == {1: 2, 4: 1}
-    assert result.runs[1].mean_ms == pytest.approx(200.0)
+    assert result.runs is not None
+    assert (result.runs.count, result.requests_per_run) == (3, pytest.approx(5 / 3))
+    assert result.runs.mean_ms == pytest.approx(200.0)
 
 
 def test_nothing_that_arrived() -> None:
     result = Requests.of(np.zeros(0), Reply()).result(1.0, 1.0)
-    assert (result.requests, result.latency, result.runs, result.busy) == (0, None, {}, 0.0)
+    assert (result.requests, result.latency, result.runs, result.busy) == (0, None, None, 0.0)
 
 
-def test_a_session_takes_every_size(workspace: Workspace) -> None:
-    runners = open_buckets(Opening(model=workspace.models / "one.onnx", dims={}, batch=4, device="cpu", provider_options={}))
-    assert sorted(runners) == [1, 2, 4]
-    assert len({id(runner.session) for runner in runners.values()}) == 1
-    for size, runner in runners.items():
-        assert runner.feed["input"].shape == (size, 3, 16, 16)
-        assert runner.run_s() > 0.0
+def test_a_session_has_one_size(workspace: Workspace) -> None:
+    runner = open_model(Opening(model=workspace.models / "one.onnx", dims={}, batch=6, device="cpu", provider_options={}))
+    assert runner.feed["input"].shape == (6, 3, 16, 16)
+    assert runner.run_s() > 0.0
+
+
+def test_the_ways_of_a_set_follow_one_another() -> None:
+    """The daemon of MPS starts for every second set at most."""
+    asked = asked_for(config_of([ONE], [ONE, TWO], [TWO], ways=["slices", "mps", "mps:25/75"]))
+    assert [(each.number, each.way) for each in asked] == [
+        (1, "slices"), (1, "mps"), (2, "mps"), (2, "mps:25/75"), (2, "slices"), (3, "slices"), (3, "mps")]
 
 
 def test_a_model_without_a_dynamic_batch(workspace: Workspace) -> None:
     with pytest.raises(UserError, match=r"fixed.onnx: .*no dynamic dimension batch"):
-        open_buckets(Opening(model=workspace.models / "fixed.onnx", dims={}, batch=2, device="cpu", provider_options={}))
+        open_model(Opening(model=workspace.models / "fixed.onnx", dims={}, batch=2, device="cpu", provider_options={}))
 
 
 @pytest.mark.slow
@@ -166,12 +163,11 @@ def test_sets_are_measured_and_kept(workspace: Workspace, tmp_path: Path) -> Non
     result = next(iter(results.values()))
     with np.load(samples_path(path, result.key)) as samples:
         for place, model in enumerate(asked.sets[0]):
-            arrivals, starts, ends, sizes, counts = (samples[f"{name}_{place}"] for name in (
-                "arrivals_s", "starts_s", "ends_s", "sizes", "counts"))
+            arrivals, starts, ends, counts = (samples[f"{name}_{place}"] for name in (
+                "arrivals_s", "starts_s", "ends_s", "counts"))
             assert np.array_equal(arrivals, arrivals_s(asked.sets[0], place, asked))
             assert (starts >= arrivals[:len(starts)] - 1e-9).all()
             assert counts.max() <= model.batch
-            assert sizes.tolist() == [bucket_of(count) for count in counts.tolist() for _ in range(count)]
             counted = arrivals[:len(ends)] >= 0.0
             latency, row = result.results[place].latency, result.results[place]
             assert latency is not None
@@ -217,6 +213,13 @@ def test_a_damaged_result_is_named(workspace: Workspace, tmp_path: Path) -> None
     assert f"{path}, line 1: damaged or changed by hand" in done.stderr
 
 
+def test_a_result_of_another_version(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.jsonl"
+    path.write_text(files.line_with_digest('{"version":1}') + "\n")
+    with pytest.raises(UserError, match=r"cpu\.jsonl, line 1: of another version of Hase; move the file"):
+        read_results(path)
+
+
 def test_a_cpu_is_not_shared_through_mps(workspace: Workspace, tmp_path: Path) -> None:
     config = write_config(tmp_path / "sets.yaml", [TWO], ways=["slices", "mps:50"])
     done = run_script(SCRIPT, "--workspace", workspace.root, "--config", config)
@@ -236,6 +239,7 @@ def test_a_process_has_its_models_share_in_its_environment(workspace: Workspace)
     environment, = SetSharing.parse("mps:25").environments(1)
     with ModelServer(workspace.models / "one.onnx", config.sets[0][0], 60.0, environment) as server:
         assert server.open("cpu", {}) == Reply()
+        assert server.warm_up() == Reply()
         own = [process for process in psutil.Process().children() if MODULE in process.cmdline()]
         assert [process.environ()[THREADS] for process in own] == ["25"]
         reply = server.serve([0.0, 0.001, 0.5], time.monotonic() + 0.05, 0.1)
@@ -254,7 +258,7 @@ def test_what_is_no_way_of_sharing(text: str) -> None:
 
 
 def test_the_batch_is_not_given_twice() -> None:
-    with pytest.raises(UserError, match=r"sets\.0\.0\.dims: the requests that wait decide the size of batch"):
+    with pytest.raises(UserError, match=r"sets\.0\.0\.dims: the size of batch has an entry of its own"):
         config_of([ONE | {"dims": {"batch": 4}}])
 
 

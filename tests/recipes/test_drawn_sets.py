@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from benchmark.serving.config import ServedSetsConfig
+from graph_model.simulation.serving import busy_share
 from model_zoo.exporting.zoo_config import ZooConfig
 from recipes.h200.served_sets import BATCHES, CONFIG, IDLE_MS, config_text, idle_ms
 from utils.config import read_config
@@ -24,8 +25,8 @@ def test_the_file_is_what_the_generator_writes() -> None:
 
 
 def test_times_between_sizes() -> None:
-    assert idle_ms("resnet50", 4) == pytest.approx(1.53)
-    assert idle_ms("resnet50", 8) == pytest.approx((1.53 * 3.15) ** 0.5)
+    assert idle_ms("resnet50", 4) == pytest.approx(1.07 * 1.53)
+    assert idle_ms("resnet50", 8) == pytest.approx(1.07 * (1.53 * 3.15) ** 0.5)
 
 
 def test_rates_and_objectives(config: ServedSetsConfig) -> None:
@@ -34,9 +35,9 @@ def test_rates_and_objectives(config: ServedSetsConfig) -> None:
     for models in config.sets:
         shares = []
         for model in models:
-            name, quarter = model.model.stem, max(1, model.batch // 4)
-            shares.append(model.rate_per_s * idle_ms(name, quarter) / quarter / 1e3)
-            assert 1.49 <= model.slo_ms / max(idle_ms(name, model.batch), 3.0) <= 6.05
+            run_ms = idle_ms(model.model.stem, model.batch)
+            shares.append(busy_share(model.rate_per_s, run_ms, model.batch))
+            assert 1.99 <= model.slo_ms / max(run_ms, 3.0) <= 6.05
         assert all(0.079 <= share <= 0.501 for share in shares)
         totals.append(sum(shares))
     assert 0.249 < min(totals) < 0.30

@@ -1,0 +1,246 @@
+"""Requests to models that are served on one device: they arrive at random, wait, and are run together.
+
+Requests of a model arrive as a Poisson process. One server takes them: whenever it is free, it runs all that wait, up to
+`batch`, first come, first served. A run takes the time of a full one, however many requests are in it. While other models run
+it goes on more slowly, by a factor for each of them (`Case`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from graph_model.simulation.pipeline import Floats
+from utils.lazy import scipy
+
+Ints = npt.NDArray[np.int_]
+SURE = 1e-12  # the chance of more requests in a run than are reckoned with
+LONGEST_QUEUE = 2000  # that is reckoned with
+WARMING_UP = 0.25  # of the counted time, before it: queues begin empty
+LONGEST_RUNS = 60  # the counted time holds at least so many of the longest runs
+MOST_IN_A_ROW = 1200  # requests of one repetition, unless they come within LONGEST_RUNS
+MOST_AT_ONCE = 2e7  # requests of what is simulated side by side: 160 MB
+LEAST_REPETITIONS = 40
+RARELY = 0.003  # the least share of the time for which a model is busy; what the others take hardly depends on it
+LATE_RUNS = 20  # after the counted time, for requests that still wait
+LEAST_SLOWDOWN = 0.1
+ROUNDING = 1e-12  # of times
+PERCENTILES = np.arange(101)
+
+
+class Case(NamedTuple):
+    """Some models that are served on one device in one way.
+
+    Attributes:
+        rates_per_s: of the requests, one each model.
+        batches: the most requests in a run, one each model.
+        runs_ms: a sample of how long a run takes alone, for each model; one value where runs are all alike.
+        slowdowns: models × models: how many times as long a run of the first takes while the second runs again and again. The
+            effects of several others add up.
+    """
+
+    rates_per_s: Sequence[float]
+    batches: Sequence[int]
+    runs_ms: Sequence[Floats]
+    slowdowns: Floats
+
+
+class Served(NamedTuple):
+    """How requests to one model fare.
+
+    Attributes:
+        mean_ms: from arrival to answer; infinite where more requests come than can be served.
+        percentiles_ms: the latency that p % of the requests do not exceed, for each whole p from 0 to 100; infinite where fewer
+            are answered.
+        run_ms: a run beside the others, on average.
+        busy: the share of the time in which a run goes on.
+        offered: how many requests come for each that full runs, as long as `run_ms`, could take; a ratio.
+    """
+
+    mean_ms: float
+    percentiles_ms: tuple[float, ...]
+    run_ms: float
+    busy: float
+    offered: float
+
+    @property
+    def stable(self) -> bool:
+        """Whether fewer requests come than could be served."""
+        return self.offered < 1.0
+
+    def percentile_ms(self, percent: float) -> float:
+        """The latency that `percent` % of the requests do not exceed."""
+        below, above = self.percentiles_ms[math.floor(percent)], self.percentiles_ms[math.ceil(percent)]
+        return below if below == above else below + (above - below) * (percent % 1)
+
+
+def served(cases: Sequence[Case], generator: np.random.Generator, requests: int = 20_000,
+           repetitions: int = 400) -> list[list[Served]]:
+    """Simulates requests in each case. All cases have the same number of models, and get the same arrivals, so that they
+    compare.
+
+    Args:
+        cases: what is simulated.
+        generator: draws arrivals and runs.
+        requests: that are counted of the model with the fewest, about; fewer where the others get very many more.
+        repetitions: that are simulated independently, side by side; fewer where runs are long and requests many.
+
+    Returns:
+        for each case, its models.
+    """
+    longest_ms = max(float(np.max(run)) for case in cases for run in case.runs_ms)
+    rates = np.array([_rates(case) for case in cases])  # cases × models, in requests per ms
+    most = float(rates.sum(axis=1).max())
+    counted_ms = max(min(requests / repetitions / rates.min(), MOST_IN_A_ROW / most), LONGEST_RUNS * longest_ms)
+    begin_ms = WARMING_UP * counted_ms
+    end_ms = begin_ms + counted_ms
+    last_ms = end_ms + LATE_RUNS * longest_ms
+    repetitions = max(min(repetitions, int(MOST_AT_ONCE / (most * last_ms))), min(LEAST_REPETITIONS, repetitions))
+    arrivals = []  # of each model, in mean gaps: repetitions × requests
+    for expected in rates.max(axis=0) * last_ms:
+        arriving = int(expected + 8.0 * math.sqrt(expected) + 8.0)  # more never come
+        arrivals.append(np.cumsum(generator.exponential(1.0, (repetitions, arriving)), axis=1))
+    at_once = max(int(MOST_AT_ONCE / sum(of_model.size for of_model in arrivals)), 1)
+    results = []
+    for first in range(0, len(cases), at_once):
+        simulated = _Simulated(cases[first:first + at_once], arrivals, generator)
+        while simulated.step(last_ms):
+            pass
+        of_models = [simulated.result(model, begin_ms, end_ms) for model in range(rates.shape[1])]
+        results += [list(of_case) for of_case in zip(*of_models, strict=True)]
+    return results
+
+
+def _rates(case: Case) -> Floats:
+    """The rates in requests per ms. Those of a model that is hardly ever busy are raised to where it is for a share RARELY, so
+    that some of its requests are seen."""
+    return np.maximum(np.array(case.rates_per_s) / 1e3, [RARELY / float(np.mean(run_ms)) for run_ms in case.runs_ms])
+
+
+class _Simulated:
+    """All repetitions of all cases, side by side; a row each. Times are in ms."""
+
+    def __init__(self, cases: Sequence[Case], units: Sequence[Floats], generator: np.random.Generator) -> None:
+        self.cases, self.repetitions, self.generator = cases, len(units[0]), generator
+        rows, models = len(cases) * self.repetitions, len(units)
+        self.case_of = np.repeat(np.arange(len(cases)), self.repetitions)
+        self.arrivals = []  # rows × requests; the last ones never come
+        for unit, rates in zip(units, np.array([_rates(case) for case in cases]).T, strict=True):
+            of_rows = (unit / rates[:, None, None]).reshape(rows, -1)
+            of_rows = np.append(of_rows, np.full((rows, max(max(case.batches) for case in cases)), np.inf), axis=1)
+            self.arrivals.append(of_rows)
+        self.batches = np.array([case.batches for case in cases])[self.case_of]
+        self.more = np.array([case.slowdowns for case in cases])[self.case_of] - 1.0
+        self.more[:, np.arange(models), np.arange(models)] = 0.0
+        self.samples = [_sampled([case.runs_ms[model] for case in cases]) for model in range(models)]
+        self.now = np.zeros(rows)
+        self.busy = np.zeros((rows, models))
+        self.left = np.full((rows, models), np.inf)  # of the run that goes on, as if it were alone
+        self.next = np.stack([arrivals[:, 0] for arrivals in self.arrivals], axis=1)  # the first that has not begun
+        self.first, self.count = np.zeros((rows, models), dtype=int), np.zeros((rows, models), dtype=int)
+        self.began = np.zeros((rows, models))
+        self.log: list[list[tuple[Ints, Ints, Ints, Floats, Floats]]] = [[] for _ in range(models)]
+
+    def step(self, last_ms: float) -> bool:
+        """Goes to the next event of each row, if it comes until `last_ms`: the end of a run, or a request for a model that is
+        free. False where there is none left."""
+        slowdowns = np.maximum(1.0 + np.einsum("rij,rj->ri", self.more, self.busy), LEAST_SLOWDOWN)
+        running = self.busy > 0.0
+        ends = np.where(running, self.now[:, None] + self.left * slowdowns, np.inf)
+        events = np.minimum(ends, np.where(running, np.inf, np.maximum(self.next, self.now[:, None])))
+        after = events.min(axis=1)
+        going = after <= last_ms
+        if not going.any():
+            return False
+        after = np.where(going, after, self.now)
+        self.left = np.where(running, self.left - (after - self.now)[:, None] / slowdowns, np.inf)
+        ended = running & (ends <= after[:, None])
+        self.now = after
+        until = after * (1.0 + ROUNDING)
+        for model in range(self.busy.shape[1]):
+            if (rows := np.flatnonzero(ended[:, model])).size:
+                self._end(model, rows)
+            rows = np.flatnonzero((self.busy[:, model] == 0.0) & (self.next[:, model] <= until))
+            if rows.size:
+                self._begin(model, rows, until[rows])
+        return True
+
+    def _end(self, model: int, rows: Ints) -> None:
+        """The run of a model ends."""
+        first, count = self.first[rows, model], self.count[rows, model]
+        self.log[model].append((rows, first, count, self.began[rows, model], self.now[rows]))
+        self.first[rows, model] += count
+        self.busy[rows, model], self.left[rows, model] = 0.0, np.inf
+        self.next[rows, model] = self.arrivals[model][rows, self.first[rows, model]]
+
+    def _begin(self, model: int, rows: Ints, until: Floats) -> None:
+        """A run of a model begins, with all requests that wait."""
+        first, most = self.first[rows, model], self.batches[rows, model]
+        places = np.arange(int(most.max()))
+        come = self.arrivals[model][rows[:, None], first[:, None] + places] <= until[:, None]
+        self.count[rows, model] = np.minimum(come.sum(axis=1), most)
+        samples = self.samples[model][self.case_of[rows]]
+        self.left[rows, model] = (samples[:, 0] if samples.shape[1] == 1 else
+                                  samples[np.arange(rows.size), self.generator.integers(0, samples.shape[1], rows.size)])
+        self.busy[rows, model], self.began[rows, model] = 1.0, self.now[rows]
+
+    def result(self, model: int, begin_ms: float, end_ms: float) -> list[Served]:
+        """What became of the requests of a model that came between two times, for each case."""
+        rows, firsts, counts, begins, ends = (np.concatenate(part) for part in zip(*self.log[model], strict=True))
+        of_run = np.repeat(np.arange(rows.size), counts)
+        places = firsts[of_run] + np.arange(of_run.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        arrivals = self.arrivals[model][rows[of_run], places]
+        counted = (arrivals >= begin_ms) & (arrivals < end_ms)
+        latencies, cases = (ends[of_run] - arrivals)[counted], self.case_of[rows[of_run]][counted]
+        came = ((self.arrivals[model] >= begin_ms) & (self.arrivals[model] < end_ms)).sum(axis=1)
+        inside = np.clip(ends, begin_ms, end_ms) - np.clip(begins, begin_ms, end_ms)
+        results = []
+        for number, case in enumerate(self.cases):
+            of_case = np.flatnonzero(self.case_of[rows] == number)
+            asked = int(came[self.case_of == number].sum())
+            run_ms = float((ends - begins)[of_case].mean())
+            answered = np.sort(latencies[cases == number])
+            places = np.ceil(PERCENTILES / 100.0 * asked).astype(int) - 1
+            offered = case.rates_per_s[model] * run_ms / 1e3 / case.batches[model]
+            late_ms = np.inf if offered >= 1.0 else answered[-1]  # of the few that waited longer than was simulated
+            known = np.append(answered, np.full(asked - answered.size, late_ms))
+            results.append(Served(
+                mean_ms=float(known.mean()), percentiles_ms=tuple(known[np.maximum(places, 0)].tolist()), run_ms=run_ms,
+                busy=float(inside[of_case].sum()) / (self.repetitions * (end_ms - begin_ms)),
+                offered=offered))
+        return results
+
+
+def _sampled(samples: Sequence[Floats]) -> Floats:
+    """Samples of different sizes as rows of one array: evenly spaced quantiles where they differ."""
+    size = max(len(sample) for sample in samples)
+    even = (np.arange(size) + 0.5) / size
+    return np.stack([sample if len(sample) == size else np.quantile(sample, even) for sample in map(np.asarray, samples)])
+
+
+def busy_share(rate_per_s: float, run_ms: float, batch: int) -> float:
+    """The share of the time (a ratio) in which a server runs, if every run takes the same time.
+
+    By the Markov chain of what waits when a run ends (Bailey 1954, "On queueing processes with bulk service", with servers that
+    don't wait for a full batch): with none, the server is idle for 1/rate on average, and then runs one. 1 where more requests
+    come than it can serve.
+    """
+    offered = rate_per_s * run_ms / 1e3  # requests that arrive in a run
+    if offered >= batch:
+        return 1.0
+    if not offered:
+        return 0.0
+    room = 1.0 - offered / batch
+    states = min(LONGEST_QUEUE, int(batch + scipy.stats.poisson.isf(SURE, offered) + 30.0 / room))
+    arriving = scipy.stats.poisson.pmf(np.arange(states), offered)
+    balance = -np.eye(states)  # of the states, by the rates into and out of each
+    for waiting in range(states):
+        left = max(waiting - batch, 0)
+        balance[left:, waiting] += arriving[:states - left]
+    balance[-1] = 1.0
+    chances = np.linalg.solve(balance, np.append(np.zeros(states - 1), 1.0))
+    return float(1.0 / (1.0 + chances[0] / offered))

@@ -1,0 +1,320 @@
+"""Which way of sharing a GPU lets several models meet their latency objectives, with which shares and batches.
+
+For each way and each choice of shares the run times are predicted (`inference.sharing.ways`), and the queues of requests
+simulated (`graph_model.simulation.serving`). Batches are searched model after model, for all ways at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from benchmark.serving.config import BATCH, ServedModel
+from graph_model.simulation.serving import Case, Served, served
+from inference.core.chances import chance_within, in_words
+from inference.sharing.co_runner import NotShared
+from inference.sharing.shared_models import PERCENTILE
+from inference.sharing.ways import ways_of
+from utils.config import Config
+from utils.errors import UserError
+from utils.frozen import Frozen
+from utils.sharing_mode import SetSharing
+
+if TYPE_CHECKING:
+    from inference.core.host_pace import HostPace
+    from inference.core.predictor import Predictor
+
+SEED = 36  # of arrivals: the same question has the same answer
+SEARCH = (1000, 40)  # requests and repetitions while batches are searched;
+FINAL = (20_000, 400)  # and for the answer
+ROUNDS = 3  # of the search, each over all models
+MOST_MODELS = 4  # what was simulated; more are refused
+ROOM = 1.5  # the search begins with batches for which so many times as many requests could come
+
+
+class ServedSet(Config):
+    """A file with the models of `--set`.
+
+    Attributes:
+        models: as in a set of benchmark/served_sets.py.
+    """
+
+    models: Annotated[tuple[ServedModel, ...], Field(min_length=1, max_length=MOST_MODELS)]
+
+
+class AdvisedModel(Frozen):
+    """One model under a way of sharing.
+
+    Attributes:
+        model, dims: the file's name without its ending, and the sizes given to its dynamic dimensions, its batch too.
+        batch: the most requests in a run, and the size of each run.
+        percent: the most of the GPU's threads that it may use; None where the way has no shares.
+        rate_per_s: the requests that come.
+        alone_ms: a run, while nothing else runs.
+        run_ms: a run beside the other models, on average.
+        mean_ms, p50_ms, p95_ms, p99_ms: the latency of requests, from arrival to answer; None where too many are not answered.
+        slo_ms: the objective for `latency_ms`.
+        latency_ms: the latency that the percentile of the objective does not exceed.
+        between_ms: what `latency_ms` would be if all predicted runs were at the lower and at the upper end of their intervals;
+            None where it was not asked, or has no end.
+        headroom: how far `latency_ms` is below `slo_ms`, in parts of it (a ratio); negative where it is missed.
+        chance, chance_in_words: how likely the objective is met, 0 to 1, given how wrong predictions may be.
+        busy: the share of the time in which a run goes on; a ratio.
+        stable: whether fewer requests come than full runs could take.
+        rough_estimate, estimated_operators: of the prediction of its runs.
+    """
+
+    model: str
+    dims: dict[str, int]
+    batch: int
+    percent: int | None
+    rate_per_s: float
+    alone_ms: float
+    run_ms: float
+    mean_ms: float | None
+    p50_ms: float | None
+    p95_ms: float | None
+    p99_ms: float | None
+    slo_ms: float
+    latency_ms: float | None
+    between_ms: tuple[float | None, float | None] = (None, None)
+    headroom: float | None
+    chance: float
+    chance_in_words: str
+    busy: float
+    stable: bool
+    rough_estimate: bool
+    estimated_operators: tuple[str, ...]
+
+
+class SharedWay(Frozen):
+    """All models under one way of sharing.
+
+    Attributes:
+        way: its name, without shares.
+        sharing: with shares, as benchmark/served_sets.py takes it.
+        models: in the order in which they were given.
+        meets: whether all meet their objectives.
+        headroom: the least of the models; None where a model's requests are not answered.
+        chance, chance_in_words: of the model that is least likely to meet its objective.
+    """
+
+    way: str
+    sharing: str
+    models: tuple[AdvisedModel, ...]
+    meets: bool
+    headroom: float | None
+    chance: float
+    chance_in_words: str
+
+
+class SharingAdvice(Frozen):
+    """Which way of sharing a GPU to choose.
+
+    Attributes:
+        target: whose GPU.
+        percentile: of the requests, in per cent, must keep to the objectives.
+        advised: the way with the most headroom, as `sharing` has it; where none meets all objectives, it comes closest.
+        meets: whether it meets all objectives.
+        ways: the best shares and batches of each way, the one with the most headroom first.
+        not_learned: ways whose times were not learned for the target.
+        warnings: of the predictions that `ways` shows.
+    """
+
+    target: str
+    percentile: float
+    advised: str
+    meets: bool
+    ways: tuple[SharedWay, ...]
+    not_learned: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+class _Plan(NamedTuple):
+    """A way of sharing with shares, and a batch for each model."""
+
+    way: str
+    sharing: SetSharing
+    batches: tuple[int, ...]
+
+
+class _Question:
+    """What is asked: models with their requests, and the predictions that answer it."""
+
+    def __init__(self, predictor: Predictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
+                 percentile: float, host_pace: float | HostPace | None) -> None:
+        self.models, self.percentile = models, percentile
+        self.runs = [{batch: predictor.run(model.model, dims={**model.dims, BATCH: batch}, host_pace=host_pace)
+                      for batch in sorted(set(of_model))}
+                     for model, of_model in zip(models, batches, strict=True)]
+        self.fitted = predictor.fitted
+        ways = ways_of(self.fitted)
+        self.ways = {name: times for name, times in ways.items() if times is not None}
+        self.not_learned = tuple(name for name, times in ways.items() if times is None)
+        if not self.ways:
+            raise NotShared(self.fitted.target.name)
+        self.alone_ms: Callable[[str, int, int, int], float] = cache(self._alone_ms)
+        self.slowdown: Callable[[str, tuple[int, int, int], tuple[int, int, int]], float] = cache(self._slowdown)
+
+    def plans(self) -> list[_Plan]:
+        """Every way with every choice of shares. Each batch is the smallest with room for the requests, where one has."""
+        plans = []
+        for way, times in self.ways.items():
+            for sharing in times.choices(len(self.models)):
+                batches = []
+                for place, model in enumerate(self.models):
+                    of_model = list(self.runs[place])
+                    needed = ROOM * model.rate_per_s / 1e3
+                    enough = (batch for batch in of_model
+                              if batch >= needed * self.alone_ms(way, place, batch, sharing.percent_of(place)))
+                    batches.append(next(enough, of_model[-1]))
+                plans.append(_Plan(way, sharing, tuple(batches)))
+        return plans
+
+    def case(self, plan: _Plan, end: int | None = None) -> Case:
+        """A plan to simulate: with runs as predicted, or all at the lower (0) or the upper (1) end of their intervals."""
+        of_models = [(place, batch, plan.sharing.percent_of(place)) for place, batch in enumerate(plan.batches)]
+        runs_ms = []
+        for place, batch, percent in of_models:
+            prediction = self.runs[place][batch].prediction
+            ratio = 1.0 if end is None else prediction.interval_ms[end] / prediction.latency_ms
+            runs_ms.append(np.array([ratio * self.alone_ms(plan.way, place, batch, percent)]))
+        slowdowns = np.ones((len(of_models), len(of_models)))
+        for (first, model), (second, other) in product(enumerate(of_models), repeat=2):
+            if first != second:
+                slowdowns[first, second] = self.slowdown(plan.way, model, other)
+        return Case([model.rate_per_s for model in self.models], plan.batches, runs_ms, slowdowns)
+
+    def simulated(self, cases: Sequence[Case], effort: tuple[int, int]) -> list[list[Served]]:
+        requests, repetitions = effort
+        return served(cases, np.random.default_rng(SEED), requests, repetitions)
+
+    def merit(self, results: Sequence[Served]) -> tuple[float, ...]:
+        """What a plan is chosen by, more is better: the headrooms, the least first; then, where requests are not answered, how
+        many come for each that could be."""
+        headrooms = sorted(1.0 - result.percentile_ms(self.percentile) / model.slo_ms
+                           for result, model in zip(results, self.models, strict=True))
+        return (*headrooms, -max(result.offered for result in results))
+
+    def _alone_ms(self, way: str, place: int, batch: int, percent: int) -> float:
+        return self.ways[way].alone_ms(self.runs[place][batch], percent)
+
+    def _slowdown(self, way: str, model: tuple[int, int, int], other: tuple[int, int, int]) -> float:
+        (place, batch, percent), (other_place, other_batch, other_percent) = model, other
+        return self.ways[way].slowdown(self.runs[place][batch], percent, self.runs[other_place][other_batch], other_percent)
+
+
+def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
+           percentile: float = PERCENTILE, host_pace: float | HostPace | None = None) -> SharingAdvice:
+    """Which way of sharing the target's GPU lets models meet their objectives.
+
+    Args:
+        predictor: of the target.
+        models: with their requests and objectives; their `batch` is not read.
+        batches: those to choose from, for each model.
+        percentile: of the requests must keep to the objectives, in per cent.
+        host_pace: as for a prediction.
+
+    Raises:
+        UserError: a model can't be predicted at a batch, or there are too many.
+        NotShared: no way of sharing was learned for the target.
+    """
+    if len(models) > MOST_MODELS:
+        raise UserError(f"{len(models)} models: advice is for {MOST_MODELS} at most")
+    question = _Question(predictor, models, batches, percentile, host_pace)
+    plans = _searched(question)
+    best: dict[str, tuple[_Plan, list[Served]]] = {}
+    for plan, results in zip(plans, question.simulated([question.case(plan) for plan in plans], FINAL), strict=True):
+        if plan.way not in best or question.merit(results) > question.merit(best[plan.way][1]):
+            best[plan.way] = plan, results
+    ranked = sorted(best.values(), key=lambda found: question.merit(found[1]), reverse=True)
+    ends = question.simulated([question.case(plan, end) for plan, _ in ranked for end in (0, 1)], FINAL)
+    ways = tuple(_shared_way(question, plan, results, ends[2 * place:2 * place + 2])
+                 for place, (plan, results) in enumerate(ranked))
+    warned: dict[str, list[str]] = {}
+    for plan, _ in ranked:
+        for place, model in enumerate(models):
+            for warning in question.runs[place][plan.batches[place]].prediction.warnings:
+                warned.setdefault(warning, []).append(f"{model.model.stem} at batch {plan.batches[place]}")
+    warnings = (f"{', '.join(dict.fromkeys(names))}: {warning}" for warning, names in warned.items())
+    return SharingAdvice(target=question.fitted.target.name, percentile=percentile, advised=ways[0].sharing,
+                         meets=ways[0].meets, ways=ways, not_learned=question.not_learned, warnings=tuple(warnings))
+
+
+def _searched(question: _Question) -> list[_Plan]:
+    """The plans of all ways and shares, each with the best batches that were found: model after model, with those of the others
+    as they are, until nothing changes."""
+    plans = question.plans()
+    for _ in range(ROUNDS):
+        before = list(plans)
+        for place, of_model in enumerate(question.runs):
+            if len(of_model) == 1:
+                continue
+            tried = [[plan._replace(batches=(*plan.batches[:place], batch, *plan.batches[place + 1:])) for batch in of_model]
+                     for plan in plans]
+            found = iter(question.simulated([question.case(plan) for of_plan in tried for plan in of_plan], SEARCH))
+            plans = [max(((question.merit(next(found)), plan) for plan in of_plan), key=lambda each: each[0])[1]
+                     for of_plan in tried]
+        if plans == before:
+            break
+    return plans
+
+
+def _shared_way(question: _Question, plan: _Plan, results: Sequence[Served], ends: Sequence[Sequence[Served]]) -> SharedWay:
+    """A plan as it is answered."""
+    models = []
+    for place, (model, result, low, high) in enumerate(zip(question.models, results, *ends, strict=True)):
+        run = question.runs[place][plan.batches[place]].prediction
+        latency, low_ms, high_ms = (of.percentile_ms(question.percentile) for of in (result, low, high))
+        chance = chance_within(latency, (low_ms, high_ms), model.slo_ms) if math.isfinite(latency) else 0.0
+        models.append(AdvisedModel(
+            model=model.model.stem, dims=run.dims, batch=plan.batches[place],
+            percent=plan.sharing.percent_of(place) if plan.sharing.mps else None, rate_per_s=model.rate_per_s,
+            alone_ms=question.alone_ms(plan.way, place, plan.batches[place], plan.sharing.percent_of(place)),
+            run_ms=result.run_ms, mean_ms=_known(result.mean_ms), **{
+                f"p{percent}_ms": _known(result.percentile_ms(percent)) for percent in (50, 95, 99)},
+            slo_ms=model.slo_ms, latency_ms=_known(latency), between_ms=(_known(low_ms), _known(high_ms)),
+            headroom=_known(1.0 - latency / model.slo_ms), chance=chance, chance_in_words=in_words(chance), busy=result.busy,
+            stable=result.stable, rough_estimate=run.rough_estimate, estimated_operators=run.estimated_operators))
+    headrooms = [model.headroom for model in models if model.headroom is not None]
+    headroom = min(headrooms) if len(headrooms) == len(models) else None
+    chance = min(model.chance for model in models)
+    return SharedWay(way=plan.way, sharing=str(plan.sharing), models=tuple(models),
+                     meets=headroom is not None and headroom >= 0.0, headroom=headroom, chance=chance,
+                     chance_in_words=in_words(chance))
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def rows(advice: SharingAdvice) -> list[dict[str, Any]]:
+    """A table of ways, a row for each model; a way that was not learned has one."""
+    latency = f"p{advice.percentile:g} (ms)"
+    table = [{"way": way.sharing, "model": model.model, "batch": model.batch,
+              "share": "" if model.percent is None else f"{model.percent} %", "alone (ms)": model.alone_ms,
+              "beside (ms)": model.run_ms, "mean (ms)": model.mean_ms, latency: model.latency_ms, "SLO (ms)": model.slo_ms,
+              "headroom": "none" if model.headroom is None else f"{model.headroom:.0%}", "busy": f"{model.busy:.0%}",
+              "within SLO": model.chance_in_words, "note": "a rough estimate" if model.rough_estimate else ""}
+             for way in advice.ways for model in way.models]
+    return table + [{"way": name, "note": "not learned for this target"} for name in advice.not_learned]
+
+
+def verdict(advice: SharingAdvice) -> str:
+    """A sentence with the answer."""
+    best = advice.ways[0]
+    batches = ", ".join(f"{model.model} at batch {model.batch}" for model in best.models)
+    if best.meets:
+        return (f"{best.sharing} meets all objectives, with {best.headroom:.0%} of the tightest to spare; that it does is "
+                f"{best.chance_in_words}: {batches}.")
+    missed = [f"{model.model} " + (f"answers {advice.percentile:g} % of its requests within {model.latency_ms:.3g} ms, not "
+                                   f"{model.slo_ms:g}" if model.latency_ms is not None else "gets more than it can serve")
+              for model in best.models if model.headroom is None or model.headroom < 0.0]
+    return (f"No way that was learned meets all objectives. {best.sharing} comes closest: {batches}; {', and '.join(missed)}. "
+            f"That it meets them is {best.chance_in_words}.")

@@ -1,0 +1,55 @@
+"""The ways of sharing a GPU whose times were learned: how long a model runs with its share alone, and beside another model.
+
+`ways_of` is the one place that knows them all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from inference.sharing.shared_models import shared_model_of
+from utils.sharing_mode import SLICES, SetSharing
+
+if TYPE_CHECKING:
+    from inference.core.model_run import PredictedRun
+    from inference.core.targets import Fitted
+
+MPS, MPS_SHARES, MIG = "mps", "mps with shares", "mig"
+
+
+class WayTimes(Protocol):
+    """Run times under one way of sharing a target's GPU. A model is given as its predicted run; `percent` is its share of the
+    GPU's threads, 100 where the way has no shares."""
+
+    def choices(self, models: int) -> list[SetSharing]:
+        """The shares that so many models may get under this way; one choice where it has none."""
+
+    def alone_ms(self, model: PredictedRun, percent: int) -> float:
+        """The mean latency of a run with its share, while nothing else runs."""
+
+    def slowdown(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> float:
+        """How many times as long as alone, with the same share, a run takes on average while the other model runs in a loop."""
+
+
+class TimeSlices:
+    """The driver's time slices, as `inference/pair_latency.py` predicts them."""
+
+    def choices(self, models: int) -> list[SetSharing]:
+        return [SetSharing()]
+
+    def alone_ms(self, model: PredictedRun, percent: int) -> float:
+        return model.alone_ms
+
+    def slowdown(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> float:
+        shared, neighbour = (shared_model_of(run, as_here=False) for run in (model, other))
+        return shared.next_to(neighbour.in_a_loop(shared), "prediction").mean_ms / model.alone_ms
+
+
+def ways_of(fitted: Fitted) -> dict[str, WayTimes | None]:
+    """All ways of sharing a GPU, by name; None for those that were not learned for a target."""
+    return {
+        SLICES: TimeSlices() if fitted.sharing is not None else None,
+        MPS: None,
+        MPS_SHARES: None,
+        MIG: None,
+    }

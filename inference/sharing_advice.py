@@ -1,0 +1,94 @@
+"""Which way of sharing a GPU lets several models meet their latency objectives: with which shares and batches.
+
+Give each model with the rate of its requests and its objective: --model, --rate and --slo-ms, once for each model, in the same
+order. For each way of sharing that was learned for the target, the time of each model's run is predicted, alone and beside the
+others, and its requests are simulated: they arrive at random, wait, and are run together, in runs of the batch's size. The way
+with the most headroom wins: the least of the models' (objective − latency) ÷ objective. Prints a row for each way and model,
+and a sentence. Exit status 4: no way meets all objectives.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+
+from benchmark.serving.config import ServedModel
+from inference.core.host_pace import PaceAsked
+from inference.core.predictor import Predictor
+from inference.core.run_modes import AS_USUAL
+from inference.sharing.advice import MOST_MODELS, ServedSet, advise, rows, verdict
+from inference.sharing.shared_models import PERCENTILE
+from utils import cli
+from utils.config import read_config, validate
+from utils.logger import get_logger
+
+BATCHES = (1, 2, 4, 8, 16)
+EXAMPLES = """
+python inference/sharing_advice.py --model resnet18.onnx --rate 200 --slo-ms 5 --target nvidia-h200
+python inference/sharing_advice.py --model a.onnx --rate 200 --slo-ms 5 --model b.onnx --rate 50 --slo-ms 20  # needs models
+python inference/sharing_advice.py --set served.yaml --target nvidia-h200 --json  # needs a file with models
+"""
+
+log = get_logger("sharing_advice")
+
+
+def _asked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[list[ServedModel], list[list[int]]]:
+    """The models, and the batches to choose from for each."""
+    if args.set:
+        if args.model or args.rate or args.slo_ms:
+            parser.error("--set names the models, so --model, --rate and --slo-ms are left out")
+        models = list(read_config(args.set, ServedSet).models)
+        return models, [args.batch or [model.batch] for model in models]
+    if not args.model:
+        parser.error("--model, with --rate and --slo-ms for each, or --set FILE is needed")
+    if not len(args.model) == len(args.rate) == len(args.slo_ms):
+        parser.error(f"each model has one rate and one objective: {len(args.model)} × --model, {len(args.rate)} × --rate, "
+                     f"{len(args.slo_ms)} × --slo-ms")
+    batches = args.batch or list(BATCHES)
+    given = [{"model": model, "batch": max(batches), "rate_per_s": rate, "slo_ms": slo_ms}
+             for model, rate, slo_ms in zip(args.model, args.rate, args.slo_ms, strict=True)]
+    return list(validate({"models": given}, ServedSet, "the command line").models), [batches] * len(given)
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--model", type=Path, action="append", default=[],
+                        help=f"an ONNX file with a dynamic dimension batch (repeatable, up to {MOST_MODELS}); a bare name is "
+                             "also looked for in model_zoo")
+    parser.add_argument("--rate", type=cli.positive, action="append", default=[], metavar="PER_S",
+                        help="requests per second to the model, on average")
+    parser.add_argument("--slo-ms", type=cli.positive, action="append", default=[], metavar="MS",
+                        help="the latency within which its requests should be answered")
+    parser.add_argument("--set", type=Path, metavar="FILE",
+                        help="YAML with models, each as in a set of benchmark/served_sets.py, in place of the three; "
+                             "batches are then the file's, unless --batch says otherwise")
+    parser.add_argument("--batch", type=cli.counts, metavar="N[,N…]",
+                        help=f"batches to choose from (default: {','.join(map(str, BATCHES))})")
+    parser.add_argument("--percentile", type=cli.percentile, default=PERCENTILE, metavar="P",
+                        help=f"of the requests that must keep to the objective, in per cent (default: {PERCENTILE:g})")
+    cli.add_target(parser)
+    cli.add_host_pace(parser, "what benchmark/host_pace.py measured here in the last ten minutes")
+    cli.add_trust(parser)
+    args = parser.parse_args()
+    models, batches = _asked(parser, args)
+    workspace = cli.start(args)
+    predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
+    pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, AS_USUAL)
+    advice = advise(predictor, models, batches, args.percentile, pace)
+    for warning in advice.warnings:
+        log.warning("%s", warning)
+    if args.json:
+        cli.print_json(advice)
+    else:
+        cli.print_table(rows(advice), f"several models on one {advice.target}")
+        print(verdict(advice))
+    return 0 if advice.meets else cli.EXIT_SLO_MISSED
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,107 @@
+"""Simulated requests to served models against what queueing theory says of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from graph_model.simulation.serving import Case, Served, busy_share, served
+
+ALONE = np.ones((1, 1))
+
+
+def one(rate_per_s: float, run_ms: float | list[float], batch: int = 1, requests: int = 20_000) -> Served:
+    """A model that is served alone."""
+    case = Case([rate_per_s], [batch], [np.atleast_1d(run_ms)], ALONE)
+    return served([case], np.random.default_rng(1), requests)[0][0]
+
+
+@pytest.mark.parametrize("load", [0.1, 0.5, 0.8])
+def test_one_request_each_run(load: float) -> None:
+    """M/D/1: the mean wait is ρ/(2(1 − ρ)) runs (Pollaczek and Khinchine)."""
+    found = one(load * 500.0, 2.0, requests=60_000)
+    assert found.mean_ms == pytest.approx(2.0 * (1.0 + load / (2.0 * (1.0 - load))), rel=0.03)
+    assert found.busy == pytest.approx(load, rel=0.02)
+    assert found.run_ms == pytest.approx(2.0)
+    assert found.stable
+
+
+def test_runs_that_differ() -> None:
+    """M/G/1: the mean wait is λ E[S²]/(2(1 − ρ))."""
+    found = one(300.0, [1.0, 3.0], requests=60_000)
+    assert found.mean_ms == pytest.approx(2.0 + 0.3 * 5.0 / (2.0 * 0.4), rel=0.04)
+
+
+@pytest.mark.parametrize(("rate_per_s", "batch"), [(400.0, 4), (1500.0, 8), (3000.0, 16)])
+def test_busy_share_of_batches(rate_per_s: float, batch: int) -> None:
+    assert one(rate_per_s, 2.0, batch).busy == pytest.approx(busy_share(rate_per_s, 2.0, batch), rel=0.02)
+
+
+def test_busy_share_of_single_requests_is_what_they_take() -> None:
+    assert busy_share(300.0, 2.0, 1) == pytest.approx(0.6)
+    assert (busy_share(600.0, 2.0, 1), busy_share(0.0, 2.0, 1)) == (1.0, 0.0)
+
+
+def test_larger_batches_never_wait_longer() -> None:
+    """Where a run takes the same time at each batch."""
+    means = [one(450.0, 2.0, batch).mean_ms for batch in (1, 2, 4, 8)]
+    assert means == sorted(means, reverse=True)
+    assert means[0] > 2.0 * means[-1]
+
+
+def test_percentiles_grow() -> None:
+    found = one(300.0, 2.0)
+    assert list(found.percentiles_ms) == sorted(found.percentiles_ms)
+    assert found.percentiles_ms[0] == pytest.approx(2.0)
+    assert found.percentile_ms(50.5) == pytest.approx((found.percentiles_ms[50] + found.percentiles_ms[51]) / 2.0)
+
+
+def test_more_requests_than_can_be_served() -> None:
+    found = one(1000.0, 2.0)
+    assert not found.stable
+    assert found.percentile_ms(95) == np.inf
+    assert found.busy == pytest.approx(1.0, abs=0.01)
+    assert one(1000.0, 2.0, 4).stable
+    cases = [Case([9000.0], [batch], [np.array([run_ms])], ALONE) for batch, run_ms in ((1, 0.6), (64, 30.0), (512, 24.0))]
+    results = [result for result, in served(cases, np.random.default_rng(7), 1000, 40)]  # the longest run counts for all
+    assert [result.offered for result in results] == pytest.approx([5.4, 9000 * 0.03 / 64, 9000 * 0.024 / 512])
+    assert [result.percentile_ms(95) < np.inf for result in results] == [False, False, True]
+
+
+def test_models_that_do_not_slow_each_other() -> None:
+    alone = one(300.0, 2.0, requests=200_000)
+    case = Case([300.0, 900.0], [1, 8], [np.array([2.0]), np.array([4.0])], np.ones((2, 2)))
+    beside = served([case], np.random.default_rng(2), 200_000)[0][0]
+    assert beside.mean_ms == pytest.approx(alone.mean_ms, rel=0.03)
+    assert beside.percentile_ms(95) == pytest.approx(alone.percentile_ms(95), rel=0.03)
+
+
+def test_models_that_are_alike_fare_alike() -> None:
+    case = Case([200.0, 200.0], [2, 2], [np.array([2.0])] * 2, np.array([[1.0, 2.0], [2.0, 1.0]]))
+    first, second = served([case], np.random.default_rng(3), 40_000)[0]
+    assert first.mean_ms == pytest.approx(second.mean_ms, rel=0.02)
+    assert first.percentile_ms(95) == pytest.approx(second.percentile_ms(95), rel=0.03)
+    assert first.mean_ms > 1.2 * one(200.0, 2.0, 2).mean_ms
+
+
+def test_beside_one_that_is_always_busy() -> None:
+    """The other one has more requests than it can serve: runs take as long as beside a loop."""
+    case = Case([100.0, 5000.0], [1, 1], [np.array([2.0]), np.array([3.0])], np.array([[1.0, 1.5], [1.0, 1.0]]))
+    model, looped = served([case], np.random.default_rng(4))[0]
+    assert model.run_ms == pytest.approx(3.0, rel=1e-3)
+    assert model.mean_ms == pytest.approx(3.0 * (1.0 + 0.3 / 1.4), rel=0.03)
+    assert (model.stable, looped.stable) == (True, False)
+
+
+def test_effects_add_up() -> None:
+    slowdowns = np.ones((3, 3))
+    slowdowns[0, 1:] = 1.5, 1.25
+    case = Case([50.0, 5000.0, 5000.0], [1, 1, 1], [np.array([2.0])] * 3, slowdowns)
+    assert served([case], np.random.default_rng(5))[0][0].run_ms == pytest.approx(3.5, rel=1e-3)
+
+
+def test_cases_get_the_same_arrivals() -> None:
+    cases = [Case([300.0], [1], [np.array([run_ms])], ALONE) for run_ms in (2.0, 2.0, 2.5)]
+    first, same, slower = served(cases, np.random.default_rng(6), 2000, 20)
+    assert first == same
+    assert slower[0].mean_ms > first[0].mean_ms

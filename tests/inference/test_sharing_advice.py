@@ -1,0 +1,193 @@
+"""Advice on sharing a GPU: real predictions for an H200 with made-up sharing, and ways with made-up times."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import yaml
+from command import run_script
+
+from benchmark.serving.config import BATCH, ServedModel
+from graph_model.simulation.serving import Case, served
+from inference.core.model_run import PredictedRun
+from inference.core.predictor import Predictor
+from inference.sharing.advice import FINAL, SEED, SharingAdvice, advise, verdict
+from inference.sharing.co_runner import NotShared
+from inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes
+from training.sharing.learned import Sharing, sharing_path
+from utils import files
+from utils.cli import EXIT_SLO_MISSED
+from utils.errors import UserError
+from utils.paths import SHIPPED, Workspace
+from utils.sharing_mode import SLICES, SetSharing
+
+pytestmark = pytest.mark.slow
+
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0,
+                  longest_wait_ms=2.42, switch_ms=0.26)
+SCRIPT = "inference/sharing_advice.py"
+NET = "resnet18.onnx"
+
+
+class MadeUp:
+    """A way with made-up times: what a run takes with each share, and beside another model."""
+
+    def __init__(self, alone_ms: Mapping[int, float], slowdown: float, *choices: SetSharing) -> None:
+        self._alone_ms, self._slowdown, self._choices = alone_ms, slowdown, choices
+
+    def choices(self, models: int) -> list[SetSharing]:
+        return [choice for choice in self._choices if choice.fits(models)]
+
+    def alone_ms(self, model: PredictedRun, percent: int) -> float:
+        return self._alone_ms[percent]
+
+    def slowdown(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> float:
+        return self._slowdown
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory, torch_models: dict[str, Path]) -> Workspace:
+    """The predictors that ship for an H200 with made-up sharing, and a model with a dynamic batch."""
+    made = Workspace(tmp_path_factory.mktemp("advice"))
+    shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET))
+    files.write_json(sharing_path(made.predictors(TARGET)), SHARING)
+    made.models.mkdir(parents=True)
+    dynamic = onnx.load(torch_models["resnet18"])
+    del dynamic.graph.value_info[:]  # they state the batch
+    for value in (dynamic.graph.input[0], dynamic.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_param = BATCH
+    onnx.save(dynamic, made.models / NET)
+    return made
+
+
+@pytest.fixture
+def predictor(workspace: Workspace) -> Predictor:
+    return Predictor(workspace, TARGET)
+
+
+def net(rate_per_s: float, slo_ms: float) -> ServedModel:
+    return ServedModel(model=Path(NET), batch=1, rate_per_s=rate_per_s, slo_ms=slo_ms)
+
+
+def with_ways(monkeypatch: pytest.MonkeyPatch, ways: Mapping[str, WayTimes | None]) -> None:
+    monkeypatch.setattr("inference.sharing.advice.ways_of", lambda fitted: dict(ways))
+
+
+def test_a_model_alone(predictor: Predictor) -> None:
+    """Its requests wait for nothing but each other."""
+    advice = advise(predictor, [net(100.0, 5.0)], [[1]])
+    only, = advice.ways[0].models
+    run = predictor.run(NET, dims={"batch": 1})
+    alone = served([Case([100.0], [1], [np.array([run.alone_ms])], np.ones((1, 1)))], np.random.default_rng(SEED), *FINAL)[0][0]
+    assert (only.alone_ms, only.run_ms) == (run.alone_ms, pytest.approx(run.alone_ms))
+    assert only.p95_ms == only.latency_ms == alone.percentile_ms(95)
+    assert only.headroom == pytest.approx(1.0 - alone.percentile_ms(95) / 5.0)
+    low_ms, high_ms = only.between_ms
+    assert low_ms is not None
+    assert high_ms is not None
+    assert low_ms < alone.percentile_ms(95) < high_ms
+    assert (advice.advised, advice.meets, only.percent) == (SLICES, True, None)
+    assert advice.not_learned == (MPS, MPS_SHARES, MIG)
+
+
+def test_two_models_in_time_slices(predictor: Predictor) -> None:
+    """Beside another that is busy for a part of the time, a run takes longer than alone, and less than beside a loop."""
+    pair = predictor.pair(NET, NET, dims={"batch": 4}, second_dims={"batch": 1})
+    advice = advise(predictor, [net(300.0, 20.0), net(50.0, 20.0)], [[4], [1]])
+    for model, of_pair in zip(advice.ways[0].models, pair.models, strict=True):
+        assert of_pair.idle_ms == model.alone_ms < model.run_ms < of_pair.under_load.mean_ms
+    slices, (first, second) = TimeSlices(), (predictor.run(NET, dims={"batch": batch}) for batch in (4, 1))
+    assert slices.slowdown(first, 100, second, 100) == pair.models[0].under_load.mean_ms / pair.models[0].idle_ms
+
+
+def test_the_batch_that_keeps_up_is_chosen(predictor: Predictor) -> None:
+    advice = advise(predictor, [net(3000.0, 10.0)], [[1, 2, 4, 8, 16]])
+    only, = advice.ways[0].models
+    assert advice.meets
+    assert only.stable
+    assert only.batch >= 2
+    single = advise(predictor, [net(3000.0, 10.0)], [[1]])
+    assert not single.meets
+    assert not single.ways[0].models[0].stable
+    assert (single.ways[0].models[0].latency_ms, single.ways[0].headroom) == (None, None)
+    assert "gets more than it can serve" in verdict(single)
+
+
+def test_batches_are_as_good_as_the_best_of_all(predictor: Predictor) -> None:
+    models = [net(900.0, 12.0), net(400.0, 6.0)]
+    found = advise(predictor, models, [[1, 4, 8], [1, 4, 8]]).ways[0].headroom
+    each = [advise(predictor, models, [[first], [second]]).ways[0].headroom for first in (1, 4, 8) for second in (1, 4, 8)]
+    assert found is not None
+    assert found >= max(-math.inf if headroom is None else headroom for headroom in each) - 0.02
+
+
+def test_the_way_with_the_most_headroom_wins(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares that help the model with the tighter objective, whose runs take longer with less of the GPU."""
+    halves, uneven = SetSharing(True, (50,)), SetSharing(True, (75, 25))
+    with_ways(monkeypatch, {
+        SLICES: MadeUp({100: 2.0}, 3.0, SetSharing()), MPS: None,
+        MPS_SHARES: MadeUp({25: 4.0, 50: 3.0, 75: 2.0}, 1.0, halves, uneven)})
+    advice = advise(predictor, [net(100.0, 5.0), net(20.0, 20.0)], [[1], [1]])
+    assert [way.sharing for way in advice.ways] == ["mps:75/25", SLICES]
+    assert [model.percent for model in advice.ways[0].models] == [75, 25]
+    assert [model.run_ms for model in advice.ways[0].models] == pytest.approx([2.0, 4.0])
+    first, second = advice.ways
+    assert first.headroom is not None
+    assert second.headroom is not None
+    assert first.headroom > second.headroom
+    assert first.headroom == min(1.0 - (model.p95_ms or math.inf) / model.slo_ms for model in first.models)
+    assert advice.not_learned == (MPS,)
+
+
+def test_no_way_that_was_learned(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_ways(monkeypatch, {SLICES: None, MPS: None})
+    with pytest.raises(NotShared, match="nothing was learned of how it is shared"):
+        advise(predictor, [net(1.0, 1.0)], [[1]])
+
+
+def test_too_many_models(predictor: Predictor) -> None:
+    with pytest.raises(UserError, match="5 models: advice is for 4 at most"):
+        advise(predictor, [net(1.0, 1.0)] * 5, [[1]] * 5)
+
+
+def test_how_this_gpu_is_shared_now_does_not_matter(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.sharing.co_runner.is_here", lambda target: True)
+    monkeypatch.setattr("inference.sharing.co_runner.sharing_mode", lambda: "mps")
+    assert advise(predictor, [net(50.0, 9.0), net(50.0, 9.0)], [[1], [1]]).advised == SLICES
+
+
+def test_the_command(workspace: Workspace, tmp_path: Path) -> None:
+    options = ("--workspace", workspace.root, "--target", TARGET)
+    models = ("--model", NET, "--rate", "200", "--slo-ms", "9", "--model", NET, "--rate", "50", "--slo-ms", "20")
+    done = run_script(SCRIPT, *options, *models, "--batch", "1,4", "--json")
+    assert done.returncode == 0, done.stderr
+    advice = SharingAdvice.model_validate_json(done.stdout)
+    assert advice.meets
+    assert [model.rate_per_s for model in advice.ways[0].models] == [200.0, 50.0]
+
+    batches = [model.batch for model in advice.ways[0].models]
+    path = tmp_path / "set.yaml"
+    path.write_text(yaml.safe_dump({"models": [
+        {"model": NET, "batch": batch, "rate_per_s": rate, "slo_ms": slo}
+        for batch, rate, slo in zip(batches, (200.0, 50.0), (9.0, 20.0), strict=True)]}))
+    of_file = run_script(SCRIPT, *options, "--set", path, "--json")
+    assert json.loads(of_file.stdout) == json.loads(done.stdout)
+
+    table = run_script(SCRIPT, *options, "--set", path).stdout.splitlines()
+    assert [line.split("\t")[:2] for line in table[1:3]] == [[SLICES, "resnet18"]] * 2
+    assert [line.split("\t")[0] for line in table[3:6]] == [MPS, MPS_SHARES, MIG]
+    assert all(line.endswith("not learned for this target") for line in table[3:6])
+    assert table[6] == verdict(advice)
+    assert table[6].startswith("slices meets all objectives, with ")
+
+    missed = run_script(SCRIPT, *options, "--model", NET, "--rate", "10", "--slo-ms", "0.5")
+    assert missed.returncode == EXIT_SLO_MISSED
+    assert "No way that was learned meets all objectives. slices comes closest: resnet18 at batch " in missed.stdout
