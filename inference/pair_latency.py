@@ -45,8 +45,8 @@ def main() -> int:
     parser.add_argument("--beside-model", type=Path, required=True, metavar="MODEL", help="the other model, likewise")
     parser.add_argument("--beside-dim", action="append", default=[], metavar="NAME=SIZE", help="size of its dynamic dimension")
     cli.add_target(parser)
-    parser.add_argument("--sharing", type=set_sharing, default=SetSharing(), metavar="WAY", help="slices (default), mps, or mps "
-                        "with the share of the threads that each may use, in per cent: mps:50, mps:25/75")
+    parser.add_argument("--sharing", type=set_sharing, default=SetSharing(), metavar="WAY", help="slices (default), mps, or "
+                        "mps with the share of the threads that each may use, in per cent: mps:50, mps:25/75")
     cli.add_trust(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
@@ -62,7 +62,8 @@ def main() -> int:
         {"model": model.model, "beside": neighbour.model, "alone (ms)": model.idle_ms, **model.under_load.columns(),
          "mean / alone": model.under_load.mean_ms / model.idle_ms,
          **({"rough estimate": "yes"} if model.rough_estimate else {})}
-        for model, neighbour in (pair.models, pair.models[::-1])], f"side by side on {pair.target}" + (f", {pair.sharing}" if args.sharing.mps else ""))
+        for model, neighbour in (pair.models, pair.models[::-1])],
+        f"side by side on {pair.target}" + (f", {pair.sharing}" if args.sharing.mps else ""))
     return 0
 
 

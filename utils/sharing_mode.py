@@ -215,6 +215,9 @@ class SetSharing(NamedTuple):
         return [{THREADS: str(percent)} if self.mps else {} for percent in percents]
 
 
+TIME_SLICES = SetSharing()
+
+
 def _checked_of_set(text: str) -> str:
     SetSharing.parse(text)
     return text

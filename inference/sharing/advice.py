@@ -19,8 +19,9 @@ from benchmark.serving.config import BATCH, ServedModel
 from graph_model.simulation.serving import Case, Served, served
 from inference.core.chances import chance_within, in_words
 from inference.sharing.co_runner import NotShared
+from inference.sharing.mps import learned_elsewhere
 from inference.sharing.shared_models import PERCENTILE
-from inference.sharing.ways import ways_of
+from inference.sharing.ways import MPS, MPS_SHARES, ways_of
 from utils.config import Config
 from utils.errors import UserError
 from utils.frozen import Frozen
@@ -242,7 +243,9 @@ def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequenc
         for place, model in enumerate(models):
             for warning in question.runs[place][plan.batches[place]].prediction.warnings:
                 warned.setdefault(warning, []).append(f"{model.model.stem} at batch {plan.batches[place]}")
-    warnings = (f"{', '.join(dict.fromkeys(names))}: {warning}" for warning, names in warned.items())
+    warnings = [f"{', '.join(dict.fromkeys(names))}: {warning}" for warning, names in warned.items()]
+    if any(way.way in (MPS, MPS_SHARES) for way in ways):
+        warnings += learned_elsewhere(question.fitted)
     return SharingAdvice(target=question.fitted.target.name, percentile=percentile, advised=ways[0].sharing,
                          meets=ways[0].meets, ways=ways, not_learned=question.not_learned, warnings=tuple(warnings))
 

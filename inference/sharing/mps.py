@@ -18,6 +18,7 @@ from utils.sharing_mode import ALL_THREADS, SetSharing
 
 if TYPE_CHECKING:
     from inference.core.model_run import PredictedRun
+    from inference.core.targets import Fitted
     from training.sharing.mps import LearnedMps
 
 SHARES = (25, 50, 75)  # per cent of the threads, to choose from
@@ -84,6 +85,14 @@ def mps_process(run: PredictedRun, learned: LearnedMps, percent: int = ALL_THREA
 
 
 
+def learned_elsewhere(fitted: Fitted) -> tuple[str, ...]:
+    """What to know where sharing through MPS was learned on another GPU than the target."""
+    if fitted.mps is None or fitted.mps.sharing.learned_on == fitted.target.name:
+        return ()
+    return (f"how kernels of several processes run at the same time through MPS was learned on "
+            f"{fitted.mps.sharing.learned_on}, and never measured on {fitted.target.name}",)
+
+
 def pair_through_mps(first: PredictedRun, second: PredictedRun, sharing: SetSharing) -> Pair:
     """Two models on one GPU through MPS, each in a process of its own that runs it again and again without a pause.
 
@@ -107,9 +116,7 @@ def pair_through_mps(first: PredictedRun, second: PredictedRun, sharing: SetShar
                         rough_estimate=of.rough_estimate or other.prediction.rough_estimate,
                         estimated_operators=of.estimated_operators)
 
-    target = first.fitted.target.name
-    about = (f"how kernels of several processes run at the same time was learned on {learned.sharing.learned_on}, and never "
-             f"measured on {target}",) if learned.sharing.learned_on != target else ()
-    return Pair(target=target, sharing=str(sharing),
+    return Pair(target=first.fitted.target.name, sharing=str(sharing),
                 models=(of_pair(first, percents[0], second, percents[1]), of_pair(second, percents[1], first, percents[0])),
-                warnings=tuple(dict.fromkeys((*first.prediction.warnings, *second.prediction.warnings, *about))))
+                warnings=tuple(dict.fromkeys((
+                    *first.prediction.warnings, *second.prediction.warnings, *learned_elsewhere(first.fitted)))))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from inference.sharing.mps import ThroughMps
 from inference.sharing.shared_models import shared_model_of
 from utils.sharing_mode import SLICES, SetSharing
 
@@ -49,7 +50,7 @@ def ways_of(fitted: Fitted) -> dict[str, WayTimes | None]:
     """All ways of sharing a GPU, by name; None for those that were not learned for a target."""
     return {
         SLICES: TimeSlices() if fitted.sharing is not None else None,
-        MPS: None,
-        MPS_SHARES: None,
+        MPS: ThroughMps(fitted.mps, shares=False) if fitted.mps else None,
+        MPS_SHARES: ThroughMps(fitted.mps, shares=True) if fitted.mps else None,
         MIG: None,
     }

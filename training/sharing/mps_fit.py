@@ -127,7 +127,7 @@ class _Model(NamedTuple):
     grids: Grids
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     """A model under a way of sharing, beside processes that run a model in a loop."""
 
     way: int
@@ -142,6 +142,7 @@ class MpsFit:
 
     Attributes:
         widths: of the measured kernels.
+        cases: models beside models in loops, under every way through MPS.
         bytes_per_ms: the memory's bandwidth, which the kernels reach that use it most.
     """
 
@@ -162,7 +163,7 @@ class MpsFit:
         self.bytes_per_ms = float(np.percentile(rates, 98))
         self._models = {name: self._model(record, whole) for name, record in records.items()}
         self._costs = [costs.at_pace(self._pace(way, costs)) for way in ways]
-        self._cases = [_Case(place, model, background, *way.looped[background]) for place, way in enumerate(ways)
+        self.cases = [Case(place, model, background, *way.looped[background]) for place, way in enumerate(ways)
                        if way.sharing.mps for model, background in way.beside
                        if model in self._models and way.looped[background][0] in self._models]
 
@@ -190,7 +191,7 @@ class MpsFit:
         (cases, 3)."""
         alone: dict[tuple[int, str], float] = {}
         found = []
-        for case in self._cases:
+        for case in self.cases:
             way = self._ways[case.way]
             model = self.process(case.way, case.model, way.sharing.percent)
             key = case.way, case.model
@@ -202,10 +203,11 @@ class MpsFit:
         return np.array(found)
 
     @property
-    def _measured(self) -> Floats:
-        return np.array([self._ways[case.way].beside[case.model, case.background] for case in self._cases])
+    def measured(self) -> Floats:
+        """Mean, median and 95th percentile (ms) of each case; shape (cases, 3)."""
+        return np.array([self._ways[case.way].beside[case.model, case.background] for case in self.cases])
 
-    def _is_gpu_bound(self, case: _Case) -> bool:
+    def is_gpu_bound(self, case: Case) -> bool:
         """Whether the model's kernels take GPU_BOUND of its latency alone under the case's way, or more."""
         way = self._ways[case.way]
         nodes = self._records[case.model].nodes
@@ -218,24 +220,24 @@ class MpsFit:
         Raises:
             UserError: no model was measured beside a model in a loop.
         """
-        if not self._cases:
+        if not self.cases:
             raise UserError("no model was measured under MPS beside a model in a loop that never pauses: add backgrounds of "
                             "kind model and level 1 to the collector's config")
         tried = candidates()
         with process_pool(jobs) as pool:
             predicted = np.array(list(cli.progress(pool.map(partial(_predicted, self), tried), "rules", len(tried))))
-        measured, bound = self._measured, np.array([self._is_gpu_bound(case) for case in self._cases])
+        measured, bound = self.measured, np.array([self.is_gpu_bound(case) for case in self.cases])
         errors = np.abs(np.log(predicted / measured)).mean(axis=2)  # rules × cases
 
         def best(kept: npt.NDArray[np.bool_]) -> int:
             return int(errors[:, kept & bound].mean(axis=1).argmin())
 
-        families = np.array([self._records[case.model].group for case in self._cases])
-        looped = np.array([case.looped for case in self._cases])
+        families = np.array([self._records[case.model].group for case in self.cases])
+        looped = np.array([case.looped for case in self.cases])
         left_out = np.array([
-            predicted[best(others if (others & bound).any() else bound), place] for place in range(len(self._cases))
+            predicted[best(others if (others & bound).any() else bound), place] for place in range(len(self.cases))
             for others in [(families != families[place]) & (looped != looped[place])]])
-        shares = np.array([self._ways[case.way].sharing.percent < ALL_THREADS for case in self._cases])
+        shares = np.array([self._ways[case.way].sharing.percent < ALL_THREADS for case in self.cases])
 
         def of(kept: npt.NDArray[np.bool_]) -> dict[str, MpsErrors]:
             return {name: _errors(left_out[kept & of_kind], measured[kept & of_kind])

@@ -1,0 +1,65 @@
+"""What is learned of sharing through MPS: on made-up times, and on what an H100 measured."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from records.dataset_files import read_header
+from training.composition.fitted import read_composition
+from training.sharing.mps import read_mps
+from training.sharing.mps_fit import MeasuredWay, MpsFit, candidates, measured_widths, read_way, records_of
+from utils.errors import UserError
+from utils.paths import SHIPPED, Workspace
+from utils.sharing_mode import GpuSharing
+
+ARCHIVE = Path(__file__).parents[2] / "recipes/h200/sharing-nvidia-h100.tar.xz"
+CARD = "nvidia-h100-80gb-hbm3-cuda-ort1.31-all"
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+
+
+def way(sharing: str, **gpu_ms: float) -> MeasuredWay:
+    return MeasuredWay(GpuSharing.parse(sharing), gpu_ms, dict.fromkeys(gpu_ms, 1.0), {}, {}, {}, {})
+
+
+def test_the_width_of_a_kernel_shows_in_its_times_with_fewer_threads() -> None:
+    ways = [way("mps", wide=1.0, half=1.0, narrow=1.0, not_again=1.0), way("mps:50", wide=1.85, half=1.0, narrow=1.01),
+            way("mps:25/75", wide=3.55, half=1.85, narrow=1.0)]
+    assert measured_widths(ways) == pytest.approx({"wide": 1.0, "half": 0.5, "narrow": 0.25})
+
+
+@pytest.mark.parametrize("sharings", [("mps",), ("mps:50", "mps:25/75"), ("slices",)])
+def test_widths_need_times_with_all_threads_and_with_fewer(sharings: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="the width of kernels shows in their times with all threads and with less"):
+        measured_widths([way(sharing, kernel=1.0) for sharing in sharings])
+
+
+def test_each_value_of_a_rule_is_tried_with_each_of_another() -> None:
+    tried = candidates()
+    assert len({(rules.wave_ms, rules.switch_ms) for rules in tried}) == 9
+    assert len(tried) == len(set(map(repr, tried))) == 81
+
+
+@pytest.mark.slow
+def test_the_shipped_rules_hold_for_what_an_h100_measured(tmp_path: Path) -> None:
+    """The mean latency of models whose kernels take most of their time; docs/sharing.md has these errors."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    ways = [read_way(Workspace(tmp_path / name), CARD) for name in ("mps", "mps-50", "mps-25_75", "mps-75_25")]
+    assert ways[0].idle_ms["resnet50@batch=16"] == pytest.approx(3.48, abs=0.01)
+    assert ways[0].beside["resnet50@batch=16", "resnet50_16"][0] == pytest.approx(6.09, abs=0.01)
+    assert ways[1].looped["resnet50_16_twice"] == ("resnet50@batch=16", 2)
+    shipped, composition = read_mps(SHIPPED / TARGET), read_composition(SHIPPED / TARGET)
+    assert shipped
+    assert composition.costs
+    header = read_header(Workspace(tmp_path / "mps").dataset(CARD))
+    fit = MpsFit(ways, records_of(Workspace(tmp_path), header.target, ways[0].idle_ms), composition.costs)
+    assert fit.bytes_per_ms == pytest.approx(shipped.bytes_per_ms)
+    errors = np.abs(fit.predicted(shipped.rules) / fit.measured - 1.0)[:, 0]
+    without = np.array([ways[case.way].sharing.percent == 100 for case in fit.cases])
+    bound = np.array([fit.is_gpu_bound(case) for case in fit.cases])
+    assert errors[bound & without].mean() == pytest.approx(0.076, abs=0.005)
+    assert errors[bound & ~without].mean() == pytest.approx(0.06, abs=0.005)
