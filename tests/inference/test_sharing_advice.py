@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.sharing.advice import FINAL, SEED, SharingAdvice, advise, verdict
 from inference.sharing.co_runner import NotShared
+from inference.sharing.mps import NotThroughMps
 from inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes
 from training.sharing.learned import Sharing, sharing_path
 from utils import files
@@ -57,7 +58,7 @@ class MadeUp:
 def workspace(tmp_path_factory: pytest.TempPathFactory, torch_models: dict[str, Path]) -> Workspace:
     """The predictors that ship for an H200 with made-up sharing, and a model with a dynamic batch."""
     made = Workspace(tmp_path_factory.mktemp("advice"))
-    shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET))
+    shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET), ignore=shutil.ignore_patterns("mps*"))
     files.write_json(sharing_path(made.predictors(TARGET)), SHARING)
     made.models.mkdir(parents=True)
     dynamic = onnx.load(torch_models["resnet18"])
@@ -71,6 +72,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, torch_models: dict[str, 
 @pytest.fixture
 def predictor(workspace: Workspace) -> Predictor:
     return Predictor(workspace, TARGET)
+
+
+@pytest.fixture
+def through_mps(workspace: Workspace) -> Iterator[Predictor]:
+    """With what was learned of sharing through MPS, too."""
+    shipped = list((SHIPPED / TARGET).glob("mps*"))
+    for path in shipped:
+        shutil.copy(path, workspace.predictors(TARGET))
+    yield Predictor(workspace, TARGET)
+    for path in shipped:
+        (workspace.predictors(TARGET) / path.name).unlink()
 
 
 def net(rate_per_s: float, slo_ms: float) -> ServedModel:
@@ -106,6 +118,41 @@ def test_two_models_in_time_slices(predictor: Predictor) -> None:
         assert of_pair.idle_ms == model.alone_ms < model.run_ms < of_pair.under_load.mean_ms
     slices, (first, second) = TimeSlices(), (predictor.run(NET, dims={"batch": batch}) for batch in (4, 1))
     assert slices.slowdown(first, 100, second, 100) == pair.models[0].under_load.mean_ms / pair.models[0].idle_ms
+
+
+def test_two_models_through_mps(through_mps: Predictor) -> None:
+    """With half of the threads, kernels take longer, and the other model is met less; both say where that was learned."""
+    pairs = {sharing: through_mps.pair(NET, NET, dims={"batch": 16}, second_dims={"batch": 16}, sharing=SetSharing.parse(sharing))
+             for sharing in ("mps", "mps:50", "mps:25/75")}
+    alone_ms = through_mps.run(NET, dims={"batch": 16}).alone_ms
+    whole, half, uneven = (pair.models[0] for pair in pairs.values())
+    assert whole.idle_ms == alone_ms < half.idle_ms < uneven.idle_ms
+    assert uneven.idle_ms < 4 * alone_ms
+    assert 1.3 < whole.under_load.mean_ms / whole.idle_ms < 2.1  # they wait for each other's kernels
+    assert 1.0 < half.under_load.mean_ms / half.idle_ms < whole.under_load.mean_ms / whole.idle_ms
+    for sharing, pair in pairs.items():
+        assert pair.sharing == sharing
+        assert any("learned on nvidia-h100-80gb-hbm3-cuda-ort1.31-all, and never measured on" in line for line in pair.warnings)
+
+
+def test_the_advice_knows_mps(through_mps: Predictor) -> None:
+    advice = advise(through_mps, [net(100.0, 20.0), net(50.0, 20.0)], [[4], [1]])
+    assert {way.way for way in advice.ways} == {SLICES, MPS, MPS_SHARES}
+    shares = next(way for way in advice.ways if way.way == MPS_SHARES)
+    assert shares.sharing in ("mps:25/75", "mps:50/50", "mps:75/25")
+    assert sum(model.percent or 0 for model in shares.models) == 100
+    assert advice.not_learned == (MIG,)
+    assert any("never measured on" in warning for warning in advice.warnings)
+
+
+def test_a_target_that_was_never_measured_through_mps(predictor: Predictor) -> None:
+    with pytest.raises(NotThroughMps, match="nothing was learned of how it is shared through MPS"):
+        predictor.pair(NET, NET, dims={"batch": 1}, second_dims={"batch": 1}, sharing=SetSharing.parse("mps:50"))
+
+
+def test_as_many_shares_as_models(through_mps: Predictor) -> None:
+    with pytest.raises(UserError, match="two models share the GPU, and there are 3 shares"):
+        through_mps.pair(NET, NET, dims={"batch": 1}, second_dims={"batch": 1}, sharing=SetSharing.parse("mps:25/25/50"))
 
 
 def test_the_batch_that_keeps_up_is_chosen(predictor: Predictor) -> None:
