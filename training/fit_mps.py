@@ -25,9 +25,9 @@ from training.kernels.saved_form import save_estimator
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from training.kernels.training_set import read_training_set
-from training.sharing.mps import STEM, MpsErrors, MpsSharing, mps_path
+from training.sharing.mps import STEM, MpsErrors, MpsSharing, mps_path, write_mps
 from training.sharing.mps_fit import GPU_BOUND, MpsFit, fit_widths, read_way, records_of
-from utils import cli, files
+from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
 from utils.locks import sole_writer
@@ -94,7 +94,7 @@ def main() -> int:
     def fit(target: str, show: Show) -> dict[str, Any]:
         learned = fit_target(workspace, Workspace(args.ways), target, config, args.jobs)
         path = mps_path(workspace.predictors(target))
-        files.write_json(path, learned)
+        write_mps(workspace.predictors(target), learned)
         log.info("saved %s: widths of kernels are off by %.1f %% in families left out; %s", path, 100 * learned.width_error,
                  learned.rules)
         show(table(learned), f"{target}: latencies beside models in loops under MPS, measured on {learned.learned_on} "

@@ -10,7 +10,9 @@ import pytest
 
 from records.dataset_files import read_header
 from training.composition.fitted import read_composition
-from training.sharing.mps import read_mps
+from training.kernels.features import KERNEL_FEATURES
+from training.kernels.sidecar import copy_predictors, read_sidecar, write_sidecar
+from training.sharing.mps import learned_mps, read_mps, write_mps
 from training.sharing.mps_fit import MeasuredWay, MpsFit, candidates, measured_widths, read_way, records_of
 from utils.errors import UserError
 from utils.paths import SHIPPED, Workspace
@@ -43,20 +45,43 @@ def test_each_value_of_a_rule_is_tried_with_each_of_another() -> None:
     assert len(tried) == len(set(map(repr, tried))) == 81
 
 
-@pytest.mark.slow
-def test_the_shipped_rules_hold_for_what_an_h100_measured(tmp_path: Path) -> None:
-    """The mean latency of models whose kernels take most of their time; docs/sharing.md has these errors."""
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an H100 measured, and the models' records."""
+    folder = tmp_path_factory.mktemp("sharing")
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    ways = [read_way(Workspace(tmp_path / name), CARD) for name in ("mps", "mps-50", "mps-25_75", "mps-75_25")]
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def test_another_training_keeps_what_was_learned_of_mps(tmp_path: Path, measured: Path) -> None:
+    """Files of widths lie beside those of the predictors, and are not theirs: neither a copy nor a training leaves them out."""
+    copy_predictors(SHIPPED / TARGET, tmp_path)
+    write_sidecar(tmp_path, read_sidecar(tmp_path))
+    learned = learned_mps(tmp_path)
+    assert learned
+    target = read_header(Workspace(measured / "mps").dataset(CARD)).target
+    record = records_of(Workspace(measured), target, ["resnet18@batch=1"])["resnet18@batch=1"]
+    kernel = next(kernel for kernel in record.kernels.values() if kernel.op_type == "Conv")
+    features = np.array([KERNEL_FEATURES.compute(kernel)], dtype=float)
+    assert 0.0 < learned.grids([kernel], features, np.array([0.01])).width[0] <= 1.0
+    (tmp_path / "mps_width-0.npz").write_bytes(b"of an earlier fit")
+    write_mps(tmp_path, learned.sharing)
+    assert [path.name for path in tmp_path.glob("mps_width-*")] == [learned.sharing.width.file]
+
+
+@pytest.mark.slow
+def test_the_shipped_rules_hold_for_what_an_h100_measured(measured: Path) -> None:
+    """The mean latency of models whose kernels take most of their time; docs/sharing.md has these errors."""
+    ways = [read_way(Workspace(measured / name), CARD) for name in ("mps", "mps-50", "mps-25_75", "mps-75_25")]
     assert ways[0].idle_ms["resnet50@batch=16"] == pytest.approx(3.48, abs=0.01)
     assert ways[0].beside["resnet50@batch=16", "resnet50_16"][0] == pytest.approx(6.09, abs=0.01)
     assert ways[1].looped["resnet50_16_twice"] == ("resnet50@batch=16", 2)
     shipped, composition = read_mps(SHIPPED / TARGET), read_composition(SHIPPED / TARGET)
     assert shipped
     assert composition.costs
-    header = read_header(Workspace(tmp_path / "mps").dataset(CARD))
-    fit = MpsFit(ways, records_of(Workspace(tmp_path), header.target, ways[0].idle_ms), composition.costs)
+    header = read_header(Workspace(measured / "mps").dataset(CARD))
+    fit = MpsFit(ways, records_of(Workspace(measured), header.target, ways[0].idle_ms), composition.costs)
     assert fit.bytes_per_ms == pytest.approx(shipped.bytes_per_ms)
     errors = np.abs(fit.predicted(shipped.rules) / fit.measured - 1.0)[:, 0]
     without = np.array([ways[case.way].sharing.percent == 100 for case in fit.cases])

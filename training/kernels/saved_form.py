@@ -32,7 +32,8 @@ from utils.paths import FileName
 E = TypeVar("E", bound=Estimator)
 CLASS, FIELDS, ARRAY, BOOSTERS = "!class", "fields", "!array", "!boosters"
 BOOSTER_VERSION = 1  # of the arrays in boosters.py
-ESTIMATOR_PREFIX = "estimator_"  # of the files of admitted estimators, which lie beside those of the predictors
+ESTIMATOR_PREFIX = "estimator_"  # of the files of admitted estimators, which lie beside those of the predictors;
+MPS_PREFIX = "mps_"  # of what was learned of sharing through MPS, likewise
 COMPRESSION = 9  # of zlib; lzma makes a file 7 % smaller, but takes five times as long to read
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, ValueError, KeyError, IndexError, TypeError)
 

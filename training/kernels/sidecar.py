@@ -25,6 +25,7 @@ from records.measurement import Milliseconds, drift_key, inputs_key
 from training.kernels.estimators import FOREST, KernelModel
 from training.kernels.saved_form import (
     ESTIMATOR_PREFIX,
+    MPS_PREFIX,
     Saved,
     features_of,
     read_checked,
@@ -372,7 +373,7 @@ def _files_named(folder: Path) -> set[str]:
 def _written_files(folder: Path) -> list[Path]:
     """The files in `folder` that a sidecar names or once named."""
     return [path for path in (*folder.glob("*-*.npz"), *folder.glob("measured-*.json.gz"))
-            if not path.name.startswith(ESTIMATOR_PREFIX)]
+            if not path.name.startswith((ESTIMATOR_PREFIX, MPS_PREFIX))]
 
 
 def copy_predictors(source: Path, folder: Path) -> None:

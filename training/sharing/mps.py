@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from graph_model.simulation.mps import Grids, MpsRules
 from training.kernels.estimators import KernelModel, predict_kernels
-from training.kernels.saved_form import Saved, open_estimator
+from training.kernels.saved_form import MPS_PREFIX, Saved, open_estimator
 from utils import files
 from utils.frozen import Frozen
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 MPS_VERSION = 1
 FILE = "mps.json"
-STEM = "mps_width"  # of the file of the estimator of widths
+STEM = f"{MPS_PREFIX}width"  # of the file of the estimator of widths
 FIT = "python training/fit_mps.py"
 
 
@@ -74,6 +74,17 @@ def read_mps(folder: Path) -> MpsSharing | None:
     """
     path = mps_path(folder)
     return files.read_record(path, MpsSharing, MPS_VERSION, FIT) if path.exists() else None
+
+
+def write_mps(folder: Path, learned: MpsSharing) -> None:
+    """Writes `mps.json`, then removes estimators of widths that neither it nor the one before names: a process may have read
+    that one and not yet its estimator."""
+    before = files.read_json(mps_path(folder)) if mps_path(folder).exists() else {}
+    files.write_json(mps_path(folder), learned)
+    in_use = {learned.width.file, before.get("width", {}).get("file") if isinstance(before, dict) else None}
+    for path in folder.glob(f"{STEM}-*.npz"):
+        if path.name not in in_use:
+            path.unlink()
 
 
 def grids_of(widths: Floats, bytes_moved: Floats, gpu_ms: Floats, bytes_per_ms: float) -> Grids:
