@@ -361,8 +361,7 @@ class Predictor:
         """A model that can be put next to co-runners on the target.
 
         Raises:
-            UserError: the model, the predictors, the load or the pace can't be used, or the GPU is this machine's and
-                shared in a way that was not measured.
+            UserError: the model, predictors, load, pace or the way in which this machine's GPU is shared can't be used.
             NotShared: nothing was learned of how the target is shared.
         """
         return shared_model_of(self._run_of(model, options))
@@ -372,8 +371,7 @@ class Predictor:
         the background never pauses (`records.probe_reading.ALWAYS`).
 
         Raises:
-            UserError: the model, the predictors, the load or the pace can't be used, or the GPU is this machine's and
-                shared in a way that was not measured.
+            UserError: the model, predictors, load, pace or the way in which this machine's GPU is shared can't be used.
             NotShared: nothing was learned of how the target is shared.
         """
         return load_curve(self.shared(model, **options), points)
@@ -389,14 +387,11 @@ class Predictor:
             sharing: how they share the GPU.
 
         Raises:
-            UserError: a model or the predictors can't be used, or the GPU is this machine's and shared in a way that was not
-                measured.
+            UserError: a model, the predictors or the way in which this machine's GPU is shared can't be used.
             NotShared, NotThroughMps: nothing was learned of how the target is shared in this way.
         """
-        if sharing.mps:
-            return pair_through_mps(self._run_of(first, {"dims": dims, "static": static}),
-                                    self._run_of(second, {"dims": second_dims, "static": static}), sharing)
-        return pair(self.shared(first, dims=dims, static=static), self.shared(second, dims=second_dims, static=static))
+        both = (self._run_of(first, {"dims": dims, "static": static}), self._run_of(second, {"dims": second_dims, "static": static}))
+        return pair_through_mps(*both, sharing) if sharing.mps else pair(*map(shared_model_of, both))
 
     def objective(self, model: Source | PredictedRun, limit_ms: float, percentile: float = PERCENTILE, *,
                   like: CoRunner | None = None, **options: Unpack[Options]) -> SloUnderLoad:
@@ -409,8 +404,7 @@ class Predictor:
             options: what the prediction is for.
 
         Raises:
-            UserError: the model, the predictors, the load or the pace can't be used, or the GPU is this machine's and
-                shared in a way that was not measured.
+            UserError: the model, predictors, load, pace or the way in which this machine's GPU is shared can't be used.
         """
         return objective_of(self._run_of(model, options), limit_ms, percentile, like)
 
