@@ -390,8 +390,8 @@ class Predictor:
             UserError: a model, the predictors or the way in which this machine's GPU is shared can't be used.
             NotShared, NotThroughMps: nothing was learned of how the target is shared in this way.
         """
-        both = (self._run_of(first, {"dims": dims, "static": static}), self._run_of(second, {"dims": second_dims, "static": static}))
-        return pair_through_mps(*both, sharing) if sharing.mps else pair(*map(shared_model_of, both))
+        both = [self._run_of(model, {"dims": of, "static": static}) for model, of in ((first, dims), (second, second_dims))]
+        return pair_through_mps(both[0], both[1], sharing) if sharing.mps else pair(*map(shared_model_of, both))
 
     def objective(self, model: Source | PredictedRun, limit_ms: float, percentile: float = PERCENTILE, *,
                   like: CoRunner | None = None, **options: Unpack[Options]) -> SloUnderLoad:
