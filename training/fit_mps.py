@@ -61,10 +61,10 @@ def fit_target(workspace: Workspace, measured: Workspace, target: str, config: T
     card = of_cards[0]
     ways = [way for folder in folders if (way := read_way(folder, card)).sharing.mps]
     models = sorted({model for way in ways for model in way.idle_ms})
-    whole = next(folder for folder in folders if read_header(folder.dataset(card)).sharing == "mps")
-    fit = MpsFit(ways, records_of(measured, read_header(whole.dataset(card)).target, models), composition.costs)
+    first = folders[0]  # all have the same kernels, of the same target
+    fit = MpsFit(ways, records_of(measured, read_header(first.dataset(card)).target, models), composition.costs)
     rules, gpu_bound, host_bound = fit.fit(jobs)
-    width, width_error = fit_widths(read_training_set(whole, card), fit.widths, config.seed)
+    width, width_error = fit_widths(read_training_set(first, card), fit.widths, config.seed)
     return MpsSharing(learned_on=card, rules=rules, bytes_per_ms=fit.bytes_per_ms, width_error=width_error, gpu_bound=gpu_bound,
                       host_bound=host_bound, width=save_estimator(workspace.predictors(target), STEM, width))
 

@@ -21,7 +21,7 @@ from utils.lazy import pynvml
 THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # a process's share of the GPU's threads under MPS
 ALL_THREADS = 100
 SLICES = "slices"
-_MPS = re.compile(r"mps(?::(\d{1,3})(?:/(\d{1,3}))?)?")
+_MPS = re.compile(r"mps(?::(\d{1,3}(?:/\d{1,3})*))?")
 PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"  # names the folder in which CUDA looks for MPS;
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # the default (NVIDIA's guide to MPS, "Environment Variables")
 UNMEASURED = {  # by mode: why it is different, and how to switch it off
@@ -123,6 +123,13 @@ def check_sharing_mode(mode: SharingMode) -> None:
                         f"{mode.upper()} {different}; {leave}")
 
 
+def _percents_in(text: str) -> tuple[int, ...]:
+    """The shares of the GPU's threads, each 1 to 100, that `mps`, `mps:50` or `mps:25/75` names; none for any other text."""
+    found = _MPS.fullmatch(text)
+    percents = tuple(map(int, (found[1] or str(ALL_THREADS)).split("/"))) if found else ()
+    return percents if all(1 <= percent <= ALL_THREADS for percent in percents) else ()
+
+
 class GpuSharing(NamedTuple):
     """A way in which what is measured and its co-runners share a GPU.
 
@@ -146,13 +153,11 @@ class GpuSharing(NamedTuple):
         """
         if text == SLICES:
             return cls()
-        found = _MPS.fullmatch(text)
-        percent = int(found[1] or ALL_THREADS) if found else 0
-        co_runner_percent = int(found[2] or percent) if found else 0
-        if not (1 <= percent <= ALL_THREADS and 1 <= co_runner_percent <= ALL_THREADS):
+        percents = _percents_in(text)
+        if len(percents) not in (1, 2):
             raise ValueError(f"{text!r} is no way of sharing a GPU: use {SLICES}, mps, mps:50 (per cent of the threads for "
                              "each process) or mps:25/75 (for what is measured, and for each co-runner)")
-        return cls(True, percent, co_runner_percent)
+        return cls(True, percents[0], percents[-1])
 
     def co_runner_environment(self) -> Mapping[str, str]:
         """What the environment of a co-runner has that this process's does not."""
@@ -187,13 +192,11 @@ class SetSharing(NamedTuple):
         """
         if text == SLICES:
             return cls()
-        if text == "mps":
-            return cls(True)
-        percents = text.removeprefix("mps:").split("/") if text.startswith("mps:") else [""]
-        if not all(re.fullmatch(r"\d{1,3}", percent) and 1 <= int(percent) <= ALL_THREADS for percent in percents):
+        percents = _percents_in(text)
+        if not percents:
             raise ValueError(f"{text!r} is no way of sharing a GPU: use {SLICES}, mps, mps:50 (per cent of the threads for "
                              "each model) or mps:25/25/50 (one share for each model of a set, in its order)")
-        return cls(True, tuple(map(int, percents)))
+        return cls(True, percents)
 
     def __str__(self) -> str:
         """As people write it; `parse` reads it."""
@@ -211,8 +214,7 @@ class SetSharing(NamedTuple):
 
     def environments(self, models: int) -> list[dict[str, str]]:
         """What the environment of each model's process has that this process's does not."""
-        percents = self.percents * models if len(self.percents) == 1 else self.percents
-        return [{THREADS: str(percent)} if self.mps else {} for percent in percents]
+        return [{THREADS: str(self.percent_of(model))} if self.mps else {} for model in range(models)]
 
 
 TIME_SLICES = SetSharing()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from graph_model.simulation.pipeline import PipelineCosts, Tracks
 from graph_model.simulation.sharing import CoRunner, shared_runs_ms
@@ -57,6 +58,12 @@ class UnderLoad(Frozen):
     busy_share: float
     told_by: LoadSource
 
+    @classmethod
+    def of(cls, runs_ms: npt.NDArray[np.float64], busy_share: float, told_by: LoadSource) -> Self:
+        """The distribution of the latencies (ms) of some runs, of any shape."""
+        return cls(mean_ms=float(runs_ms.mean()), percentiles_ms=tuple(np.percentile(runs_ms, np.arange(101)).tolist()),
+                   busy_share=busy_share, told_by=told_by)
+
     def percentile_ms(self, percent: float) -> float:
         """The latency that `percent` % of the runs do not exceed."""
         return float(np.interp(percent, np.arange(len(self.percentiles_ms)), self.percentiles_ms))
@@ -78,9 +85,7 @@ def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, co_runner
                load_source: LoadSource) -> UnderLoad:
     """The distribution of the latency of a run with these tracks and costs, next to a co-runner."""
     runs = shared_runs_ms(tracks, costs, sharing.slice_ms, co_runner, np.random.default_rng(SEED))
-    return UnderLoad(
-        mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
-        busy_share=co_runner.busy_share, told_by=load_source)
+    return UnderLoad.of(runs, co_runner.busy_share, load_source)
 
 
 def check_mode_here(fitted: Fitted) -> None:

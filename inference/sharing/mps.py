@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import numpy as np
 from graph_model.simulation.mps import MpsProcess, mps_runs_ms, with_share
 from graph_model.simulation.pipeline import pipeline_ms
 from inference.sharing.co_runner import SEED, UnderLoad
-from inference.sharing.shared_models import OneOfTwo, Pair
+from inference.sharing.shared_models import OneOfTwo, Pair, one_of_two
 from training.sharing.mps import FIT
 from utils.errors import UserError
 from utils.sharing_mode import ALL_THREADS, SetSharing
@@ -46,30 +45,33 @@ class ThroughMps:
 
     def alone_ms(self, model: PredictedRun, percent: int) -> float:
         """The latency of a run with a share of the threads, while nothing else runs."""
-        process = mps_process(model, self._learned, percent)
-        fewer = with_share(process.tracks, process.grids, process.share, self._learned.sharing.rules)
-        return model.alone_ms + pipeline_ms(fewer, process.costs) - pipeline_ms(process.tracks, process.costs)
+        return self._alone_ms(model, self._process(model, percent))
 
     def slowdown(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> float:
         """How many times as long as alone, with the same share, a run takes on average while the other model runs in a loop."""
-        alone_ms = self.alone_ms(model, percent)
-        return self.beside(model, percent, [(other, other_percent)]).mean_ms / alone_ms
+        alone_ms, under_load = self.alone_and_beside(model, percent, other, other_percent)
+        return under_load.mean_ms / alone_ms
 
-    def beside(self, model: PredictedRun, percent: int, others: Sequence[tuple[PredictedRun, int]]) -> UnderLoad:
-        """The distribution of a model's latency while other models run in loops, each with its share of the threads."""
-        rules = self._learned.sharing.rules
-        process = mps_process(model, self._learned, percent)
-        alone_ms = self.alone_ms(model, percent)
+    def alone_and_beside(self, model: PredictedRun, percent: int, other: PredictedRun,
+                         other_percent: int) -> tuple[float, UnderLoad]:
+        """A model's latency alone (ms), and its distribution while the other runs in a loop, each with its share."""
+        process, rules = self._process(model, percent), self._learned.sharing.rules
+        alone_ms = self._alone_ms(model, process)
         if not np.any(process.tracks.launches > 0):
-            return UnderLoad(mean_ms=alone_ms, percentiles_ms=(alone_ms,) * 101, busy_share=1.0, told_by="prediction")
+            return alone_ms, UnderLoad.of(np.array([alone_ms]), 1.0, "prediction")
         by_itself = float(np.median(mps_runs_ms(process, (), rules, np.random.default_rng(SEED), 2)))
-        runs = mps_runs_ms(process, [mps_process(other, self._learned, share) for other, share in others], rules,
-                           np.random.default_rng(SEED))
-        return UnderLoad(mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
-                         busy_share=1.0, told_by="prediction").later_by(alone_ms - by_itself)
+        runs = mps_runs_ms(process, [self._process(other, other_percent)], rules, np.random.default_rng(SEED))
+        return alone_ms, UnderLoad.of(runs, 1.0, "prediction").later_by(alone_ms - by_itself)
+
+    def _process(self, run: PredictedRun, percent: int) -> MpsProcess:
+        return mps_process(run, self._learned, percent)
+
+    def _alone_ms(self, model: PredictedRun, process: MpsProcess) -> float:
+        fewer = with_share(process.tracks, process.grids, process.share, self._learned.sharing.rules)
+        return model.alone_ms + pipeline_ms(fewer, process.costs) - pipeline_ms(process.tracks, process.costs)
 
 
-def mps_process(run: PredictedRun, learned: LearnedMps, percent: int = ALL_THREADS) -> MpsProcess:
+def mps_process(run: PredictedRun, learned: LearnedMps, percent: int) -> MpsProcess:
     """A predicted model as a process with a share of the GPU's threads.
 
     Raises:
@@ -82,7 +84,6 @@ def mps_process(run: PredictedRun, learned: LearnedMps, percent: int = ALL_THREA
     kernels = [record.kernels[record.nodes[place].kernel_id] for place in run.run.order]
     grids = learned.grids(kernels, run.fitted.predictors.features_of(kernels), tracks.gpu_ms)
     return MpsProcess(tracks, costs, grids, percent / ALL_THREADS)
-
 
 
 def learned_elsewhere(fitted: Fitted) -> tuple[str, ...]:
@@ -110,11 +111,7 @@ def pair_through_mps(first: PredictedRun, second: PredictedRun, sharing: SetShar
     through = ThroughMps(learned, shares=True)
 
     def of_pair(run: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> OneOfTwo:
-        of = run.prediction
-        return OneOfTwo(model=of.model, dims=of.dims, idle_ms=through.alone_ms(run, percent),
-                        under_load=through.beside(run, percent, [(other, other_percent)]),
-                        rough_estimate=of.rough_estimate or other.prediction.rough_estimate,
-                        estimated_operators=of.estimated_operators)
+        return one_of_two(run.prediction, other.prediction, *through.alone_and_beside(run, percent, other, other_percent))
 
     return Pair(target=first.fitted.target.name, sharing=str(sharing),
                 models=(of_pair(first, percents[0], second, percents[1]), of_pair(second, percents[1], first, percents[0])),

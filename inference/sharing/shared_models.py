@@ -117,11 +117,14 @@ def pair(first: SharedModel, second: SharedModel) -> Pair:
 
 
 def _of_pair(model: SharedModel, neighbour: SharedModel) -> OneOfTwo:
-    of = model.prediction
-    return OneOfTwo(model=of.model, dims=of.dims, idle_ms=model.alone_ms,
-                    under_load=model.next_to(neighbour.in_a_loop(model), "prediction"),
-                    rough_estimate=of.rough_estimate or neighbour.prediction.rough_estimate,
-                    estimated_operators=of.estimated_operators)
+    return one_of_two(model.prediction, neighbour.prediction, model.alone_ms,
+                      model.next_to(neighbour.in_a_loop(model), "prediction"))
+
+
+def one_of_two(of: Prediction, neighbour: Prediction, alone_ms: float, under_load: UnderLoad) -> OneOfTwo:
+    """What is said of a model of a pair, by its prediction and the neighbour's."""
+    return OneOfTwo(model=of.model, dims=of.dims, idle_ms=alone_ms, under_load=under_load,
+                    rough_estimate=of.rough_estimate or neighbour.rough_estimate, estimated_operators=of.estimated_operators)
 
 
 class LoadPoint(Frozen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 
 from records.dataset_files import read_header
 from training.composition.fitted import read_composition
+from training.fit_mps import fit_target
 from training.kernels.features import KERNEL_FEATURES
+from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import copy_predictors, read_sidecar, write_sidecar
 from training.sharing.mps import learned_mps, read_mps, write_mps
 from training.sharing.mps_fit import MeasuredWay, MpsFit, candidates, measured_widths, read_way, records_of
@@ -88,3 +91,11 @@ def test_the_shipped_rules_hold_for_what_an_h100_measured(measured: Path) -> Non
     bound = np.array([fit.is_gpu_bound(case) for case in fit.cases])
     assert errors[bound & without].mean() == pytest.approx(0.076, abs=0.005)
     assert errors[bound & ~without].mean() == pytest.approx(0.055, abs=0.005)
+
+
+def test_a_workspace_without_all_threads_is_refused(tmp_path: Path, measured: Path) -> None:
+    shutil.copytree(measured / "mps-50", tmp_path / "ways/mps-50")
+    shutil.copytree(measured / "ort_analysis", tmp_path / "ways/ort_analysis")
+    copy_predictors(SHIPPED / TARGET, Workspace(tmp_path).predictors(TARGET))
+    with pytest.raises(UserError, match="the width of kernels shows in their times with all threads and with less"):
+        fit_target(Workspace(tmp_path), Workspace(tmp_path / "ways"), TARGET, TrainingConfig(), 1)
