@@ -56,6 +56,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (not measures(item.path), item.path not in minutes, item.path not in slow))
 
 
+@pytest.fixture(autouse=True)
+def stays_in_its_folder() -> Iterator[None]:
+    """A test that leaves the folder would fail those after it, which read files by relative paths."""
+    before = Path.cwd()
+    yield
+    assert Path.cwd() == before, "the test left its folder: use monkeypatch.chdir"
+
+
 class FileScheduling(LoadScopeScheduling):
     """A worker runs a file from beginning to end; the measuring files are one group, so that no two measure at once.
 

@@ -82,7 +82,8 @@ def test_the_table_is_the_one_without_ray(cluster: NodesHere, tmp_path: Path) ->
         assert on_nodes.read_bytes() == alone.read_bytes()
 
 
-def test_predictors_of_ones_own_travel(cluster: NodesHere, tmp_path: Path) -> None:
+def test_predictors_of_ones_own_travel(cluster: NodesHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # an actor enters the driver's folder; here, this process is the actor
     unpack(CPU_WORKSPACE, tmp_path / "workspace")
     for channels in (8, 16):
         conv_net(tmp_path / "models" / f"{channels}.onnx", channels=channels)

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from utils.paths import ROOT
+
 pytest.importorskip("resource", reason="counts page faults, which Windows does not")
 FAULTS = """
 import resource
@@ -29,7 +31,7 @@ print(page_faults())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library is not glibc")
 def test_freed_memory_is_not_zeroed_again() -> None:
-    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", FAULTS], cwd=ROOT, capture_output=True, text=True, check=True)
     kept, faults = done.stdout.split()
     assert kept == "True"
     assert int(faults) < 2**20 * 8 // 4096  # one array has so many pages
