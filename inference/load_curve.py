@@ -2,8 +2,8 @@
 
 Reads the model and what training learned for the target, above all how its GPU is shared. Only the share of the time varies for
 which the background is busy while the model is idle; its waits are those next to an average background among those measured,
-and its cycle is their median. Prints a table; writes it to --out, draws it
-to --plot, with the 90 % interval of p95, and makes a page of it with --html.
+and its cycle is their median. Prints a table, with the 90 % interval of p95; writes it to --out, draws it to --plot, and
+makes a page of it with --html.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ def main() -> int:
     curve = predictor.curve(args.model, args.points, dims=cli.one_size_dims(args.dim), static=args.static)
     for warning in curve.warnings:
         log.warning("%s", warning)
-    rows = [point.model_dump() | {"rough_estimate": curve.rough_estimate} for point in curve.points]
     if args.out:
-        files.write_csv(args.out, [*LoadPoint.model_fields, "rough_estimate"], rows)
+        low, high = curve.interval_ratios
+        files.write_csv(args.out, [*LoadPoint.model_fields, "p95_low_ms", "p95_high_ms", "rough_estimate"], [
+            point.model_dump() | {"p95_low_ms": low * point.p95_ms, "p95_high_ms": high * point.p95_ms,
+                                  "rough_estimate": curve.rough_estimate} for point in curve.points])
     if args.plot:
         rough = " (a rough estimate)" if curve.rough_estimate else ""
         write_plot([curve_chart(curve, args.slo_ms)], args.plot, f"{curve.model}\n{curve.target}{rough}")
@@ -65,9 +67,7 @@ def main() -> int:
     if args.json:
         cli.print_json(curve)
     else:
-        cli.print_table([{"busy share": f"{point.busy_share:.0%}", "mean (ms)": point.mean_ms, "p50 (ms)": point.p50_ms,
-                          "p95 (ms)": point.p95_ms, "p99 (ms)": point.p99_ms} for point in curve.points],
-                        f"{curve.model} on {curve.target}{' (a rough estimate)' if curve.rough_estimate else ''}")
+        cli.print_table(curve.rows, f"{curve.model} on {curve.target}{' (a rough estimate)' if curve.rough_estimate else ''}")
     return 0
 
 

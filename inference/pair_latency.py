@@ -3,7 +3,8 @@
 Reads both models and what training learned for the target, above all how its GPU is shared. In time slices each model waits
 for the other's turns, which follow from the other's predicted run: it has the GPU until all that it dispatched is done, or for
 the longest turn that a process may have. Through MPS (--sharing) kernels of both run at the same time where there is room.
-Prints one row per model; writes nothing.
+Prints one row per model, for each way of sharing that is asked for; --plot draws the latencies over the share of the threads
+that the first model may use.
 """
 
 from __future__ import annotations
@@ -16,23 +17,30 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from inference.core.predictor import Predictor
+from inference.reporting.pairs import share_chart
 from utils import cli
 from utils.logger import get_logger
-from utils.sharing_mode import SetSharing
+from utils.pages.plot_files import write_plot
+from utils.sharing_mode import ALL_THREADS, SetSharing
 
 EXAMPLES = """
 python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --target nvidia-h200
 python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --beside-dim batch=16 --target nvidia-h200
 python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --target nvidia-h200 --sharing mps:50
+python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --target h200 --sharing all --plot a.svg
 """
+ALL = "all"
+STEP = 10  # per cent of the threads
+ALL_WAYS = (SetSharing(), SetSharing(True), *(
+    SetSharing(True, (share, ALL_THREADS - share)) for share in range(STEP, ALL_THREADS, STEP)))
 
 log = get_logger("pair_latency")
 
 
-def set_sharing(text: str) -> SetSharing:
-    """An option that is a way of sharing a GPU."""
+def ways_of_sharing(text: str) -> tuple[SetSharing, ...]:
+    """An option that is a way of sharing a GPU, or several."""
     try:
-        return SetSharing.parse(text)
+        return ALL_WAYS if text == ALL else tuple(SetSharing.parse(way) for way in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -45,25 +53,35 @@ def main() -> int:
     parser.add_argument("--beside-model", type=Path, required=True, metavar="MODEL", help="the other model, likewise")
     parser.add_argument("--beside-dim", action="append", default=[], metavar="NAME=SIZE", help="size of its dynamic dimension")
     cli.add_target(parser)
-    parser.add_argument("--sharing", type=set_sharing, default=SetSharing(), metavar="WAY", help="slices (default), mps, or "
-                        "mps with the share of the threads that each may use, in per cent: mps:50, mps:25/75")
+    parser.add_argument("--sharing", type=ways_of_sharing, default=(None,), metavar="WAY[,WAY…]",
+                        help="slices, mps, or mps with the share of the threads that each may use, in per cent: mps:50, "
+                             f"mps:25/75; {ALL}: {len(ALL_WAYS)} ways, with shares from 10/90 to 90/10 (default: as the GPU is "
+                             "shared now where it is this machine's, else slices)")
+    parser.add_argument("--plot", type=cli.plot_file, metavar="FILE",
+                        help="draw the latencies over the first model's share of the threads: an .svg, .png or .pdf")
     cli.add_trust(parser)
     args = parser.parse_args()
+    if args.plot and len({way.percents for way in args.sharing if way and way.mps and len(way.percents) > 1}) < 2:
+        parser.error("--plot draws over the share of the threads: it goes with two ways that have a share for each model, or "
+                     f"more, such as --sharing {ALL}")
     workspace = cli.start(args)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
-    pair = predictor.pair(args.model, args.beside_model, dims=cli.one_size_dims(args.dim),
-                          second_dims=cli.one_size_dims(args.beside_dim), static=args.static, sharing=args.sharing)
-    for warning in pair.warnings:
+    both = predictor.run(args.model, dims=cli.one_size_dims(args.dim), static=args.static), predictor.run(
+        args.beside_model, dims=cli.one_size_dims(args.beside_dim), static=args.static)
+    pairs = [predictor.pair(*both, sharing=sharing) for sharing in cli.progress(args.sharing, "ways of sharing")]
+    for warning in dict.fromkeys(warning for pair in pairs for warning in pair.warnings):
         log.warning("%s", warning)
+    if args.plot:
+        write_plot([share_chart(pairs)], args.plot, f"side by side on {pairs[0].target}")
     if args.json:
-        cli.print_json(pair)
+        cli.print_json(pairs[0] if len(pairs) == 1 else pairs)
         return 0
     cli.print_table([
-        {"model": model.model, "beside": neighbour.model, "alone (ms)": model.idle_ms, **model.under_load.columns(),
-         "mean / alone": model.under_load.mean_ms / model.idle_ms,
+        {**({"sharing": pair.sharing} if len(pairs) > 1 else {}), "model": model.model, "beside": neighbour.model,
+         "alone (ms)": model.idle_ms, **model.under_load.columns(), "mean / alone": model.under_load.mean_ms / model.idle_ms,
          **({"rough estimate": "yes"} if model.rough_estimate else {})}
-        for model, neighbour in (pair.models, pair.models[::-1])],
-        f"side by side on {pair.target}" + (f", {pair.sharing}" if args.sharing.mps else ""))
+        for pair in pairs for model, neighbour in (pair.models, pair.models[::-1])],
+        f"side by side on {pairs[0].target}" + (f", {pairs[0].sharing}" if len(pairs) == 1 and args.sharing != (None,) else ""))
     return 0
 
 

@@ -43,7 +43,7 @@ PRINTED = {  # by command: what it prints, the record's module and class
     "inference/predict_model_latency.py --watch": ("an object a line", ("inference.live.watch.WatchLine",)),
     "inference/compare_models.py": ("one object", ("inference.core.model_differences.ModelDifference",)),
     "inference/load_curve.py": ("one object", ("inference.sharing.shared_models.LoadCurve",)),
-    "inference/pair_latency.py": ("one object", ("inference.sharing.shared_models.Pair",)),
+    "inference/pair_latency.py": ("one object, or a list for several ways", ("inference.sharing.shared_models.Pair",)),
     "benchmark/dataset_coverage.py": ("one object", ("records.dataset_coverage.DatasetCoverage",)),
     "inference/sharing_advice.py": ("one object", ("inference.sharing.advice.SharingAdvice",)),
     "inference/predict_llm.py": ("a list with an object for each request", ("inference.llm.answers.LlmPrediction",)),

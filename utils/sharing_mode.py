@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import socket
@@ -217,7 +218,22 @@ class SetSharing(NamedTuple):
         return [{THREADS: str(self.percent_of(model))} if self.mps else {} for model in range(models)]
 
 
-TIME_SLICES = SetSharing()
+def share_of_this_process() -> SetSharing:
+    """Sharing through MPS, where each process may use as much of the GPU's threads as this one.
+
+    Source: NVIDIA's guide to MPS, `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`: unset, a client may use all threads.
+
+    Raises:
+        UserError: the environment's share is not a number from 1 to 100.
+    """
+    text = os.environ.get(THREADS, str(ALL_THREADS))
+    try:
+        percent = float(text)  # MPS takes fractions, too
+    except ValueError:
+        percent = math.nan
+    if not 0 < percent <= ALL_THREADS:
+        raise UserError(f"{THREADS}={text}: a share of the GPU's threads is a percentage up to {ALL_THREADS}")
+    return SetSharing(True, (max(1, round(percent)),))
 
 
 def _checked_of_set(text: str) -> str:

@@ -32,7 +32,6 @@ from inference.core.model_warnings import estimator_warnings, model_warnings, we
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.sources import Precision, Source, missing_weights, needs_analysis, record_of, record_otherwise
 from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders, refuse_other_device
-from inference.sharing.mps import pair_through_mps
 from inference.sharing.shared_models import (
     PERCENTILE,
     LoadCurve,
@@ -41,16 +40,16 @@ from inference.sharing.shared_models import (
     SloUnderLoad,
     load_curve,
     objective_of,
-    pair,
     shared_model_of,
 )
+from inference.sharing.ways import pair_of
 from runtimes import analysis
 from training.energy.learned import EnergyModel, read_energy
 from training.energy.scaled import scaled
 from utils.cache_folder import keeping_no_json
 from utils.paths import Workspace
 from utils.processes import in_processes
-from utils.sharing_mode import TIME_SLICES, SetSharing
+from utils.sharing_mode import SetSharing
 
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
@@ -377,21 +376,21 @@ class Predictor:
         return load_curve(self.shared(model, **options), points)
 
     def pair(self, first: Source | PredictedRun, second: Source | PredictedRun, *, dims: Mapping[str, int] | None = None,
-             second_dims: Mapping[str, int] | None = None, static: bool = False, sharing: SetSharing = TIME_SLICES) -> Pair:
+             second_dims: Mapping[str, int] | None = None, static: bool = False, sharing: SetSharing | None = None) -> Pair:
         """Two models on the same GPU, each in a process of its own that runs it again and again without a pause.
 
         Args:
             first, second: the models; they may be the same.
             dims, second_dims: sizes of their dynamic dimensions by name.
             static: take models with dynamic dimensions as if they were exported with these sizes.
-            sharing: how they share the GPU.
+            sharing: how they share the GPU; None: as it is shared now where it is this machine's, else in time slices.
 
         Raises:
             UserError: a model, the predictors or the way in which this machine's GPU is shared can't be used.
             NotShared, NotThroughMps: nothing was learned of how the target is shared in this way.
         """
-        both = [self._run_of(model, {"dims": of, "static": static}) for model, of in ((first, dims), (second, second_dims))]
-        return pair_through_mps(both[0], both[1], sharing) if sharing.mps else pair(*map(shared_model_of, both))
+        return pair_of(self._run_of(first, {"dims": dims, "static": static}),
+                       self._run_of(second, {"dims": second_dims, "static": static}), sharing)
 
     def objective(self, model: Source | PredictedRun, limit_ms: float, percentile: float = PERCENTILE, *,
                   like: CoRunner | None = None, **options: Unpack[Options]) -> SloUnderLoad:

@@ -7,6 +7,7 @@ with the same added to them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from training.llm.learned import LearnedGeneration, read_generation, read_genera
 if TYPE_CHECKING:
     from inference.core.model_run import PredictedRun
     from inference.core.predictor import Predictor
+    from records.kernel_record import ModelRecord
     from training.composition.fitted import Composition
 
 
@@ -44,11 +46,14 @@ class Learned:
     energy: EnergyModel | None
     compositions: Mapping[Phase, Composition]
 
-    def loop_ms(self, step: Step, file: DecoderFile, pace: float = 1.0, cuda_graph: bool = False) -> float | None:
-        """What genai's loop takes of a step at a pace, as a CUDA graph or as usual; None where that is not known."""
+    def loop_ms(self, step: Step, file: DecoderFile, pace: float = 1.0, cuda_graph: bool = False,
+                other_logits: int = 0) -> float | None:
+        """What genai's loop takes of a step at a pace, as a CUDA graph or as usual; None where that is not known.
+        `other_logits`: as for `GenerationLoop.time_ms`."""
         if self.generation is None:
             return None
-        return self.generation.loop_of(cuda_graph).time_ms(_phase(step), step.batch, file.words, len(file.caches) // 2, pace)
+        return self.generation.loop_of(cuda_graph).time_ms(phase_of(step), step.batch, file.words, layers_of(file), pace,
+                                                           other_logits)
 
 
 def learned_of(predictor: Predictor) -> Learned:
@@ -70,8 +75,20 @@ def learned_of(predictor: Predictor) -> Learned:
         phase: generation.composition(fitted.composition, phase) for phase in PHASES})
 
 
-def _phase(step: Step) -> Phase:
+def phase_of(step: Step) -> Phase:
     return "token" if step.before else "first"
+
+
+def layers_of(file: DecoderFile) -> int:
+    """The number of its layers with a cache."""
+    return len(file.caches) // 2
+
+
+def other_logits(record: ModelRecord, file: DecoderFile, step: Step) -> int:
+    """How many logits a run writes beside those from which tokens are chosen: those of a prompt's earlier tokens."""
+    sizes = [math.prod(tensor.shape) for name, tensor in record.outputs.items()
+             if name not in file.presents and tensor.shape and tensor.shape[-1] == file.words]
+    return max(max(sizes, default=0) - step.batch * file.words, 0)
 
 
 def as_step(run: PredictedRun, step: Step, file: DecoderFile, learned: Learned, pace: float | None) -> PredictedRun:
@@ -81,14 +98,17 @@ def as_step(run: PredictedRun, step: Step, file: DecoderFile, learned: Learned, 
     if generation is None or not prediction.latency_ms:
         return run
     hosts = hosts_between(None)
+    if pace is None and run.fitted.target.flavour.device == "cpu":
+        pace = 1.0  # there, the loop was measured on the target itself
     paces = (min(hosts), 1.0, max(hosts)) if pace is None else (pace, pace, pace)
+    others = other_logits(run.run.record, file, step)
     of_run = prediction.interval_ms[0], prediction.latency_ms, prediction.interval_ms[1]
-    times_ms = [time_ms + (learned.loop_ms(step, file, at, prediction.way.cuda_graph) or 0.0)
+    times_ms = [time_ms + (learned.loop_ms(step, file, at, prediction.way.cuda_graph, others) or 0.0)
                 for time_ms, at in zip(of_run, paces, strict=True)]
     low_ms, whole_ms, high_ms = _sustained_ms(times_ms, run, learned)
     warnings = prediction.warnings
     if whole_ms > LIMITED * times_ms[1]:
-        what = {"first": "the first token", "token": "a further token"}[_phase(step)]
+        what = {"first": "the first token", "token": "a further token"}[phase_of(step)]
         warnings = (*warnings, f"{what} takes {whole_ms / times_ms[1] - 1:.0%} longer than at the device's highest clocks, "
                     "since it reaches its power limit")
     return run._replace(prediction=prediction.model_copy(update={

@@ -46,9 +46,6 @@ def load_page(curve: LoadCurve, fitted: Fitted, limit_ms: float | None = None) -
                        f"Its p95 misses {limit_ms:g} ms on an idle device already.")
     if curve.rough_estimate:
         more.append("This is a rough estimate: what it rests on was not measured well enough; see the notes below.")
-    rows = [{"other work busy": f"{point.busy_share:.0%}", "mean (ms)": point.mean_ms, "p50 (ms)": point.p50_ms,
-             "p95 (ms)": point.p95_ms, "p95 90 % between (ms)": f"{low * point.p95_ms:.4g} and {high * point.p95_ms:.4g}",
-             "p99 (ms)": point.p99_ms} for point in curve.points]
     facts = [Fact(f"p95, {name}", f"{point.p95_ms:.4g}", "ms",
                   f"90 % between {low * point.p95_ms:.4g} and {high * point.p95_ms:.4g}",
                   between=(low * point.p95_ms, point.p95_ms, high * point.p95_ms))
@@ -56,7 +53,7 @@ def load_page(curve: LoadCurve, fitted: Fitted, limit_ms: float | None = None) -
                                  ("always busy", busy))]
     sizes = ", ".join(f"{name}={size}" for name, size in curve.dims.items())
     return Page("Latency over load", curve.model, answer, [" ".join(more)], facts,
-                [Section("Over the load", [curve_chart(curve, limit_ms), Table(rows, most=30)])],
+                [Section("Over the load", [curve_chart(curve, limit_ms), Table(curve.rows, most=30)])],
                 dict.fromkeys(curve.warnings, ()),
                 {"model": curve.model, **({"sizes": sizes} if sizes else {}), **target_basis(fitted),
                  **({"estimated operators": cli.first_of(curve.estimated_operators)} if curve.estimated_operators else {})})

@@ -23,7 +23,7 @@ from training.sharing.learned import (
 )
 from utils.errors import UserError
 from utils.frozen import Frozen
-from utils.sharing_mode import check_sharing_mode, sharing_mode
+from utils.sharing_mode import SetSharing, check_sharing_mode, share_of_this_process, sharing_mode
 
 if TYPE_CHECKING:
     from inference.live.load import LoadReading
@@ -96,6 +96,20 @@ def check_mode_here(fitted: Fitted) -> None:
     """
     if is_here(fitted.target):
         check_sharing_mode(sharing_mode())
+
+
+def shared_as_here(fitted: Fitted) -> SetSharing:
+    """How a target's GPU is shared now where it is this machine's: in time slices, or through MPS with the share of the threads
+    that this process has. Time slices for another machine's GPU.
+
+    Raises:
+        UserError: it is shared in a way of which nothing can be learned yet (MIG).
+    """
+    mode = sharing_mode() if is_here(fitted.target) else "time_slices"
+    if mode == "mps":
+        return share_of_this_process()
+    check_sharing_mode(mode)
+    return SetSharing()
 
 
 def co_runner_of(fitted: Fitted, load: Mapping[str, float]) -> CoRunner | None:

@@ -162,6 +162,14 @@ class LoadCurve(Frozen):
     estimated_operators: tuple[str, ...] = ()
     warnings: tuple[str, ...]
 
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """The curve as people read it, a row for each load."""
+        low, high = self.interval_ratios
+        return [{"other work busy": f"{point.busy_share:.0%}", "mean (ms)": point.mean_ms, "p50 (ms)": point.p50_ms,
+                 "p95 (ms)": point.p95_ms, "p95 90 % between (ms)": f"{low * point.p95_ms:.4g} and {high * point.p95_ms:.4g}",
+                 "p99 (ms)": point.p99_ms} for point in self.points]
+
 
 def load_curve(model: SharedModel, points: int) -> LoadCurve:
     """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps. From 0.95 on the

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from inference.sharing.mps import ThroughMps
-from inference.sharing.shared_models import shared_model_of
+from inference.sharing.co_runner import shared_as_here
+from inference.sharing.mps import ThroughMps, pair_through_mps
+from inference.sharing.shared_models import Pair, pair, shared_model_of
 from utils.sharing_mode import SLICES, SetSharing
 
 if TYPE_CHECKING:
@@ -54,3 +55,20 @@ def ways_of(fitted: Fitted) -> dict[str, WayTimes | None]:
         MPS_SHARES: ThroughMps(fitted.mps, shares=True) if fitted.mps else None,
         MIG: None,
     }
+
+
+def pair_of(first: PredictedRun, second: PredictedRun, sharing: SetSharing | None = None) -> Pair:
+    """Two models on one GPU, each in a process of its own that runs it again and again without a pause.
+
+    Args:
+        first, second: the models.
+        sharing: how they share it; None: as it is shared now where it is this machine's, else in time slices.
+
+    Raises:
+        NotShared, NotThroughMps: nothing was learned of how the target is shared in this way.
+        UserError: `sharing` has shares for another number of models, or this machine's GPU is shared through MIG.
+    """
+    sharing = sharing or shared_as_here(first.fitted)
+    if sharing.mps:
+        return pair_through_mps(first, second, sharing)
+    return pair(*(shared_model_of(run, as_here=False) for run in (first, second)))

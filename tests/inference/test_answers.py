@@ -288,6 +288,9 @@ def test_a_mode_of_sharing_that_was_not_measured_is_refused(workspace: Workspace
         predict("resnet18.onnx", target=TARGET, load={BUSY: 0.5}, workspace=workspace)
     with pytest.raises(UserError, match=f"sharing mode {mode}"):
         Predictor(workspace, TARGET).shared("resnet18.onnx")
+    refusal = "sharing mode mig" if mode == "mig" else "nothing was learned of how it is shared through MPS"
+    with pytest.raises(UserError, match=refusal):
+        Predictor(workspace, TARGET).pair("resnet18.onnx", "resnet18.onnx")
 
 
 @pytest.mark.parametrize("share", [60.0, -0.1, float("nan")])

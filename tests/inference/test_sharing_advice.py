@@ -18,23 +18,25 @@ from benchmark.serving.config import BATCH, ServedModel
 from graph_model.simulation.serving import Case, served
 from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
+from inference.reporting.pairs import share_chart
 from inference.sharing.advice import FINAL, SEED, SharingAdvice, advise, verdict
 from inference.sharing.co_runner import NotShared
 from inference.sharing.mps import NotThroughMps
+from inference.sharing.shared_models import Pair
 from inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes
 from training.sharing.learned import Sharing, sharing_path
 from utils import files
 from utils.cli import EXIT_SLO_MISSED
 from utils.errors import UserError
 from utils.paths import SHIPPED, Workspace
-from utils.sharing_mode import SLICES, SetSharing
+from utils.sharing_mode import SLICES, THREADS, SetSharing, share_of_this_process
 
 pytestmark = pytest.mark.slow
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0,
                   longest_wait_ms=2.42, switch_ms=0.26)
-SCRIPT = "inference/sharing_advice.py"
+SCRIPT, PAIR = "inference/sharing_advice.py", "inference/pair_latency.py"
 NET = "resnet18.onnx"
 
 
@@ -134,6 +136,63 @@ def test_two_models_through_mps(through_mps: Predictor) -> None:
     for sharing, pair in pairs.items():
         assert pair.sharing == sharing
         assert any("learned on nvidia-h100-80gb-hbm3-cuda-ort1.31-all, and never measured on" in line for line in pair.warnings)
+
+
+@pytest.mark.parametrize(("mode", "share", "expected"), [
+    ("time_slices", None, "slices"), ("mps", None, "mps"), ("mps", "50", "mps:50"), ("mps", "33.3", "mps:33")])
+def test_two_models_as_this_gpu_is_shared(through_mps: Predictor, monkeypatch: pytest.MonkeyPatch, mode: str, share: str | None,
+                                          expected: str) -> None:
+    """Pretended: this machine is the target. What is asked for counts more than what is so here."""
+    monkeypatch.setattr("inference.sharing.co_runner.is_here", lambda target: True)
+    monkeypatch.setattr("inference.sharing.co_runner.sharing_mode", lambda: mode)
+    if share:
+        monkeypatch.setenv(THREADS, share)
+    asked = {"dims": {"batch": 1}, "second_dims": {"batch": 1}}
+    assert through_mps.pair(NET, NET, **asked).sharing == expected
+    assert through_mps.pair(NET, NET, **asked, sharing=SetSharing()).sharing == "slices"
+
+
+def test_two_models_over_their_shares(through_mps: Predictor, tmp_path: Path) -> None:
+    """The more of the threads, the faster; the plot holds both models, and the first in time slices."""
+    plot, ways = tmp_path / "shares.svg", "slices,mps:75/25,mps:25/75"
+    asked = (PAIR, "--workspace", through_mps.workspace.root, "--target", TARGET, "--model", NET, "--beside-model", NET,
+             "--dim", "batch=16", "--beside-dim", "batch=4")
+    done = run_script(*asked, "--sharing", ways, "--plot", plot, "--json")
+    assert done.returncode == 0, done.stderr
+    pairs = [Pair.model_validate(pair) for pair in json.loads(done.stdout)]
+    assert [pair.sharing for pair in pairs] == ways.split(",")
+    slices, much, little = (pair.models[0] for pair in pairs)
+    assert much.under_load.mean_ms < little.under_load.mean_ms
+    assert much.idle_ms < little.idle_ms
+    assert pairs[1].models[1].under_load.mean_ms > pairs[2].models[1].under_load.mean_ms
+    chart = share_chart(pairs)
+    assert [(list(series.x), list(series.y)) for series in chart.series[:1]] == [
+        ([25.0, 75.0], [little.under_load.mean_ms, much.under_load.mean_ms])]
+    assert [series.name for series in chart.series] == [f"resnet18@batch={batch}{what}" for batch in (16, 4)
+                                                        for what in (": mean", ": p95")]
+    assert [limit.y for limit in chart.limits] == [slices.under_load.mean_ms]
+    assert plot.read_text().startswith("<svg")
+
+    table = run_script(*asked, "--sharing", ways)
+    header, *rows = (line.split("\t") for line in table.stdout.splitlines())
+    assert header[0] == "sharing"
+    assert [row[0] for row in rows] == [way for way in ways.split(",") for _ in range(2)]
+
+
+@pytest.mark.parametrize(("options", "complaint"), [
+    (("--sharing", "mig"), "is no way of sharing a GPU"), (("--sharing", "slices,"), "is no way of sharing a GPU"),
+    (("--plot", "a.svg"), "two ways that have a share for each model"),
+    (("--sharing", "mps:50,mps", "--plot", "a.svg"), "two ways that have a share for each model")])
+def test_options_that_do_not_fit(options: tuple[str, ...], complaint: str) -> None:
+    done = run_script(PAIR, "--model", NET, "--beside-model", NET, *options)
+    assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("share", ["", "half", "0", "101"])
+def test_a_share_that_is_none(monkeypatch: pytest.MonkeyPatch, share: str) -> None:
+    monkeypatch.setenv(THREADS, share)
+    with pytest.raises(UserError, match=f"{THREADS}={share}: a share of the GPU's threads is a percentage up to 100"):
+        share_of_this_process()
 
 
 def test_the_advice_knows_mps(through_mps: Predictor) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import onnx
 import pytest
+import yaml
 from command import run_script
 from optional_packages import needs
 
 from recipes.llm.networks import NETWORKS_FILE, model_folder, read_networks
 from records.generations import REMEDY, Generation, GenerationMemory, measured_file
+from training.llm.learned import read_generation
 from utils import files
 from utils.paths import ROOT, Workspace
 
@@ -77,7 +79,11 @@ def test_models_on_a_cpu_are_judged_by_their_measured_kernels(tmp_path: Path) ->
     networks, out = tmp_path / "networks.yaml", tmp_path / "out"
     networks.write_text(NETWORKS.replace(", [2, 4]", ""))
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run([ROOT / "recipes" / "llm" / "on_cpu.sh", out, networks, "--json"], env=environment,
+    small = tmp_path / "small.yaml"  # two networks, each of which the other one judges
+    small.write_text(yaml.safe_dump({**(of := yaml.safe_load(NETWORKS)), "networks": {
+        name: {**of["networks"]["llama"], "sizes": {**of["networks"]["llama"]["sizes"], "vocab_size": words}}
+        for name, words in (("few", 512), ("many", 2048))}}))
+    done = subprocess.run([ROOT / "recipes" / "llm" / "on_cpu.sh", out, networks, small, "--json"], env=environment,
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     judged = json.loads(done.stdout)
@@ -87,3 +93,7 @@ def test_models_on_a_cpu_are_judged_by_their_measured_kernels(tmp_path: Path) ->
     assert all(point["predicted"] > 0 for point in points)
     differences = [abs(point["again"] / point["measured"] - 1) for point in points if point["what"] == "first token (ms)"]
     assert errors["first token (ms)"]["again_%"] == pytest.approx(100 * sum(differences) / 2)
+    learned = read_generation(next(Workspace(out).predictors("").glob("*-cpu-*")))
+    assert learned is not None
+    assert {step.family for step in learned.steps} == {"few", "many"}
+    assert {phase: of.count for phase, of in learned.left_out.items()} == {"first": 4, "token": 4}

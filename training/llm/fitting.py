@@ -56,7 +56,7 @@ class _Host(NamedTuple):
 
     @property
     def loop(self) -> GenerationLoop:
-        return GenerationLoop(**{name: getattr(self, name) for name in GenerationLoop.model_fields})
+        return GenerationLoop(**{name: getattr(self, name) for name in GenerationLoop.model_fields if name in self._fields})
 
     def costs(self, costs: PipelineCosts) -> PipelineCosts:
         return costs.model_copy(update={"product_ms": self.product_ms, "attention_ms": self.attention_ms})

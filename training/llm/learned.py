@@ -23,8 +23,8 @@ LARGEST_EXPONENT = 5.0
 
 
 class GenerationLoop(Frozen):
-    """The time of onnxruntime-genai's loop for one step, beside the model's run. None is negative. All but the last attribute
-    are the host's, at its usual pace.
+    """The time of onnxruntime-genai's loop for one step, beside the model's run. None is negative. All but the last two
+    attributes are the host's, at its usual pace.
 
     Attributes:
         step_ms: of each step, however many sequences there are: choosing tokens, bookkeeping.
@@ -32,6 +32,8 @@ class GenerationLoop(Frozen):
         first_ms, first_layer_ms, first_sequence_ms: of the first step in addition: once, for each layer with a cache, and for
             each sequence.
         million_logits_ms: the device's time for each million of logits from which tokens are chosen.
+        million_other_logits_ms: the same for logits of a prompt's earlier tokens, which nothing reads: memory that is new to
+            the process. 0 on a GPU, whose arena keeps it.
     """
 
     step_ms: float = Field(ge=0)
@@ -40,8 +42,9 @@ class GenerationLoop(Frozen):
     first_layer_ms: float = Field(ge=0)
     first_sequence_ms: float = Field(ge=0)
     million_logits_ms: float = Field(ge=0)
+    million_other_logits_ms: float = Field(default=0.0, ge=0)
 
-    def time_ms(self, phase: Phase, sequences: int, words: int, layers: int, pace: float = 1.0) -> float:
+    def time_ms(self, phase: Phase, sequences: int, words: int, layers: int, pace: float = 1.0, other_logits: int = 0) -> float:
         """The loop's time of one step.
 
         Args:
@@ -50,11 +53,12 @@ class GenerationLoop(Frozen):
             words: of which it is one.
             layers: with a cache.
             pace: how many times as long as usual the host takes.
+            other_logits: that the run writes beside those from which tokens are chosen.
         """
         host_ms = self.step_ms + sequences * self.sequence_ms
         if phase == "first":
             host_ms += self.first_ms + layers * self.first_layer_ms + sequences * self.first_sequence_ms
-        return pace * host_ms + self.million_logits_ms * sequences * words / 1e6
+        return pace * host_ms + (self.million_logits_ms * sequences * words + self.million_other_logits_ms * other_logits) / 1e6
 
 
 class CapturedTokens(Frozen):
@@ -118,7 +122,7 @@ class LearnedGeneration(Frozen):
         genai_version: of the onnxruntime-genai that was measured.
         predictors_created: when the predictors of kernels were trained with which it was fitted.
         product_ms, attention_ms: what a matrix product and attention by a library cost the host, in place of those that the
-            composition has.
+            composition has. A CPU has neither.
         loop: the time of onnxruntime-genai's loop.
         captured: of tokens that run as a CUDA graph; None where none was measured.
         power_limit: None where no run was long enough to show it.
@@ -131,8 +135,8 @@ class LearnedGeneration(Frozen):
     target: str
     genai_version: str
     predictors_created: str
-    product_ms: float
-    attention_ms: float
+    product_ms: float = 0.0
+    attention_ms: float = 0.0
     loop: GenerationLoop
     captured: CapturedTokens | None = None
     power_limit: PowerLimit | None = None

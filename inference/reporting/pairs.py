@@ -1,0 +1,40 @@
+"""The chart of two models that share a GPU through MPS: the latency of each over the share of the threads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from utils.pages.page import Axis, Chart, Limit, Series
+from utils.pages.scales import axis_for
+from utils.sharing_mode import SLICES, SetSharing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inference.sharing.shared_models import Pair
+
+P95 = 95
+
+
+def share_chart(pairs: Sequence[Pair]) -> Chart:
+    """Mean and 95th percentile of both models over the share of the threads that the first may use.
+
+    Args:
+        pairs: the same two models under different ways; those with a share for each model are points, and each other way is a
+            line at the first model's mean.
+    """
+    ways = [(SetSharing.parse(pair.sharing), pair) for pair in pairs]
+    shared = sorted(((way.percent_of(0), pair) for way, pair in ways if len(way.percents) > 1), key=lambda point: point[0])
+    shares = [float(share) for share, _ in shared]
+    series = []
+    alike = len({model.model for model in pairs[0].models}) == 1
+    for place, model in enumerate(pairs[0].models):
+        name = f"{model.model}, {('first', 'second')[place]}" if alike else model.model
+        loads = [pair.models[place].under_load for _, pair in shared]
+        series += [Series(f"{name}: mean", shares, [load.mean_ms for load in loads]),
+                   Series(f"{name}: p95", shares, [load.percentile_ms(P95) for load in loads], dash="dashed")]
+    limits = [Limit(f"{pair.models[0].model} {'in time slices' if pair.sharing == SLICES else f'through {pair.sharing}'}",
+                    pair.models[0].under_load.mean_ms) for way, pair in ways if len(way.percents) == 1]
+    values = [value for one in series for value in one.y] + [limit.y for limit in limits]
+    return Chart("Latency over the share of the threads", Axis("the first model's share of the threads (%)"),
+                 axis_for("ms", values), series, limits)

@@ -1,0 +1,85 @@
+"""Learns what onnxruntime-genai's loop takes on a CPU beside a model's runs: choosing tokens, new memory for a prompt's logits.
+
+Reads small decoders of --loops and what was measured of them with onnxruntime-genai (recipes/llm/measure_genai.py), and their
+measured kernels (judge.py --measure-missing). Writes generation.json beside this machine's predictors in --workspace, so that
+predict_llm.py there counts the loop. Prints what was learned, and the errors of the decoders, each held out in turn.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from collections.abc import Iterator
+
+from inference.core.predictor import Predictor
+from inference.llm.language_model import language_model
+from inference.llm.predicting import Analysed
+from inference.llm.requests import Request
+from inference.llm.steps import layers_of, other_logits, phase_of
+from records.generations import REMEDY, Generation, measured_file, measured_models
+from training.llm.cpu_loop import LoopStep, fit_on_cpu
+from training.llm.learned import generation_path
+from training.llm.measured_steps import step_time
+from utils import cli, files
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+EXAMPLES = """
+python recipes/llm/fit_loop.py --workspace out/llm-cpu --loops out/llm-cpu/loop  # after recipes/llm/on_cpu.sh
+"""
+log = get_logger("generation")
+
+
+def steps_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[tuple[LoopStep, Generation]]:
+    """The measured steps of a model: of the prompt, and of a token in the middle of the generation."""
+    model = language_model(workspace.root / "llm" / "models" / name)
+    analysed = Analysed(predictor, model)
+    for point in files.read_records(measured_file(workspace, name), Generation, REMEDY):
+        if point.failed:
+            continue
+        request = Request(point.batch, point.prompt, point.generated, max(point.cache, point.prompt + point.generated))
+        for step in (analysed.prompt_step(request), analysed.token_step(request, request.middle)):
+            file, record = analysed.file(step), analysed.record(step)
+            run, = predictor.runs([record])
+            yield LoopStep(name, point.family, phase_of(step), point.batch, point.prompt, file.words, layers_of(file),
+                           other_logits(record, file, step), run.prediction.latency_ms,
+                           step_time(point, phase_of(step))[0]), point
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--loops", type=Path, required=True, metavar="DIR",
+                        help="a workspace with small decoders, measured with their kernels")
+    args = parser.parse_args()
+    workspace, loops = cli.start(args), Workspace(args.loops)
+    predictor = Predictor(loops, any_device=True)
+    target = predictor.fitted.target
+    if target.flavour.device != "cpu":
+        raise UserError(f"{target.name}: this learns the loop of CPUs; of a GPU's, training/fit_generation.py")
+    if not workspace.predictors(target.name).is_dir():
+        raise UserError(f"{workspace.predictors(target.name)}: no such folder; measure kernels there first: python "
+                        "recipes/llm/judge.py --measure-missing")
+    found = [of_step for name in cli.progress(measured_models(loops), "models") for of_step in steps_of(predictor, loops, name)]
+    if len({step.family for step, _ in found}) < 2:
+        raise UserError(f"{loops.root}: measurements of two decoders at least are needed; do: recipes/llm/on_cpu.sh")
+    fitted = fit_on_cpu(target.name, [step for step, _ in found], found[0][1].machine.versions.get("onnxruntime-genai", ""),
+                        predictor.fitted.predictors.sidecar.created)
+    files.write_json(generation_path(workspace.predictors(target.name)), fitted)
+    log.info("saved %s", generation_path(workspace.predictors(target.name)))
+    if args.json:
+        cli.print_json(fitted.model_dump(mode="json"))
+        return 0
+    cli.print_table([{"what": name.removesuffix("_ms").replace("_", " "), "µs": 1e3 * value}
+                     for name, value in fitted.loop.model_dump().items()], f"{target.name}: genai's loop")
+    cli.print_table([{"step": phase, **errors.columns()} for phase, errors in fitted.left_out.items()],
+                    "errors of steps, each decoder held out in turn")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
