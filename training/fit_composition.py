@@ -4,10 +4,11 @@ Reads the dataset, the kernel records and the predictors of each target (default
 training/predictors/<target>/composition.json. Run it after training/train_kernel_model.py.
 
 Every label is tried as a sum and as a longest path, and a GPU's host and GPU as two tracks. Each family of models is held out
-in turn: its kernels are predicted by a training without the family, and its latencies by an α and β fitted without it. The
-simplest candidate becomes the target's composition, unless a richer one errs less on the held-out models by more than the noise
-of the comparison. The longest path is only used where a profile shows that kernels overlap. --composition uses another one all
-the same. With --few-models, constants are fitted to kernels as measured (training/composition/fitting.py).
+in turn: its kernels are predicted by a training without the family, or taken as measured, and its latencies by an α and β
+fitted without it. The simplest candidate becomes the target's composition, unless a richer one errs less on the models held
+out: with their kernels predicted and as measured, and with the latter by more than the noise of the comparison. The longest
+path is only used where a profile shows that kernels overlap. --composition uses another one all the same. With --few-models,
+fewer constants are fitted (training/composition/fitting.py).
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ def main() -> int:
     add_options(parser)
     parser.add_argument("--force", action="store_true", help="fit again although nothing changed since the last time")
     parser.add_argument("--few-models", action="store_true",
-                        help="for a handful of models whose kernels were measured: fit fewer constants, and to kernels as "
-                             "measured")
+                        help="for a handful of models whose kernels were measured: fit fewer constants")
     parser.add_argument("--composition", choices=SIMPLEST_FIRST,
                         help="use the best candidate of this kind (default: chosen); the next run without it chooses again")
     args = parser.parse_args()

@@ -29,10 +29,11 @@ hase inference/predict_model_latency.py --model mnasnet1_0_fp32_b8_224x224.onnx
 if [ "$out/evaluation.txt" -nt "$(ls "$out"/training/predictors/*/composition.json)" ]; then
     cat "$out/evaluation.txt"  # measured in an earlier run, and nothing changed since
 else
-    hase evaluator.py --patience-s 60 "${models[@]}" | tee "$out/evaluation.new"
+    hase evaluator.py --patience-s 60 --html "$out/report.html" "${models[@]}" | tee "$out/evaluation.new"
     mv "$out/evaluation.new" "$out/evaluation.txt"
 fi
 phase "8  a model with open sizes, for questions of your own"
 hase model_zoo/torchvision_exporter.py --config recipes/demo/model_zoo.yaml --model mnasnet1_0 --batch-size 1 \
   --set dynamic=true --set fixed=false >> "$out/exported.txt"
 phase "done"
+echo "The comparison as a page to look at: $out/report.html" >&2

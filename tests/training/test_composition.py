@@ -86,14 +86,16 @@ def test_the_cost_of_a_node_is_recovered_and_bounded() -> None:
 def test_predictions_without_the_left_out_group() -> None:
     sums = np.array([1.0, 2.0, 3.0, 4.0])
     measured = np.array([1.0, 2.0, 30.0, 40.0])
-    assert leave_out(sums, measured, ["a", "a", "b", "b"]) == pytest.approx([10.0, 20.0, 3.0, 4.0])
+    groups = ["a", "a", "b", "b"]
+    assert leave_out(sums, sums, measured, groups) == pytest.approx([10.0, 20.0, 3.0, 4.0])
+    assert leave_out(sums, 2 * sums, measured, groups) == pytest.approx([20.0, 40.0, 6.0, 8.0])
 
 
 def tried(label: str, kind: Kind, *errors: float) -> Tried:
     """A candidate that predicts models of 1 ms with these errors."""
     mean_error, largest = float(np.mean(errors)), max(errors)
     return Tried(Candidate(label=label, kind=kind, alpha=1.0, beta_ms=0.0, cv_mape=mean_error, cv_max=largest,
-                           fit_mape=mean_error, plain_mape=mean_error), 1.0 + np.array(errors))
+                           fit_mape=mean_error, plain_mape=mean_error), 1.0 + np.array(errors), 1.0 + np.array(errors))
 
 
 def chosen(candidates: list[Tried], overlap: bool = True, groups: list[str] | None = FAMILIES,
@@ -104,9 +106,35 @@ def chosen(candidates: list[Tried], overlap: bool = True, groups: list[str] | No
 
 def test_a_candidate_errs_on_what_was_held_out() -> None:
     sums, measured, groups = np.array([1.0, 2.0, 3.0]), np.array([2.0, 4.0, 6.0]), ["a", "b", "c"]
-    good = try_line("run", "sum", sums, measured, np.ones(3), groups).candidate
+    good = try_line("run", "sum", sums, sums, measured, np.ones(3), groups).candidate
     assert good.plain_mape == pytest.approx(0.5)
     assert good.cv_mape == pytest.approx(0.0, abs=1e-9)
+
+
+def test_badly_predicted_kernels_do_not_move_the_line() -> None:
+    """A family whose kernels nobody measured in the others is off by half, and the constants stay those of measured kernels."""
+    known, nodes = np.array([1.0, 2.0, 5.0, 10.0, 20.0, 40.0]), np.array([100.0, 20.0, 60.0, 100.0, 30.0, 80.0])
+    measured, groups = 1.1 * known - 0.004 * nodes, list("abcdef")
+    line = try_line("run", "sum_nodes", known * [1, 1, 0.5, 1, 1, 0.5], known, measured, nodes, groups)
+    assert (line.candidate.alpha, line.candidate.node_ms) == pytest.approx((1.1, -0.004))
+    assert line.candidate.measured_cv_mape == pytest.approx(0.0, abs=1e-9)
+    assert line.candidate.cv_mape == pytest.approx(0.18, abs=0.02)
+    assert line.errors(measured) == pytest.approx(np.abs(line.predicted_ms / measured - 1) / 2)
+
+
+def test_both_errors_count() -> None:
+    """One candidate is better with kernels predicted, and another one more so with kernels as measured."""
+    known = tried("kernel_time", "sum", 0.3, 0.3, 0.3, 0.3)._replace(known_ms=np.ones(4))
+    assert chosen([tried("run", "sum", 0.2, 0.2, 0.2, 0.2), known]) == ("kernel_time", "sum")
+
+
+def test_noise_of_predicted_kernels_does_not_hide_a_better_kind() -> None:
+    """With kernels as measured it is surely better. With kernels predicted, the families differ by more than that."""
+    plain = tried("run", "sum", 0.4, 0.1, 0.0, 0.3)._replace(known_ms=1.0 + np.array([0.09, 0.1, 0.08, 0.1]))
+    richer = tried("run", "sum_nodes", 0.1, 0.3, 0.3, 0.1)._replace(known_ms=1.0 + np.array([0.05, 0.06, 0.04, 0.06]))
+    assert chosen([plain, richer]) == ("run", "sum_nodes")
+    worse = richer._replace(predicted_ms=1.0 + np.array([0.4, 0.2, 0.1, 0.4]))  # by more than it is better otherwise
+    assert chosen([plain, worse]) == ("run", "sum")
 
 
 def test_the_longest_path_needs_kernels_that_overlap() -> None:
@@ -156,11 +184,11 @@ def test_a_profile_shows_whether_kernels_overlap() -> None:
 def test_a_line_that_few_models_mislead_is_not_taken() -> None:
     """Their sums, a tenth too long or too short, are closer to each model than lines fitted to the three others."""
     sums, measured, groups = np.array([1.1, 1.8, 4.4, 7.2]), np.array([1.0, 2.0, 4.0, 8.0]), ["a", "b", "c", "d"]
-    taken, predicted, _ = try_line("run", "sum", sums, measured, np.ones(4), groups)
-    assert np.abs(leave_out(sums, measured, groups) / measured - 1).mean() > 0.15
+    taken, predicted, _ = try_line("run", "sum", sums, sums, measured, np.ones(4), groups)
+    assert np.abs(leave_out(sums, sums, measured, groups) / measured - 1).mean() > 0.15
     assert (taken.alpha, taken.beta_ms, predicted.tolist()) == (1.0, 0.0, sums.tolist())
     assert (taken.cv_mape, taken.fit_mape, taken.plain_mape) == pytest.approx((0.1, 0.1, 0.1))
-    fitted = try_line("run", "sum", sums, measured, np.ones(4), None).candidate  # nothing shows how good the sum is
+    fitted = try_line("run", "sum", sums, sums, measured, np.ones(4), None).candidate  # nothing shows how good the sum is
     assert fitted.alpha != 1.0
 
 

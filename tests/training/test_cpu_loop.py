@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from records.generations import PHASES, Phase
 from training.llm.cpu_loop import LoopStep, fit_loop, fit_on_cpu
 from training.llm.learned import GenerationLoop
 
@@ -11,7 +12,7 @@ LOOP = GenerationLoop(step_ms=0.02, sequence_ms=0.004, first_ms=0.3, first_layer
                       million_logits_ms=0.6, million_other_logits_ms=0.8)
 
 
-def step(family: str, phase: str, batch: int, prompt: int, words: int, layers: int) -> LoopStep:
+def step(family: str, phase: Phase, batch: int, prompt: int, words: int, layers: int) -> LoopStep:
     run_ms = 1e-5 * words * batch * (prompt if phase == "first" else 1)
     of = LoopStep(family, family, phase, batch, prompt, words, layers, batch * (prompt - 1) * words if phase == "first" else 0,
                   run_ms, 0.0)
@@ -20,7 +21,7 @@ def step(family: str, phase: str, batch: int, prompt: int, words: int, layers: i
 
 STEPS = [step(f"w{words}l{layers}", phase, batch, prompt, words, layers)
          for words, layers in ((1000, 2), (32000, 12), (128000, 1))
-         for phase in ("first", "token") for batch, prompt in ((1, 16), (1, 512), (8, 64), (32, 16))]
+         for phase in PHASES for batch, prompt in ((1, 16), (1, 512), (8, 64), (32, 16))]
 
 
 def test_a_known_loop_is_found_again() -> None:

@@ -65,7 +65,7 @@ class Candidate(Formula):
         cv_mape, cv_max: mean and largest error of held-out models; None where there are too few models to hold one out.
         fit_mape: mean error of the models of the fit.
         plain_mape: the same with α = 1, β = 0 and γ = 0, for comparison.
-        measured_cv_mape: as cv_mape, with measured kernels in place of predicted ones; only of kind `pipeline`.
+        measured_cv_mape: as cv_mape, with measured kernels in place of predicted ones.
     """
 
     measured_cv_mape: float | None = None

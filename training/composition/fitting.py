@@ -3,11 +3,12 @@ richer one is clearly better.
 
 Candidates are a line for each label and kind of sum, and on a GPU its two tracks.
 
-A handful of models whose kernels were measured is fitted in another way. With few kernels measured, those held out are
-predicted badly, and constants that are fitted to such times are bad even for models whose kernels are all known. So the
-constants are fitted to kernels as measured; the errors are still those of held-out models with their kernels predicted. On a
-GPU, a few models can't separate the costs of a run. They are taken from the GPU whose predictors come with Hase, and one number
-is fitted: how many times as long this host takes.
+Lines are fitted to kernels as measured. Where few were measured, those held out are predicted badly, and constants that are
+fitted to such times are bad even for models whose kernels are all known. A candidate is judged by the errors of held-out
+models both with their kernels predicted and with their kernels as measured, since answers rest on both.
+
+A handful of models can't separate many constants. On a CPU they get no time for each node. On a GPU the costs of a run are
+taken from the GPU whose predictors come with Hase, and one number is fitted: how many times as long this host takes.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
                                  predicted_ms=float(predicted_ms))
                      for model, predicted_ms in zip(models, predicted, strict=True)),
         interval=interval,
-        interval_measured=error_range_of(with_measured, latency, groups) if interval and with_measured is not None else None,
+        interval_measured=error_range_of(with_measured, latency, groups) if interval else None,
         calibrated=calibrated_interval(rows, models, times, measured, predictors, config) if (
             used.kind == "pipeline" and by_family and not few_models) else None,
         host_io=fit_host_io(models, predicted, groups),
@@ -153,16 +154,20 @@ class Tried(NamedTuple):
 
     Attributes:
         predicted_ms: with kernels predicted, and the constants fitted without the model's group (if groups are held out).
-        known_ms: the same with kernels as measured; only of kind `pipeline`.
+        known_ms: the same with kernels as measured.
     """
 
     candidate: Candidate
     predicted_ms: Floats
-    known_ms: Floats | None = None
+    known_ms: Floats
+
+    def errors(self, measured_ms: Floats) -> Floats:
+        """How far it is off for each model, a ratio: the mean of its errors with kernels predicted and as measured."""
+        return np.asarray((np.abs(self.predicted_ms / measured_ms - 1) + np.abs(self.known_ms / measured_ms - 1)) / 2)
 
 
-def judge(formula: Formula, measured_ms: Floats, predicted_ms: Floats, fitted_ms: Floats, plain_ms: Floats, held_out: bool,
-          known_ms: Floats | None = None) -> Tried:
+def judge(formula: Formula, measured_ms: Floats, predicted_ms: Floats, known_ms: Floats, fitted_ms: Floats, plain_ms: Floats,
+          held_out: bool) -> Tried:
     """A formula as a candidate, with its errors.
 
     Args:
@@ -178,17 +183,18 @@ def judge(formula: Formula, measured_ms: Floats, predicted_ms: Floats, fitted_ms
         **formula.formula(), cv_mape=float(errors.mean()) if held_out else None,
         cv_max=float(errors.max()) if held_out else None, fit_mape=mape(fitted_ms, measured_ms),
         plain_mape=mape(plain_ms, measured_ms),
-        measured_cv_mape=mape(known_ms, measured_ms) if held_out and known_ms is not None else None), predicted_ms, known_ms)
+        measured_cv_mape=mape(known_ms, measured_ms) if held_out else None), predicted_ms, known_ms)
 
 
 def choose(tried: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | None, overlap: bool,
            forced: Kind | None = None) -> Tried:
     """The candidate to use: the simplest one, unless a richer one errs less by more than the noise of the comparison.
 
-    Of each kind, the label with the smallest error competes; between equals the first. From the simplest on, a kind gives way
-    to a richer one that is better by more than one standard error of their paired difference, in which each group of models
-    counts once (after the one-standard-error rule: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
-    Where nothing was held out there is no such comparison, and the simplest kind is used.
+    Of each kind, the label with the smallest error (`Tried.errors`) competes; between equals the first. From the simplest on, a
+    kind gives way to a richer one whose error is smaller. With kernels as measured, where their predictions add no noise, it
+    must also be better by more than one standard error of the paired difference, in which each group of models counts once
+    (after the one-standard-error rule: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3). Where nothing
+    was held out there is no such comparison, and the simplest kind is used.
 
     Args:
         tried: the candidates.
@@ -200,7 +206,8 @@ def choose(tried: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | 
     Raises:
         UserError: no candidate is of the kind that is forced.
     """
-    errors = [np.abs(attempt.predicted_ms / measured_ms - 1) for attempt in tried]
+    errors = [attempt.errors(measured_ms) for attempt in tried]
+    alone = [np.abs(attempt.known_ms / measured_ms - 1) for attempt in tried]
     best_of: dict[Kind, int] = {}
     for place in sorted(range(len(tried)), key=lambda place: (round(float(errors[place].mean()), 6), place)):
         best_of.setdefault(tried[place].candidate.kind, place)
@@ -210,7 +217,8 @@ def choose(tried: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | 
         return tried[best_of[forced]]
     used, *richer = (best_of[kind] for kind in SIMPLEST_FIRST if kind in best_of and (overlap or kind != "critical_path"))
     for place in richer:
-        if groups is not None and exceeds_noise(errors[used] - errors[place], groups):
+        better = errors[place].mean() < errors[used].mean()
+        if groups is not None and better and exceeds_noise(alone[used] - alone[place], groups):
             used = place
     return tried[used]
 
@@ -239,33 +247,63 @@ def try_all(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels],
         measured: measured times by kernel id and label.
         groups: of each model, held out together; None: nothing is held out.
     """
-    latency = np.array([model.latency_ms for model in models])
-    nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
-    tried = []
-    for label, of_models in times.items():
-        if label == LAUNCHES:
-            continue
-        composed = [compose(model.record, of_models[model.record.model]) for model in models]
-        tried += [try_line(label, kind, np.array([sums[kind] for sums in composed]), latency, nodes, groups) for kind in KINDS]
+    known = known_times(times, measured)
+    tried = try_lines(models, times, known, KINDS, groups)
     if groups is not None and set(ON_GPU) <= set(times) and can_fit(tracks := tracks_of(models, times)):
-        tried.append(try_two_tracks(tracks, tracks_of(models, known_times(times, measured)), groups))
+        tried.append(try_two_tracks(tracks, tracks_of(models, known), groups))
     return tried
 
 
-def try_line(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, nodes: Floats,
+def try_lines(models: Sequence[MeasuredModel], predicted: Mapping[str, TimesOfModels], known: Mapping[str, TimesOfModels],
+              kinds: Sequence[Kind], groups: Sequence[str] | None) -> list[Tried]:
+    """A line for each label and some kinds of sum.
+
+    Args:
+        models: of the fit.
+        predicted, known: times of their kernels by label, model and kernel id: predicted without the model's group, and as
+            measured.
+        kinds: of sums.
+        groups: of each model, held out together; None: nothing is held out.
+    """
+    latency = np.array([model.latency_ms for model in models])
+    nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
+
+    def composed(of_models: TimesOfModels) -> dict[Kind, Floats]:
+        of_each = [compose(model.record, of_models[model.record.model]) for model in models]
+        return {kind: np.array([sums[kind] for sums in of_each]) for kind in kinds}
+
+    of_labels = {label: (composed(predicted[label]), composed(known[label])) for label in predicted if label != LAUNCHES}
+    return [try_line(label, kind, predicted_ms[kind], known_ms[kind], latency, nodes, groups)
+            for label, (predicted_ms, known_ms) in of_labels.items() for kind in kinds]
+
+
+def try_line(label: str, kind: Kind, predicted_ms: Floats, known_ms: Floats, measured_ms: Floats, nodes: Floats,
              groups: Sequence[str] | None) -> Tried:
     """A line over the sums or longest paths of models.
 
     Where Σ itself is nearer to the models held out than the lines fitted without them are, it is taken as it is (α = 1, β = 0):
-    the errors of few predicted kernels can mislead a line.
+    few models can mislead a line.
+
+    Args:
+        label: of the kernels' times.
+        kind: of the sums.
+        predicted_ms, known_ms: the sum of each model with its kernels predicted, and with its kernels as measured.
+        measured_ms: its latency.
+        nodes: its number of working nodes.
+        groups: of each model, held out together; None: nothing is held out.
     """
     counted = nodes if kind == "sum_nodes" else None
-    line = fit_line(sums_ms, measured_ms, counted)
-    predicted = latency_ms(line, sums_ms, nodes) if groups is None else leave_out(sums_ms, measured_ms, groups, counted)
-    if groups is not None and counted is None and mape(sums_ms, measured_ms) <= mape(predicted, measured_ms):
-        line, predicted = Line(1.0, 0.0), sums_ms
-    return judge(Formula(label=label, kind=kind, **line._asdict()), measured_ms, predicted, latency_ms(line, sums_ms, nodes),
-                 sums_ms, groups is not None)
+    line = fit_line(known_ms, measured_ms, counted)
+    fitted = latency_ms(line, known_ms, nodes)
+
+    def left_out(sums_ms: Floats) -> Floats:
+        return fitted if groups is None else leave_out(known_ms, sums_ms, measured_ms, groups, counted)
+
+    with_predicted, with_known = left_out(predicted_ms), left_out(known_ms)
+    if groups is not None and counted is None and mape(known_ms, measured_ms) <= mape(with_known, measured_ms):
+        line, fitted, with_predicted, with_known = Line(1.0, 0.0), known_ms, predicted_ms, known_ms
+    return judge(Formula(label=label, kind=kind, **line._asdict()), measured_ms, with_predicted, with_known, fitted, known_ms,
+                 groups is not None)
 
 
 def try_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[MeasuredTracks], groups: Sequence[str]) -> Tried:
@@ -285,8 +323,8 @@ def _judge_two_tracks(costs: PipelineCosts, known: Sequence[MeasuredTracks], pre
                       held_out: bool, known_ms: Floats) -> Tried:
     """`judge` for a GPU's two tracks; `known` are the models with their kernels as measured."""
     return judge(Formula(label=GPU_LABEL, kind="pipeline", alpha=1.0, beta_ms=0.0, costs=costs),
-                 np.array([model.latency_ms for model in known]), predicted_ms, fitted_ms,
-                 np.array([model.tracks.gpu_ms.sum() for model in known]), held_out, known_ms)
+                 np.array([model.latency_ms for model in known]), predicted_ms, known_ms, fitted_ms,
+                 np.array([model.tracks.gpu_ms.sum() for model in known]), held_out)
 
 
 def try_few_models(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels], measured: TimesOfModels,
@@ -297,28 +335,9 @@ def try_few_models(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfM
         models, times, measured, groups: as for `try_all`.
     """
     known = known_times(times, measured)
-    latency = np.array([model.latency_ms for model in models])
     if set(ON_GPU) <= set(times):
         return [_few_two_tracks(tracks_of(models, times), tracks_of(models, known), groups)]
-
-    def sums_ms(of_models: TimesOfModels) -> Floats:
-        return np.array([compose(model.record, of_models[model.record.model])["sum"] for model in models])
-
-    return [_few_line(label, sums_ms(times[label]), sums_ms(known[label]), latency, groups)
-            for label in times if label != LAUNCHES]
-
-
-def _few_line(label: str, predicted_ms: Floats, known_ms: Floats, latency: Floats, groups: Sequence[str] | None) -> Tried:
-    """A line over the sums of kernels as measured, and what it says of held-out models with their kernels predicted."""
-    nodes = np.zeros(len(latency))
-    line = fit_line(known_ms, latency)
-
-    def without(kept: Mask, held_out: Mask) -> Floats:
-        return latency_ms(fit_line(known_ms[kept], latency[kept]), predicted_ms[held_out], nodes[held_out])
-
-    fitted = latency_ms(line, known_ms, nodes)
-    return judge(Formula(label=label, kind="sum", alpha=line.alpha, beta_ms=line.beta_ms), latency,
-                 fitted if groups is None else each_left_out(groups, without), fitted, known_ms, groups is not None)
+    return try_lines(models, times, known, ("sum",), groups)
 
 
 def _few_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[MeasuredTracks],

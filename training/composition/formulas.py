@@ -109,12 +109,21 @@ def each_left_out(groups: Sequence[str], fit_and_predict: Callable[[Mask, Mask],
     return predicted_ms
 
 
-def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str], nodes: Floats | None = None) -> Floats:
-    """Each model's latency (ms), predicted by a line fitted without its group."""
+def leave_out(fitted_to_ms: Floats, sums_ms: Floats, measured_ms: Floats, groups: Sequence[str],
+              nodes: Floats | None = None) -> Floats:
+    """Each model's latency (ms), predicted by a line fitted without its group.
+
+    Args:
+        fitted_to_ms: the sum of each model, to which lines are fitted.
+        sums_ms: the sum of each model, from which a line predicts it.
+        measured_ms: its latency.
+        groups: of each model.
+        nodes: its number of working nodes; None for a line without γ.
+    """
     counts = np.zeros(len(groups)) if nodes is None else nodes
 
     def fit_and_predict(fit: Mask, held_out: Mask) -> Floats:
-        line = fit_line(sums_ms[fit], measured_ms[fit], None if nodes is None else nodes[fit])
+        line = fit_line(fitted_to_ms[fit], measured_ms[fit], None if nodes is None else nodes[fit])
         return latency_ms(line, sums_ms[held_out], counts[held_out])
 
     return each_left_out(groups, fit_and_predict)

@@ -101,7 +101,7 @@ def line_rows(held_out: HeldOut, times: Mapping[str, TimesOfModels]) -> list[dic
                          for model in held_out.models])
 
     return [row for what, of_models in times.items() for row in model_rows(
-        f"α·Σ+β, {what}", leave_out(sums_ms(of_models), held_out.latency_ms, held_out.groups), held_out)]
+        f"α·Σ+β, {what}", leave_out(sums_ms(of_models), sums_ms(of_models), held_out.latency_ms, held_out.groups), held_out)]
 
 
 def roofline_times(rows: TrainingSet, models: Sequence[MeasuredModel]) -> TimesOfModels:
