@@ -19,6 +19,7 @@ from utils.lazy import scipy
 from utils.timing import error_statistics
 
 ODD = 0.1  # error from which a step counts as an outlier
+DIGITS = 9  # of the fitted times, ms: what the search leaves of a time that is none becomes 0
 FIRST_US = (5.0, 5.0, 50.0, 5.0, 20.0, 600.0, 800.0)  # where the search begins: a `GenerationLoop`, in microseconds
 
 
@@ -56,7 +57,7 @@ def fit_loop(steps: Sequence[LoopStep]) -> GenerationLoop:
     run_ms, measured_ms = (np.array([getattr(step, name) for step in steps]) for name in ("run_ms", "measured_ms"))
 
     def loop(values_us: Sequence[float]) -> GenerationLoop:
-        return GenerationLoop(**{name: max(float(value), 0.0) / 1e3
+        return GenerationLoop(**{name: round(max(float(value), 0.0) / 1e3, DIGITS)
                                  for name, value in zip(GenerationLoop.model_fields, values_us, strict=True)})
 
     def errors(values_us: Sequence[float]) -> npt.NDArray[np.float64]:
