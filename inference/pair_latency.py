@@ -74,7 +74,7 @@ def main() -> int:
     if args.plot:
         write_plot([share_chart(pairs)], args.plot, f"side by side on {pairs[0].target}")
     if args.json:
-        cli.print_json(pairs[0] if len(pairs) == 1 else pairs)
+        cli.print_json(pairs[0] if len(pairs) == 1 else [pair.model_dump(mode="json") for pair in pairs])
         return 0
     cli.print_table([
         {**({"sharing": pair.sharing} if len(pairs) > 1 else {}), "model": model.model, "beside": neighbour.model,

@@ -33,7 +33,7 @@ def share_chart(pairs: Sequence[Pair]) -> Chart:
         loads = [pair.models[place].under_load for _, pair in shared]
         series += [Series(f"{name}: mean", shares, [load.mean_ms for load in loads]),
                    Series(f"{name}: p95", shares, [load.percentile_ms(P95) for load in loads], dash="dashed")]
-    limits = [Limit(f"{pair.models[0].model} {'in time slices' if pair.sharing == SLICES else f'through {pair.sharing}'}",
+    limits = [Limit(f"the first, {'in time slices' if pair.sharing == SLICES else f'through {pair.sharing}'}",
                     pair.models[0].under_load.mean_ms) for way, pair in ways if len(way.percents) == 1]
     values = [value for one in series for value in one.y] + [limit.y for limit in limits]
     return Chart("Latency over the share of the threads", Axis("the first model's share of the threads (%)"),

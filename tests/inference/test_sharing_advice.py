@@ -168,7 +168,7 @@ def test_two_models_over_their_shares(through_mps: Predictor, tmp_path: Path) ->
     chart = share_chart(pairs)
     assert [(list(series.x), list(series.y)) for series in chart.series[:1]] == [
         ([25.0, 75.0], [little.under_load.mean_ms, much.under_load.mean_ms])]
-    assert [series.name for series in chart.series] == [f"resnet18@batch={batch}{what}" for batch in (16, 4)
+    assert [series.name for series in chart.series] == [f"resnet18@batch={batch},dynamic{what}" for batch in (16, 4)
                                                         for what in (": mean", ": p95")]
     assert [limit.y for limit in chart.limits] == [slices.under_load.mean_ms]
     assert plot.read_text().startswith("<svg")
