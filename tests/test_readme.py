@@ -125,6 +125,7 @@ def test_the_demo_then_the_first_prediction(copy: Path) -> None:
     table = run("bash recipes/demo/run.sh out/demo", copy)
     assert "MAPE" in table
     assert "mnasnet1_0_fp32_b8_32x32" in table
+    assert "<html" in (copy / "out" / "demo" / "report.html").read_text(encoding="utf-8")
     again = run("bash recipes/demo/run.sh out/demo", copy)
     assert "MAPE" in again
     for block in fenced("bash", documents()):

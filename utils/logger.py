@@ -46,6 +46,12 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(f"hase.{name}")
 
 
+def is_quiet() -> bool:
+    """Whether `configure` was told to show nothing but errors."""
+    return any(isinstance(handler, _CurrentStderr) and handler.level >= logging.ERROR
+               for handler in logging.getLogger("hase").handlers)
+
+
 def configure(log_file: Path | None, *, verbose: bool = False, quiet: bool = False) -> None:
     """Sends Hase's log to stderr and, if it can be written, to `log_file` (rotated at 5 MB; three files are kept).
 

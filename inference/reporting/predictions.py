@@ -283,6 +283,7 @@ def basis_of(answers: Sequence[Answer]) -> dict[str, str]:
                                      ("doubtful operators", "doubtful_operators"))}
     return {"model": cli.first_of(list(dict.fromkeys(str(answer.model) for answer in answers))),
             **({"sizes": sizes} if sizes else {}), **target_basis(fitted),
+            **({"holds for": "; ".join(prediction.holds_for)} if prediction.holds_for else {}),
             "run": prediction.way.description, "other work": load, "host's pace": pace_of(prediction),
             "latency is": "the end of the host's and the GPU's track" if used.costs else
             f"{used.alpha:.4g}·{'longest path' if used.kind == 'critical_path' else 'Σ'} {used.beta_ms:+.4g} ms",

@@ -26,7 +26,7 @@ phase "6  the models as graphs"
 hase graph_model/dag_critical_path.py > "$out/dags.txt"
 phase "7  predict, and compare with real runs; mnasnet1_0 was in no fit"
 hase inference/predict_model_latency.py --model mnasnet1_0_fp32_b8_224x224.onnx
-if [ "$out/evaluation.txt" -nt "$(ls "$out"/training/predictors/*/composition.json)" ]; then
+if [ "$out/evaluation.txt" -nt "$(ls "$out"/training/predictors/*/composition.json)" ] && [ -e "$out/report.html" ]; then
     cat "$out/evaluation.txt"  # measured in an earlier run, and nothing changed since
 else
     hase evaluator.py --patience-s 60 --html "$out/report.html" "${models[@]}" | tee "$out/evaluation.new"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -347,6 +348,24 @@ def test_json_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_progress_passes_all_items_on() -> None:
     assert list(cli.progress(iter(range(5)), "counting")) == list(range(5))
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_quiet_draws_no_progress_on_a_terminal(quiet: bool) -> None:
+    """In a process whose stderr is a terminal."""
+    pty = pytest.importorskip("pty")
+    shown = "from utils import cli, logger; logger.configure(None, quiet={}); print(sum(cli.progress(range(5), 'counting')))"
+    ours, its = pty.openpty()
+    done = subprocess.run([sys.executable, "-c", shown.format(quiet)], cwd=ROOT, stdout=subprocess.PIPE, stderr=its, text=True)
+    os.close(its)
+    drawn = b""
+    with contextlib.suppress(OSError):  # Linux raises where the other end is closed
+        while piece := os.read(ours, 4096):
+            drawn += piece
+    os.close(ours)
+    assert done.stdout == "10\n"
+    assert (b"counting" in drawn) is not quiet
+    assert drawn == b"" or not quiet
 
 
 # log ---------------------------------------------------------------------------------------------------------------------

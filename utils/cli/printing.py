@@ -136,7 +136,11 @@ T = TypeVar("T")
 
 
 def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Yields `items` and shows a progress bar with the time left on stderr (a line every 15 s if that is not a terminal)."""
+    """Yields `items` and shows a progress bar with the time left on stderr: a line every 15 s if that is not a terminal, and
+    nothing with --quiet."""
+    if logger.is_quiet():
+        yield from items
+        return
     if total is None:
         total = len(items) if hasattr(items, "__len__") else None  # type: ignore[arg-type]
     if sys.stderr.isatty():
