@@ -63,7 +63,7 @@ def main() -> int:
             subprocess.run([sys.executable, ROOT / picture.command[0], *picture.command[1:], "--workspace", workspace.root,
                             "--target", args.target, "--quiet", "--html", page], check=True, stdout=subprocess.DEVNULL)
             tab.goto(page.as_uri())
-            shown = Image.open(io.BytesIO(tab.screenshot(full_page=True, animations="disabled")))
+            shown: Image.Image = Image.open(io.BytesIO(tab.screenshot(full_page=True, animations="disabled")))
             if not args.phone:
                 shown = shown.crop((0, 0, shown.width, min(picture.height, shown.height)))
             shown.save(args.out / f"{name}_page.webp", quality=QUALITY)
