@@ -19,7 +19,7 @@ from utils.lazy import scipy
 from utils.timing import error_statistics
 
 ODD = 0.1  # error from which a step counts as an outlier
-DIGITS = 9  # of the fitted times, ms: what the search leaves of a time that is none becomes 0
+DIGITS = 6  # of the fitted times, µs: what the search leaves of a time that is none becomes 0
 FIRST_US = (5.0, 5.0, 50.0, 5.0, 20.0, 600.0, 800.0)  # where the search begins: a `GenerationLoop`, in microseconds
 
 
@@ -57,7 +57,7 @@ def fit_loop(steps: Sequence[LoopStep]) -> GenerationLoop:
     run_ms, measured_ms = (np.array([getattr(step, name) for step in steps]) for name in ("run_ms", "measured_ms"))
 
     def loop(values_us: Sequence[float]) -> GenerationLoop:
-        return GenerationLoop(**{name: round(max(float(value), 0.0) / 1e3, DIGITS)
+        return GenerationLoop(**{name: max(float(value), 0.0) / 1e3
                                  for name, value in zip(GenerationLoop.model_fields, values_us, strict=True)})
 
     def errors(values_us: Sequence[float]) -> npt.NDArray[np.float64]:
@@ -65,7 +65,7 @@ def fit_loop(steps: Sequence[LoopStep]) -> GenerationLoop:
         return np.asarray(np.log((run_ms + np.array([step.loop_ms(of_values) for step in steps])) / measured_ms))
 
     found = scipy.optimize.least_squares(errors, FIRST_US, bounds=(0.0, np.inf), x_scale=FIRST_US, loss="soft_l1", f_scale=ODD)
-    return loop(found.x)
+    return loop(np.round(found.x, DIGITS))
 
 
 def fit_on_cpu(target: str, steps: Sequence[LoopStep], genai_version: str, predictors_created: str) -> LearnedGeneration:
