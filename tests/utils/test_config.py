@@ -143,7 +143,8 @@ def test_help_shows_how_a_config_is_changed(module: str, capsys: pytest.CaptureF
 def test_every_config_of_a_command_line_can_be_changed() -> None:
     """`--config` is added together with `--set`, and both are read."""
     for path in ROOT.rglob("*.py"):
-        if ".venv" not in path.parts and "tests" not in path.parts and path.name != "options.py":
+        parts = path.relative_to(ROOT).parts
+        if not parts[0].startswith(".") and parts[0] != "tests" and path.name != "options.py":  # environments begin with a dot
             text = path.read_text(encoding="utf-8")
             assert 'add_argument("--config"' not in text, path
             assert "read_config(args.config" not in text or "args.changes)" in text, path

@@ -98,7 +98,7 @@ def collect(folder: Path, sides: Sequence[int], before_each: Callable[[Product],
     """Measures the products that the journal in `folder` lacks, and writes the table of all."""
     power, products = PretendedPower(), [Product(side) for side in sides]
     bench = Bench("cpu", machine_uuid, canary_ms, power, window_s=0.01,
-                  steadiness=Steadiness(drift=100.0, patience_s=0.0))  # as unsteady as a test's machine may be
+                  steadiness=Steadiness(drift=100.0, patience_s=0.0, attempts=1))  # as unsteady as a test's machine may be
     journal = JournalFile(folder / "measurements.jsonl")
 
     def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[Planned[Product]]:
