@@ -55,10 +55,10 @@ def main() -> int:
     for warning in curve.warnings:
         log.warning("%s", warning)
     if args.out:
-        low, high = curve.interval_ratios
-        files.write_csv(args.out, [*LoadPoint.model_fields, "p95_low_ms", "p95_high_ms", "rough_estimate"], [
-            point.model_dump() | {"p95_low_ms": low * point.p95_ms, "p95_high_ms": high * point.p95_ms,
-                                  "rough_estimate": curve.rough_estimate} for point in curve.points])
+        ends = "p95_low_ms", "p95_high_ms"
+        files.write_csv(args.out, [*LoadPoint.model_fields, *ends, "rough_estimate"], [
+            point.model_dump() | dict(zip(ends, curve.interval_ms(point.p95_ms), strict=True)) | {
+                "rough_estimate": curve.rough_estimate} for point in curve.points])
     if args.plot:
         rough = " (a rough estimate)" if curve.rough_estimate else ""
         write_plot([curve_chart(curve, args.slo_ms)], args.plot, f"{curve.model}\n{curve.target}{rough}")

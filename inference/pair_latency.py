@@ -81,7 +81,7 @@ def main() -> int:
          "alone (ms)": model.idle_ms, **model.under_load.columns(), "mean / alone": model.under_load.mean_ms / model.idle_ms,
          **({"rough estimate": "yes"} if model.rough_estimate else {})}
         for pair in pairs for model, neighbour in (pair.models, pair.models[::-1])],
-        f"side by side on {pairs[0].target}" + (f", {pairs[0].sharing}" if len(pairs) == 1 and args.sharing != (None,) else ""))
+        f"side by side on {pairs[0].target}" + (f", {pairs[0].sharing}" if len(pairs) == 1 else ""))
     return 0
 
 

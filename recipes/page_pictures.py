@@ -13,14 +13,14 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import io
-import subprocess
 from typing import NamedTuple
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+from recipes.questions_page import DEMO, answer
 from utils import cli
-from utils.paths import ROOT
+from utils.errors import UserError
 from utils.temporary import temporary_folder
 
 RESNET, MNASNET = "resnet18_fp32_b8_224x224.onnx", "mnasnet1_0.onnx"
@@ -36,14 +36,14 @@ python recipes/page_pictures.py --workspace out/demo --out out/pictures --phone 
 class Picture(NamedTuple):
     """A page: the command that makes it, and how much of it the picture shows, in pixels from its top."""
 
-    command: tuple[str, ...]
+    command: str
     height: int
 
 
 PICTURES = {
-    "prediction": Picture(("inference/predict_model_latency.py", "--model", RESNET, "--host-pace", "1", "--slo-ms", "5"), 2080),
-    "compared": Picture(("inference/compare_models.py", MNASNET, RESNET, "--dim", "batch=8"), 1960),
-    "load": Picture(("inference/load_curve.py", "--model", RESNET, "--slo-ms", "2"), 1400),
+    "prediction": Picture(f"inference/predict_model_latency.py --model {RESNET} --host-pace 1 --slo-ms 5", 2080),
+    "compared": Picture(f"inference/compare_models.py {MNASNET} {RESNET} --dim batch=8", 1960),
+    "load": Picture(f"inference/load_curve.py --model {RESNET} --slo-ms 2", 1400),
 }
 
 
@@ -54,14 +54,16 @@ def main() -> int:
     parser.add_argument("--phone", action="store_true", help="as a phone shows them, in full")
     args = parser.parse_args()
     workspace = cli.start(args)
+    if not Path(CHROMIUM).exists():
+        raise UserError(f"{CHROMIUM}: not there; install it with: apt-get install --no-install-recommends chromium")
     args.out.mkdir(parents=True, exist_ok=True)
     with temporary_folder() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": PHONE_WIDTH if args.phone else WIDTH, "height": 900})
         for name, picture in cli.progress(PICTURES.items(), "pictures"):
             page = folder / f"{name}.html"
-            subprocess.run([sys.executable, ROOT / picture.command[0], *picture.command[1:], "--workspace", workspace.root,
-                            "--target", args.target, "--quiet", "--html", page], check=True, stdout=subprocess.DEVNULL)
+            answer(f"python {picture.command} --workspace {DEMO} --target {args.target} --quiet --html {page}",
+                   workspace.root.resolve())
             tab.goto(page.as_uri())
             shown: Image.Image = Image.open(io.BytesIO(tab.screenshot(full_page=True, animations="disabled")))
             if not args.phone:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, get_args
 
+from utils import files
 from utils.fingerprint import Machine
 from utils.frozen import Frozen
 from utils.paths import Workspace
@@ -137,6 +138,16 @@ def measured_file(workspace: Workspace, model: str, memory: bool = False) -> Pat
 def measured_models(workspace: Workspace) -> list[str]:
     """The models whose times were measured, by the names of their folders, sorted."""
     return sorted(path.stem for path in measured_file(workspace, "").parent.glob("*.jsonl") if "." not in path.stem)
+
+
+def measured_points(workspace: Workspace, model: str) -> list[Generation]:
+    """The points of a model whose times could be measured.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    points = files.read_records(measured_file(workspace, model), Generation, REMEDY)
+    return [point for point in points if not point.failed]
 
 
 def step_record_file(workspace: Workspace, point: Generation | GenerationMemory, phase: Phase) -> Path:

@@ -52,7 +52,7 @@ class Learned:
         `other_logits`: as for `GenerationLoop.time_ms`."""
         if self.generation is None:
             return None
-        return self.generation.loop_of(cuda_graph).time_ms(phase_of(step), step.batch, file.words, layers_of(file), pace,
+        return self.generation.loop_of(cuda_graph).time_ms(_phase(step), step.batch, file.words, layers_of(file), pace,
                                                            other_logits)
 
 
@@ -75,7 +75,7 @@ def learned_of(predictor: Predictor) -> Learned:
         phase: generation.composition(fitted.composition, phase) for phase in PHASES})
 
 
-def phase_of(step: Step) -> Phase:
+def _phase(step: Step) -> Phase:
     return "token" if step.before else "first"
 
 
@@ -108,7 +108,7 @@ def as_step(run: PredictedRun, step: Step, file: DecoderFile, learned: Learned, 
     low_ms, whole_ms, high_ms = _sustained_ms(times_ms, run, learned)
     warnings = prediction.warnings
     if whole_ms > LIMITED * times_ms[1]:
-        what = {"first": "the first token", "token": "a further token"}[phase_of(step)]
+        what = {"first": "the first token", "token": "a further token"}[_phase(step)]
         warnings = (*warnings, f"{what} takes {whole_ms / times_ms[1] - 1:.0%} longer than at the device's highest clocks, "
                     "since it reaches its power limit")
     return run._replace(prediction=prediction.model_copy(update={

@@ -20,11 +20,10 @@ WITH_BAND = "p95"  # the line whose interval is drawn: four bands would cover ea
 def curve_chart(curve: LoadCurve, limit_ms: float | None = None) -> Chart:
     """Percentiles over the load; with a line at `limit_ms`."""
     shares = [100 * point.busy_share for point in curve.points]
-    low, high = curve.interval_ratios
     series = []
     for name, field in LINES:
         values = [getattr(point, field) for point in curve.points]
-        lows, highs = ([end * value for value in values if name == WITH_BAND] for end in (low, high))
+        lows, highs = zip(*map(curve.interval_ms, values), strict=True) if name == WITH_BAND else ((), ())
         series.append(Series(name, shares, values, lows, highs, dash="dashed" if name == "mean" else ""))
     limits = [Limit(f"{limit_ms:g} ms", limit_ms)] if limit_ms else []
     return Chart(f"Latency over the load, with the 90 % interval of {WITH_BAND}", Axis("time for which other work is busy (%)"),
@@ -34,7 +33,6 @@ def curve_chart(curve: LoadCurve, limit_ms: float | None = None) -> Chart:
 def load_page(curve: LoadCurve, fitted: Fitted, limit_ms: float | None = None) -> Page:
     """The page of a load curve; `limit_ms`: an objective for its 95th percentile."""
     idle, busy, device = curve.points[0], curve.points[-1], device_name(fitted)
-    low, high = curve.interval_ratios
     answer = (f"{curve.model}: {'about ' if curve.rough_estimate else ''}{idle.mean_ms:.4g} ms on an idle {device}, and a p95 "
               f"of {busy.p95_ms:.4g} ms beside other work that never pauses.")
     more = ["Only the share of the time varies for which other work is busy; it waits and pauses as the average of what was "
@@ -46,11 +44,10 @@ def load_page(curve: LoadCurve, fitted: Fitted, limit_ms: float | None = None) -
                        f"Its p95 misses {limit_ms:g} ms on an idle device already.")
     if curve.rough_estimate:
         more.append("This is a rough estimate: what it rests on was not measured well enough; see the notes below.")
-    facts = [Fact(f"p95, {name}", f"{point.p95_ms:.4g}", "ms",
-                  f"90 % between {low * point.p95_ms:.4g} and {high * point.p95_ms:.4g}",
-                  between=(low * point.p95_ms, point.p95_ms, high * point.p95_ms))
+    facts = [Fact(f"p95, {name}", f"{point.p95_ms:.4g}", "ms", f"90 % between {low_ms:.4g} and {high_ms:.4g}",
+                  between=(low_ms, point.p95_ms, high_ms))
              for name, point in (("idle", idle), ("half of the time busy", curve.points[len(curve.points) // 2]),
-                                 ("always busy", busy))]
+                                 ("always busy", busy)) for low_ms, high_ms in [curve.interval_ms(point.p95_ms)]]
     sizes = ", ".join(f"{name}={size}" for name, size in curve.dims.items())
     return Page("Latency over load", curve.model, answer, [" ".join(more)], facts,
                 [Section("Over the load", [curve_chart(curve, limit_ms), Table(curve.rows, most=30)])],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from inference.sharing.shared_models import PERCENTILE
 from utils.pages.page import Axis, Chart, Limit, Series
 from utils.pages.scales import axis_for
 from utils.sharing_mode import SLICES, SetSharing
@@ -12,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inference.sharing.shared_models import Pair
-
-P95 = 95
 
 
 def share_chart(pairs: Sequence[Pair]) -> Chart:
@@ -32,7 +31,7 @@ def share_chart(pairs: Sequence[Pair]) -> Chart:
         name = f"{model.model}, {('first', 'second')[place]}" if alike else model.model
         loads = [pair.models[place].under_load for _, pair in shared]
         series += [Series(f"{name}: mean", shares, [load.mean_ms for load in loads]),
-                   Series(f"{name}: p95", shares, [load.percentile_ms(P95) for load in loads], dash="dashed")]
+                   Series(f"{name}: p95", shares, [load.percentile_ms(PERCENTILE) for load in loads], dash="dashed")]
     limits = [Limit(f"the first, {'in time slices' if pair.sharing == SLICES else f'through {pair.sharing}'}",
                     pair.models[0].under_load.mean_ms) for way, pair in ways if len(way.percents) == 1]
     values = [value for one in series for value in one.y] + [limit.y for limit in limits]

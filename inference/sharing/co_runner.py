@@ -28,6 +28,7 @@ from utils.sharing_mode import SetSharing, check_sharing_mode, share_of_this_pro
 if TYPE_CHECKING:
     from inference.live.load import LoadReading
     from records.probe_reading import ProbeReading
+    from utils.fingerprint import SharingMode
 
 SHOWN_PERCENTILES = (50, 95, 99)
 LoadSource = Literal["probe", "metrics", "share", "prediction"]
@@ -94,8 +95,12 @@ def check_mode_here(fitted: Fitted) -> None:
     Raises:
         UserError: the GPU is shared in another way.
     """
-    if is_here(fitted.target):
-        check_sharing_mode(sharing_mode())
+    check_sharing_mode(_mode_here(fitted))
+
+
+def _mode_here(fitted: Fitted) -> SharingMode:
+    """How a GPU of this machine is shared now; time slices, the driver's default, for another machine's."""
+    return sharing_mode() if is_here(fitted.target) else "time_slices"
 
 
 def shared_as_here(fitted: Fitted) -> SetSharing:
@@ -105,7 +110,7 @@ def shared_as_here(fitted: Fitted) -> SetSharing:
     Raises:
         UserError: it is shared in a way of which nothing can be learned yet (MIG).
     """
-    mode = sharing_mode() if is_here(fitted.target) else "time_slices"
+    mode = _mode_here(fitted)
     if mode == "mps":
         return share_of_this_process()
     check_sharing_mode(mode)

@@ -162,12 +162,16 @@ class LoadCurve(Frozen):
     estimated_operators: tuple[str, ...] = ()
     warnings: tuple[str, ...]
 
+    def interval_ms(self, latency_ms: float) -> tuple[float, float]:
+        """The 90 % interval of one of its latencies."""
+        low, high = self.interval_ratios
+        return low * latency_ms, high * latency_ms
+
     @property
     def rows(self) -> list[dict[str, object]]:
         """The curve as people read it, a row for each load."""
-        low, high = self.interval_ratios
         return [{"other work busy": f"{point.busy_share:.0%}", "mean (ms)": point.mean_ms, "p50 (ms)": point.p50_ms,
-                 "p95 (ms)": point.p95_ms, "p95 90 % between (ms)": f"{low * point.p95_ms:.4g} and {high * point.p95_ms:.4g}",
+                 "p95 (ms)": point.p95_ms, "p95 90 % between (ms)": "{:.4g} and {:.4g}".format(*self.interval_ms(point.p95_ms)),
                  "p99 (ms)": point.p99_ms} for point in self.points]
 
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from inference.core.predictor import Predictor
 from inference.llm.language_model import language_model
 from inference.llm.predicting import Analysed
-from inference.llm.requests import Request
-from inference.llm.steps import layers_of, other_logits, phase_of
-from records.generations import REMEDY, Generation, measured_file, measured_models
+from inference.llm.steps import layers_of, other_logits
+from recipes.llm.judge import request_of
+from records.generations import PHASES, Generation, measured_models, measured_points
 from training.llm.cpu_loop import LoopStep, fit_on_cpu
 from training.llm.learned import generation_path
 from training.llm.measured_steps import step_time
@@ -35,20 +35,18 @@ python recipes/llm/fit_loop.py --workspace out/llm-cpu --loops out/llm-cpu/loop 
 log = get_logger("generation")
 
 
-def steps_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[tuple[LoopStep, Generation]]:
+def loop_steps(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[tuple[LoopStep, Generation]]:
     """The measured steps of a model: of the prompt, and of a token in the middle of the generation."""
     model = language_model(workspace.root / "llm" / "models" / name)
     analysed = Analysed(predictor, model)
-    for point in files.read_records(measured_file(workspace, name), Generation, REMEDY):
-        if point.failed:
-            continue
-        request = Request(point.batch, point.prompt, point.generated, max(point.cache, point.prompt + point.generated))
-        for step in (analysed.prompt_step(request), analysed.token_step(request, request.middle)):
+    for point in measured_points(workspace, name):
+        request = request_of(model, point, point.generated)  # whose kernels judge.py measures
+        steps = analysed.prompt_step(request), analysed.token_step(request, request.middle)
+        for phase, step in zip(PHASES, steps, strict=True):
             file, record = analysed.file(step), analysed.record(step)
             run, = predictor.runs([record])
-            yield LoopStep(name, point.family, phase_of(step), point.batch, point.prompt, file.words, layers_of(file),
-                           other_logits(record, file, step), run.prediction.latency_ms,
-                           step_time(point, phase_of(step))[0]), point
+            yield LoopStep(name, point.family, phase, point.batch, point.prompt, file.words, layers_of(file),
+                           other_logits(record, file, step), run.prediction.latency_ms, step_time(point, phase)[0]), point
 
 
 def main() -> int:
@@ -64,7 +62,8 @@ def main() -> int:
     if not workspace.predictors(target.name).is_dir():
         raise UserError(f"{workspace.predictors(target.name)}: no such folder; measure kernels there first: python "
                         "recipes/llm/judge.py --measure-missing")
-    found = [of_step for name in cli.progress(measured_models(loops), "models") for of_step in steps_of(predictor, loops, name)]
+    found = [of_step for name in cli.progress(measured_models(loops), "models")
+             for of_step in loop_steps(predictor, loops, name)]
     if len({step.family for step, _ in found}) < 2:
         raise UserError(f"{loops.root}: measurements of two decoders at least are needed; do: recipes/llm/on_cpu.sh")
     fitted = fit_on_cpu(target.name, [step for step, _ in found], found[0][1].machine.versions.get("onnxruntime-genai", ""),

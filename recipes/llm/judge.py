@@ -26,7 +26,16 @@ from inference.llm.answers import LlmPrediction
 from inference.llm.language_model import LanguageModel, language_model
 from inference.llm.predicting import measure_missing, predict_requests
 from inference.llm.requests import Request
-from records.generations import REMEDY, Generation, GenerationMemory, Phase, StepEnergy, measured_file, measured_models
+from records.generations import (
+    REMEDY,
+    Generation,
+    GenerationMemory,
+    Phase,
+    StepEnergy,
+    measured_file,
+    measured_models,
+    measured_points,
+)
 from training.llm.measured_steps import step_time
 from utils import cli, files
 from utils.paths import Workspace
@@ -97,10 +106,9 @@ def memory_of(predictor: Predictor, model: LanguageModel, points: Sequence[Gener
 def rows_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[Row]:
     """The rows of a model."""
     model = language_model(workspace.root / "llm" / "models" / name)
-    for point in files.read_records(measured_file(workspace, name), Generation, REMEDY):
-        if not point.failed:
-            yield from times_of(predictor, model, point)
-            yield from energies_of(predictor, model, point)
+    for point in measured_points(workspace, name):
+        yield from times_of(predictor, model, point)
+        yield from energies_of(predictor, model, point)
     memory = measured_file(workspace, name, memory=True)
     yield from memory_of(predictor, model, files.read_records(memory, GenerationMemory, REMEDY) if memory.is_file() else [])
 
@@ -108,7 +116,7 @@ def rows_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[R
 def measured_again(workspace: Workspace, rows: Iterable[Row]) -> list[Row]:
     """Rows of times, with the same times of another measurement (NaN where a point is missing there)."""
     points = {(point.model, point.batch, point.prompt): point for name in measured_models(workspace)
-              for point in files.read_records(measured_file(workspace, name), Generation, REMEDY) if not point.failed}
+              for point in measured_points(workspace, name)}
     phases = {what: phase for phase, what in TIMES.items()}
     found = []
     for row in rows:
@@ -120,8 +128,8 @@ def measured_again(workspace: Workspace, rows: Iterable[Row]) -> list[Row]:
 def measure_kernels(predictor: Predictor, workspace: Workspace, name: str) -> None:
     """Measures the kernels of a model's points on this machine."""
     model = language_model(workspace.root / "llm" / "models" / name)
-    points = files.read_records(measured_file(workspace, name), Generation, REMEDY)
-    measure_missing(predictor, model, [request_of(model, point, point.generated) for point in points if not point.failed])
+    measure_missing(predictor, model, [
+        request_of(model, point, point.generated) for point in measured_points(workspace, name)])
 
 
 def errors_of(rows: Iterable[Row]) -> list[Row]:

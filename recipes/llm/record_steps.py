@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from inference.llm.dimensions import Step
 from inference.llm.language_model import LanguageModel, language_model
-from records.generations import PHASES, REMEDY, Generation, measured_file, measured_models, step_record_file
+from records.generations import PHASES, Generation, measured_file, measured_models, measured_points, step_record_file
 from runtimes import analysis, flavour_of
 from utils import cli, files
 from utils.errors import UserError
@@ -43,9 +43,8 @@ def record_steps(workspace: Workspace, name: str, flavour: Flavour) -> int:
         UserError: there is no such model, or it can't be analysed.
     """
     folder, written = workspace.root / "llm" / "models" / name, 0
-    points = files.read_records(measured_file(workspace, name), Generation, REMEDY)
-    wanted = [point for point in points if not point.failed
-              and not all(step_record_file(workspace, point, phase).is_file() for phase in PHASES)]
+    wanted = [point for point in measured_points(workspace, name)
+              if not all(step_record_file(workspace, point, phase).is_file() for phase in PHASES)]
     if not wanted:
         return 0
     model = language_model(folder)

@@ -147,9 +147,9 @@ def test_two_models_as_this_gpu_is_shared(through_mps: Predictor, monkeypatch: p
     monkeypatch.setattr("inference.sharing.co_runner.sharing_mode", lambda: mode)
     if share:
         monkeypatch.setenv(THREADS, share)
-    asked = {"dims": {"batch": 1}, "second_dims": {"batch": 1}}
-    assert through_mps.pair(NET, NET, **asked).sharing == expected
-    assert through_mps.pair(NET, NET, **asked, sharing=SetSharing()).sharing == "slices"
+    size = {"batch": 1}
+    assert through_mps.pair(NET, NET, dims=size, second_dims=size).sharing == expected
+    assert through_mps.pair(NET, NET, dims=size, second_dims=size, sharing=SetSharing()).sharing == "slices"
 
 
 def test_two_models_over_their_shares(through_mps: Predictor, tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ def line_rows(held_out: HeldOut, times: Mapping[str, TimesOfModels]) -> list[dic
         return np.array([sum(of_models[model.record.model][node.kernel_id] for node in model.record.nodes)
                          for model in held_out.models])
 
-    return [row for what, of_models in times.items() for row in model_rows(
-        f"α·Σ+β, {what}", leave_out(sums_ms(of_models), sums_ms(of_models), held_out.latency_ms, held_out.groups), held_out)]
+    return [row for what, of_models in times.items() for sums in [sums_ms(of_models)] for row in model_rows(
+        f"α·Σ+β, {what}", leave_out(sums, sums, held_out.latency_ms, held_out.groups), held_out)]
 
 
 def roofline_times(rows: TrainingSet, models: Sequence[MeasuredModel]) -> TimesOfModels:

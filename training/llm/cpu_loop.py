@@ -8,12 +8,15 @@ step is the loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from records.generations import PHASES, Phase
+from training.composition.fitted import Mask
+from training.composition.formulas import each_left_out
 from training.llm.learned import FittedStep, GenerationLoop, LearnedGeneration
 from utils.lazy import scipy
 from utils.timing import error_statistics
@@ -57,7 +60,7 @@ def fit_loop(steps: Sequence[LoopStep]) -> GenerationLoop:
     run_ms, measured_ms = (np.array([getattr(step, name) for step in steps]) for name in ("run_ms", "measured_ms"))
 
     def loop(values_us: Sequence[float]) -> GenerationLoop:
-        return GenerationLoop(**{name: max(float(value), 0.0) / 1e3
+        return GenerationLoop(**{name: float(value) / 1e3
                                  for name, value in zip(GenerationLoop.model_fields, values_us, strict=True)})
 
     def errors(values_us: Sequence[float]) -> npt.NDArray[np.float64]:
@@ -77,12 +80,11 @@ def fit_on_cpu(target: str, steps: Sequence[LoopStep], genai_version: str, predi
         genai_version: of the onnxruntime-genai that was measured.
         predictors_created: of the target.
     """
-    predicted_ms = np.empty(len(steps))
-    for family in sorted({step.family for step in steps}):
-        loop = fit_loop([step for step in steps if step.family != family])
-        for place, step in enumerate(steps):
-            if step.family == family:
-                predicted_ms[place] = step.run_ms + step.loop_ms(loop)
+    def without(kept: Mask, held_out: Mask) -> list[float]:
+        loop = fit_loop(list(compress(steps, kept)))
+        return [step.run_ms + step.loop_ms(loop) for step in compress(steps, held_out)]
+
+    predicted_ms = each_left_out([step.family for step in steps], without)
     errors = {}
     for phase in PHASES:
         places = [place for place, step in enumerate(steps) if step.phase == phase]

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from graph_model.simulation.pipeline import PipelineCosts, Runs
 from records.generations import PHASES, Phase
 from training.composition.fitted import GraphReplay
+from training.composition.formulas import each_left_out
 from training.composition.intervals import KNOWN, CalibratedInterval, Case, error_range_of, fitted_to, sources
 from training.energy.fitting import MeasuredEnergy
 from training.energy.learned import EnergyModel, work_of_run
@@ -203,10 +204,7 @@ def fit_captured(steps: Sequence[MeasuredStep], replay: GraphReplay) -> Captured
     fitted = CapturedTokens(gap_ms=gap_ms, step_ms=step_ms, million_logits_ms=million_logits_ms)
     if len(set(groups)) < 2:
         return fitted
-    left_out_ms = np.empty(len(steps))
-    for family in sorted(set(groups)):
-        held_out = np.array([group == family for group in groups])
-        left_out_ms[held_out] = times_ms(fit(~held_out))[held_out]
+    left_out_ms = each_left_out(groups, lambda kept, held_out: times_ms(fit(kept))[held_out])
     return fitted.model_copy(update={"left_out": error_statistics(left_out_ms.tolist(), measured_ms.tolist()),
                                      "interval": error_range_of(left_out_ms, measured_ms, groups)})
 

@@ -12,12 +12,11 @@ from graph_model.simulation.pipeline import Tracks, node_kind
 from records.attention import OPERATOR
 from records.generations import (
     PHASES,
-    REMEDY,
     Generation,
     Phase,
     StepEnergy,
-    measured_file,
     measured_models,
+    measured_points,
     step_record_file,
 )
 from records.kernel_record import Kernel, ModelRecord
@@ -27,7 +26,6 @@ from training.composition.intervals import KNOWN, Novelty
 from training.energy.learned import Part
 from training.kernels.predictors import Predictors
 from training.kernels.settings import LAUNCHES
-from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace
 
@@ -128,8 +126,8 @@ def _recorded(workspace: Workspace, captured: bool) -> Iterator[tuple[Generation
         UserError: a record is missing.
     """
     for name in measured_models(workspace):
-        for point in files.read_records(measured_file(workspace, name), Generation, REMEDY):
-            if point.failed or point.captured != captured:
+        for point in measured_points(workspace, name):
+            if point.captured != captured:
                 continue
             for phase in PHASES[1:] if captured else PHASES:
                 path = step_record_file(workspace, point, phase)
