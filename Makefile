@@ -1,4 +1,4 @@
-# make demo: the whole pipeline at a small size, into out/demo.   make test: all tests.   make quick: those of a minute.
+# make demo: the whole pipeline at a small size, into out/demo.   make test: all tests.   make quick: those of a minute and a half.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python

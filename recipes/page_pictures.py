@@ -18,7 +18,7 @@ from typing import NamedTuple
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from recipes.questions_page import DEMO, answer
+from recipes.printed_answers import DEMO, answer
 from utils import cli
 from utils.errors import UserError
 from utils.temporary import temporary_folder

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference.llm.language_model import LanguageModel
+from records.generations import Generation, GenerationMemory
 from utils.errors import UserError
 
 Floats = npt.NDArray[np.float64]
@@ -54,6 +55,11 @@ class Request(NamedTuple):
         """The lengths at which a token is predicted: the outline, and the powers of two between."""
         powers = (1 << power for power in range(self.prompt.bit_length(), self.prompt.bit_length() + 64))
         return sorted({*self.outline, *(power for power in powers if power in self.further)})
+
+
+def request_of(model: LanguageModel, point: Generation | GenerationMemory, generate: int) -> Request:
+    """The request of a measured point, for so many tokens."""
+    return Request(point.batch * model.beams, point.prompt, generate, max(point.cache, point.prompt + generate))
 
 
 def request_for(model: LanguageModel, batch: int, prompt: int, generate: int, max_length: int | None = None) -> Request:

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from inference.core.predictor import Predictor
 from inference.llm.language_model import language_model
 from inference.llm.predicting import Analysed
+from inference.llm.requests import request_of
 from inference.llm.steps import layers_of, other_logits
-from recipes.llm.judge import request_of
 from records.generations import PHASES, Generation, measured_models, measured_points
 from training.llm.cpu_loop import LoopStep, fit_on_cpu
 from training.llm.learned import generation_path

@@ -25,7 +25,7 @@ from inference.core.predictor import Predictor
 from inference.llm.answers import LlmPrediction
 from inference.llm.language_model import LanguageModel, language_model
 from inference.llm.predicting import measure_missing, predict_requests
-from inference.llm.requests import Request
+from inference.llm.requests import request_of
 from records.generations import (
     REMEDY,
     Generation,
@@ -61,11 +61,6 @@ def compared(what: str, point: Generation | GenerationMemory, measured: float, p
             "from": interval and interval[0], "to": interval and interval[1],
             "held": None if interval is None else "yes" if interval[0] <= measured <= interval[1] else "no",
             "rough": "yes" if rough else "no"}
-
-
-def request_of(model: LanguageModel, point: Generation | GenerationMemory, generate: int) -> Request:
-    """The request of a point, for so many tokens."""
-    return Request(point.batch * model.beams, point.prompt, generate, max(point.cache, point.prompt + generate))
 
 
 def times_of(predictor: Predictor, model: LanguageModel, point: Generation) -> Iterator[Row]:

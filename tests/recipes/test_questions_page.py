@@ -9,7 +9,8 @@ from command import run_script
 from conftest import Once
 from decoder_models import genai_folder
 
-from recipes.questions_page import PAGE, QUESTION, aligned, answer, page
+from recipes.printed_answers import aligned, answer
+from recipes.questions_page import PAGE, QUESTION, page
 from utils.errors import UserError
 from utils.paths import ROOT
 
