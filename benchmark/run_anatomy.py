@@ -122,7 +122,7 @@ def measure(model: TracedModel, timer: Worker, tracer: Worker, effort: Effort) -
         UserError: the model can't be run.
     """
     request = Request(do="model", device="cuda", paths=(str(model.path),), dims=model.dims,
-                      static=model.static, host=True, watch_host=True, effort=effort)
+                      static=model.static, host=True, watch_host="quiet", effort=effort)
     timed = {m.label: m for m in ask(timer, request).measurements}
     run = typical_run(ask(tracer, request.model_copy(update={"do": "model_trace"})).runs)
     latency, host = timed["latency"], timed["host"]

@@ -42,7 +42,7 @@ class Measurement(Frozen):
         launches: label `gpu`: kernels, copies and fills on the GPU in a run.
         cuda_kernels: label `gpu` of a kernel: their names in order; of many, see `kernel_names`.
         disturbance: of a model on an idle GPU: how much other work slowed the host down meanwhile, a ratio (quiet_host).
-        probe_us: of a model on an idle GPU: the time of the host probe meanwhile.
+        probe_us: of a model on a GPU: the time of the host probe meanwhile.
         inputs: of a kernel whose time depends on values (`time_by_values`): whether the inputs of its model, or its own, were
             standardised random numbers or `given` by the user; "" before this was recorded, and of other kernels.
         status: `ok`, `failed`, `crashed` or `timeout`; `error` says why; of label `energy`, what is wrong with the reading.

@@ -77,7 +77,8 @@ class Request(Frozen):
         host: for a model on a GPU, whether the host's dispatch is timed too.
         host_io: for a model, whether runs with numpy arrays in and out are timed too.
         energy_s: for a model or a batch of kernels, how long a window its energy is measured in, in seconds; 0: it is not.
-        watch_host: for a model on an idle GPU, whether only runs on an undisturbed host count.
+        watch_host: for a model on a GPU, whether the host's probe is read between its runs: `quiet` (on an idle GPU) if only
+            those on an undisturbed host count, `all` if all do, "" if it is not read.
         turns: the folder of the locks for exclusive GPU access; "" for a worker that shares the GPU with none.
         setting: how it is run, where the runtime has such settings.
     """
@@ -95,7 +96,7 @@ class Request(Frozen):
     host: bool = False
     host_io: bool = False
     energy_s: float = 0.0
-    watch_host: bool = False
+    watch_host: Literal["", "quiet", "all"] = ""
     provider_options: dict[str, str] = {}
     turns: str = ""
     setting: Setting | None = None

@@ -126,7 +126,7 @@ class KernelUnits:
         in_model = self.in_model_labels if item.labels and self.config.model_labels else ()
         request = self._of_model(item, "model", in_model).model_copy(update={
             "host": GPU_LABEL in self.labels and not self.level, "host_io": "host_io" in self.variants,
-            "watch_host": self.device == "cuda" and not self.level,
+            "watch_host": "" if self.device != "cuda" else "all" if self.level else "quiet",
             "energy_s": 0.0 if self.level else self.config.energy_s})
 
         def of_model(label: str, reply: Reply, status: Status) -> list[Measurement]:

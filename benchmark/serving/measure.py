@@ -124,12 +124,11 @@ def served(models: Sequence[ServedModel], workspace: Workspace, config: ServedSe
         servers = [processes.enter_context(ModelServer(path.resolve(), model, timeout_s, environment))
                    for path, model, environment in zip(paths, models, sharing.environments(len(models)), strict=True)]
         _replies(servers, [threads.submit(server.open, device, config.provider_options) for server in servers])
-        for server in servers:  # one after another
-            _replies([server], [threads.submit(server.warm_up)])
+        warm = [reply for server in servers for reply in _replies([server], [threads.submit(server.warm_up)])]  # one by one
         begin_s = time.monotonic() + LEAD_S + config.warmup_s
         replies = _replies(servers, [threads.submit(server.serve, times.tolist(), begin_s, config.seconds)
                                      for server, times in zip(servers, arrivals, strict=True)])
-    return [Requests.of(times, reply) for times, reply in zip(arrivals, replies, strict=True)]
+    return [Requests.of(*of_model) for of_model in zip(arrivals, replies, warm, strict=True)]
 
 
 def _replies(servers: Sequence[ModelServer], pending: Sequence[Future[Reply]]) -> list[Reply]:

@@ -54,6 +54,10 @@ class ModelResult(Frozen):
         runs: how long runs took; None if there were none.
         requests_per_run: on average; 0 if there were none.
         busy: the share of the time in which a run was going on.
+        alone_ms: the median of a run, again and again, just before the requests while the other models waited, with its share
+            of the GPU; None where it was not measured.
+        probe_us: the time of the host's probe in the model's process, just before the requests and just after; empty where it
+            was not read.
     """
 
     requests: int
@@ -64,6 +68,8 @@ class ModelResult(Frozen):
     runs: Times | None
     requests_per_run: float
     busy: float
+    alone_ms: float | None = None
+    probe_us: tuple[float, ...] = ()
 
 
 class Requests(Frozen):
@@ -74,19 +80,23 @@ class Requests(Frozen):
         arrivals_s: one each request.
         starts_s, ends_s: of the run that took it.
         counts: the requests in each run, in order.
+        alone_ms, probe_us: as in `ModelResult`.
     """
 
     arrivals_s: tuple[float, ...]
     starts_s: tuple[float, ...]
     ends_s: tuple[float, ...]
     counts: tuple[int, ...]
+    alone_ms: float | None = None
+    probe_us: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, arrivals_s: Floats, reply: Reply) -> Self:
-        """From the runs that a server made for the requests."""
+    def of(cls, arrivals_s: Floats, reply: Reply, warm: Reply | None = None) -> Self:
+        """From what a server answered after the requests, and after its warm-up."""
         starts_s, ends_s = np.repeat(reply.starts_s, reply.counts), np.repeat(reply.ends_s, reply.counts)
         return cls(arrivals_s=tuple(arrivals_s.tolist()), starts_s=tuple(starts_s.tolist()), ends_s=tuple(ends_s.tolist()),
-                   counts=reply.counts)
+                   counts=reply.counts, alone_ms=warm.alone_ms if warm else None,
+                   probe_us=tuple(each.probe_us for each in (warm, reply) if each and each.probe_us))
 
     def result(self, slo_ms: float, seconds: float) -> ModelResult:
         """Their statistics over the counted time."""
@@ -103,7 +113,8 @@ class Requests(Frozen):
             requests=requests, served=latencies_s.size, unserved=requests - latencies_s.size, latency=Times.of(latencies_s),
             within_slo=float((1e3 * latencies_s <= slo_ms).sum()) / max(requests, 1),
             runs=Times.of((run_ends_s - run_starts_s)[inside]),
-            requests_per_run=float(counts[inside].mean()) if inside.any() else 0.0, busy=float(inside_s.sum()) / seconds)
+            requests_per_run=float(counts[inside].mean()) if inside.any() else 0.0, busy=float(inside_s.sum()) / seconds,
+            alone_ms=self.alone_ms, probe_us=self.probe_us)
 
 
 class SetResult(Frozen):
@@ -188,7 +199,7 @@ def add_result(path: Path, result: SetResult, requests: Sequence[Requests]) -> N
     """Writes the requests of a set, and then its line, so that what has a line is complete."""
     if requests:
         arrays = {f"{name}_{place}": np.asarray(values) for place, of_model in enumerate(requests)
-                  for name, values in of_model.model_dump().items()}
+                  for name, values in of_model.model_dump(exclude={"alone_ms", "probe_us"}).items()}
         packed = io.BytesIO()
         np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
         files.write_bytes(samples_path(path, result.key), packed.getvalue())

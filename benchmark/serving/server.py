@@ -12,11 +12,14 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from benchmark.serving.config import BATCH, ServedModel
+from measuring.quiet_host import readings_s
 from measuring.worker_process import WorkerProcess
 from runtimes.ort.graph.nodes import shared_caches
 from runtimes.ort.graph.source import read_source
+from runtimes.ort.probes import host_probe
 from runtimes.ort.runner import Runner, bind, random_feed
 from utils.errors import UserError
 from utils.frozen import Frozen
@@ -25,6 +28,8 @@ from utils.processes import serve_lines
 from utils.timing import pause
 
 WARM_RUNS = 3  # the first one allocates memory and chooses algorithms
+ALONE_S = 0.3  # of runs that are timed while the other models wait
+PACE_S = 0.2  # for which the host's probe is read, before and after the requests
 SPIN_S = 200e-6  # before a moment the process no longer sleeps, which ends late
 MODULE = "benchmark.serving.server"
 
@@ -75,9 +80,13 @@ class Reply(Frozen):
         error: why it failed; "" if it did not.
         starts_s, ends_s: of each run, in seconds after `begin_s`.
         counts: the requests in each run.
+        alone_ms: the median of a run again and again while the other models wait; 0 after the other tasks.
+        probe_us: the median time (µs) of the host's probe in this process, read after the task; None where it was not read.
     """
 
     error: str = ""
+    alone_ms: float = 0.0
+    probe_us: float | None = None
     starts_s: tuple[float, ...] = ()
     ends_s: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()
@@ -160,6 +169,19 @@ def serve(run: Callable[[], object], batch: int, serving: Serving) -> Reply:
     return Reply(starts_s=tuple(starts_s), ends_s=tuple(ends_s), counts=tuple(counts))
 
 
+def timed_s(run_s: Callable[[], float], seconds: float) -> list[float]:
+    """How long runs take (s), again and again for a while; at least one."""
+    times, until = [run_s()], time.monotonic() + seconds
+    while time.monotonic() < until:
+        times.append(run_s())
+    return times
+
+
+def probe_us(device: str) -> float | None:
+    """The median time (µs) of the host's probe in this process now; None on a CPU, which is its own host."""
+    return 1e6 * median(readings_s(host_probe(device), PACE_S)) if device == "cuda" else None
+
+
 class _Served:
     """What this process serves, after it was told to open it."""
 
@@ -185,11 +207,15 @@ class _Served:
             raise RuntimeError("a task before a model is open")
         if task.serving is None:
             self._runner.warm_up(WARM_RUNS)
+            with model_errors(self._runner.name):
+                alone_ms = 1e3 * median(timed_s(self._runner.run_s, ALONE_S))
+            reply = Reply(alone_ms=alone_ms, probe_us=probe_us(self._runner.device))
             gc.collect()
             gc.disable()  # from here on it must not interrupt a run
-            return Reply()
+            return reply
         with model_errors(self._runner.name):
-            return serve(self._runner.run_once, self._batch, task.serving)
+            reply = serve(self._runner.run_once, self._batch, task.serving)
+        return reply.model_copy(update={"probe_us": probe_us(self._runner.device)})
 
 
 def main() -> None:

@@ -281,7 +281,7 @@ def time_session(model: EvaluatedModel, worker: Worker, device: str, run_mode: R
         raise UserError(f"{model.record.model}: no file to run")
     reply = worker.ask(Request(
         do="session", device=device, paths=(str(model.path.absolute()),), dims=model.record.dims_run,
-        static=model.record.static, labels=(run_mode.label,), watch_host=watch_host,
+        static=model.record.static, labels=(run_mode.label,), watch_host="quiet" if watch_host else "",
         inputs=str(inputs.absolute()) if inputs else "",
         effort=Effort(warmup=WARMUP, budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)))
     if reply.error:

@@ -19,7 +19,7 @@ import numpy as np
 from measuring import gpu_turns
 from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
 from measuring.held_memory import HeldMemory
-from measuring.quiet_host import off_the_workers_cores, quiet_samples_ms
+from measuring.quiet_host import all_samples_ms, off_the_workers_cores, quiet_samples_ms
 from measuring.run_times import Effort
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Tensor, session_dtype, type_code
@@ -262,9 +262,15 @@ def of_model(model: str, label: str, **fields: Any) -> Measurement:
 
 
 def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Measurement]:
-    """Samples of a model's runs, by label, from moments in which the host was undisturbed."""
-    return [of_model(model, label, **samples._asdict())
-            for label, samples in quiet_samples_ms(host_probe(request.device), timed, request.effort).items()]
+    """Samples of a model's runs, by label, between readings of the host's probe: of all moments, or of those in which the host
+    was undisturbed."""
+    probe = host_probe(request.device)
+    if request.watch_host == "all":
+        samples = {label: all_samples_ms(probe, run_s, request.effort) for label, run_s in timed.items()}
+        return [of_model(model, label, samples_ms=of_label.samples_ms, probe_us=of_label.probe_us)
+                for label, of_label in samples.items()]
+    return [of_model(model, label, **of_label._asdict())
+            for label, of_label in quiet_samples_ms(probe, timed, request.effort).items()]
 
 
 def time_model_as_graph(request: Request) -> Reply:

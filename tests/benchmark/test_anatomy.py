@@ -161,7 +161,7 @@ def test_one_process_times_and_another_traces() -> None:
     tracer = FakeWorker(Reply.model_validate_json(Reply(runs=runs).model_dump_json()))  # as through the pipe
     anatomy, run = measure(TracedModel(Path("net.onnx"), {"batch": 4}, 4), timer, tracer, EFFORT)
     assert [(request.do, request.host, request.watch_host, request.labels, request.dims, request.static)
-            for request in timer.asked] == [("model", True, True, (), {"batch": 4}, False)]
+            for request in timer.asked] == [("model", True, "quiet", (), {"batch": 4}, False)]
     assert [request.do for request in tracer.asked] == ["model_trace"]
     assert run == runs[2]
     assert (anatomy.model, anatomy.batch, anatomy.latency_ms, anatomy.host_ms, anatomy.disturbance) == (
@@ -188,14 +188,19 @@ def test_the_real_workers_need_no_record(tmp_path: Path) -> None:
     """On the CPU provider, which leaves a GPU nothing to do: the runs come through the pipe with their times on the host."""
     onnx.save(small_model(batch="batch"), tmp_path / "net.onnx")
     request = Request(do="model", device="cpu", paths=(str(tmp_path / "net.onnx"),), dims={"batch": 2},
-                      watch_host=True, effort=Effort(budget_s=0.02, least_runs=3, most_runs=20))
+                      watch_host="quiet", effort=Effort(budget_s=0.02, least_runs=3, most_runs=20))
     with Worker(100.0) as worker:
         (timed,) = ask(worker, request).measurements
+        (at_any_moment,) = ask(worker, request.model_copy(update={"watch_host": "all"})).measurements
         runs = ask(worker, request.model_copy(update={"do": "model_trace"})).runs
         with pytest.raises(UserError, match=r"net\.onnx: no dynamic dimension width"):
             ask(worker, request.model_copy(update={"do": "model_trace", "dims": {"width": 2}}))
     assert (timed.id, timed.label) == ("net@batch=2,dynamic", "latency")
     assert timed.disturbance is not None
+    assert timed.probe_us is not None
+    assert at_any_moment.disturbance is None
+    assert at_any_moment.probe_us == pytest.approx(timed.probe_us, rel=5.0)
+    assert len(at_any_moment.samples_ms) >= 3
     assert len(runs) == 5
     assert all(run.host_us > 0 and not run.work for run in runs)
     assert all(before.end_us <= after.start_us for before, after in itertools.pairwise(runs))

@@ -173,6 +173,7 @@ def test_sets_are_measured_and_kept(workspace: Workspace, tmp_path: Path) -> Non
             assert latency is not None
             assert latency.mean_ms == pytest.approx(1e3 * (ends - arrivals[:len(ends)])[counted].mean())
             assert (row.requests, row.served) == ((arrivals >= 0.0).sum(), counted.sum())
+    assert all(0.0 < (of_model.alone_ms or 0.0) < 1e3 for of_model in result.results)
     assert result.machine.versions["onnxruntime"]
     assert result.environment.cpu == result.machine.cpu
 
@@ -239,7 +240,9 @@ def test_a_process_has_its_models_share_in_its_environment(workspace: Workspace)
     environment, = SetSharing.parse("mps:25").environments(1)
     with ModelServer(workspace.models / "one.onnx", config.sets[0][0], 60.0, environment) as server:
         assert server.open("cpu", {}) == Reply()
-        assert server.warm_up() == Reply()
+        warm = server.warm_up()
+        assert (warm.error, warm.probe_us, warm.counts) == ("", None, ())  # a CPU is its own host
+        assert warm.alone_ms > 0.0
         own = [process for process in psutil.Process().children() if MODULE in process.cmdline()]
         assert [process.environ()[THREADS] for process in own] == ["25"]
         reply = server.serve([0.0, 0.001, 0.5], time.monotonic() + 0.05, 0.1)
