@@ -2,7 +2,8 @@
 
 Requests of a model arrive as a Poisson process. One server takes them: whenever it is free, it runs all that wait, up to
 `batch`, first come, first served. A run takes the time of a full one, however many requests are in it. While other models run
-it goes on more slowly, by a factor for each of them (`Case`).
+it goes on more slowly, by a factor for each of them (`Case`). The host's pace changes meanwhile, and a host that was idle takes
+longer at first (`Host`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,26 @@ LATE_RUNS = 20  # after the counted time, for requests that still wait
 LEAST_SLOWDOWN = 0.1
 ROUNDING = 1e-12  # of times
 PERCENTILES = np.arange(101)
+PACES = (0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)  # of the host, relative to usual, at which a run's time is given
+
+
+class Host(NamedTuple):
+    """How the pace of a host changes while it serves requests.
+
+    Attributes:
+        paces: equally likely ones, relative to the usual pace; all processes on the host have the same.
+        lasts_ms: for how long one lasts, on average.
+        idle_ms, slower: how many times as long the host takes for a run (`slower`) that begins after the model's process was
+            idle for so long (`idle_ms`, ascending); between these, on a line over the logarithm of the time.
+    """
+
+    paces: Floats
+    lasts_ms: float
+    idle_ms: Floats
+    slower: Floats
+
+
+STEADY = Host(np.ones(1), math.inf, np.ones(1), np.ones(1))
 
 
 class Case(NamedTuple):
@@ -38,8 +59,9 @@ class Case(NamedTuple):
     Attributes:
         rates_per_s: of the requests, one each model.
         batches: the most requests in a run, one each model.
-        runs_ms: a sample of how long a run takes alone, for each model; one value where runs are all alike.
-        slowdowns: models × models: how many times as long a run of the first takes while the second runs again and again. The
+        runs_ms: how long a run takes alone, for each model: at each of PACES, or one value where the host does not matter.
+        slowdowns: models × models × samples: how many times as long a run of the first takes while the second runs again and
+            again. Each run has one of the samples, which are equally likely; without the last axis, runs are all alike. The
             effects of several others add up.
     """
 
@@ -78,21 +100,24 @@ class Served(NamedTuple):
         return below if below == above else below + (above - below) * (percent % 1)
 
 
-def served(cases: Sequence[Case], generator: np.random.Generator, requests: int = 20_000,
-           repetitions: int = 400) -> list[list[Served]]:
+def served(cases: Sequence[Case], generator: np.random.Generator, requests: int = 20_000, repetitions: int = 400,
+           host: Host = STEADY) -> list[list[Served]]:
     """Simulates requests in each case. All cases have the same number of models, and get the same arrivals, so that they
     compare.
 
     Args:
-        cases: what is simulated.
+        cases: what is simulated; all have as many samples of slowdowns.
         generator: draws arrivals and runs.
         requests: that are counted of the model with the fewest, about; fewer where the others get very many more.
         repetitions: that are simulated independently, side by side; fewer where runs are long and requests many.
+        host: of all cases.
 
     Returns:
         for each case, its models.
     """
-    longest_ms = max(float(np.max(run)) for case in cases for run in case.runs_ms)
+    slowest = float(host.paces.max() * host.slower.max())
+    longest_ms = max(float(np.interp(slowest, PACES, np.broadcast_to(run_ms, len(PACES))))
+                     for case in cases for run_ms in case.runs_ms)
     rates = np.array([_rates(case) for case in cases])  # cases × models, in requests per ms
     most = float(rates.sum(axis=1).max())
     counted_ms = max(min(requests / repetitions / rates.min(), MOST_IN_A_ROW / most), LONGEST_RUNS * longest_ms)
@@ -107,7 +132,7 @@ def served(cases: Sequence[Case], generator: np.random.Generator, requests: int 
     at_once = max(int(MOST_AT_ONCE / sum(of_model.size for of_model in arrivals)), 1)
     results = []
     for first in range(0, len(cases), at_once):
-        simulated = _Simulated(cases[first:first + at_once], arrivals, generator)
+        simulated = _Simulated(cases[first:first + at_once], arrivals, generator, host)
         while simulated.step(last_ms):
             pass
         of_models = [simulated.result(model, begin_ms, end_ms) for model in range(rates.shape[1])]
@@ -118,14 +143,14 @@ def served(cases: Sequence[Case], generator: np.random.Generator, requests: int 
 def _rates(case: Case) -> Floats:
     """The rates in requests per ms. Those of a model that is hardly ever busy are raised to where it is for a share RARELY, so
     that some of its requests are seen."""
-    return np.maximum(np.array(case.rates_per_s) / 1e3, [RARELY / float(np.mean(run_ms)) for run_ms in case.runs_ms])
+    return np.maximum(np.array(case.rates_per_s) / 1e3, [RARELY / float(np.median(run_ms)) for run_ms in case.runs_ms])
 
 
 class _Simulated:
     """All repetitions of all cases, side by side; a row each. Times are in ms."""
 
-    def __init__(self, cases: Sequence[Case], units: Sequence[Floats], generator: np.random.Generator) -> None:
-        self.cases, self.repetitions, self.generator = cases, len(units[0]), generator
+    def __init__(self, cases: Sequence[Case], units: Sequence[Floats], generator: np.random.Generator, host: Host) -> None:
+        self.cases, self.repetitions, self.generator, self.host = cases, len(units[0]), generator, host
         rows, models = len(cases) * self.repetitions, len(units)
         self.case_of = np.repeat(np.arange(len(cases)), self.repetitions)
         self.arrivals = []  # rows × requests; the last ones never come
@@ -134,10 +159,12 @@ class _Simulated:
             of_rows = np.append(of_rows, np.full((rows, max(max(case.batches) for case in cases)), np.inf), axis=1)
             self.arrivals.append(of_rows)
         self.batches = np.array([case.batches for case in cases])[self.case_of]
-        self.more = np.array([case.slowdowns for case in cases])[self.case_of] - 1.0
-        self.more[:, np.arange(models), np.arange(models)] = 0.0
-        self.samples = [_sampled([case.runs_ms[model] for case in cases]) for model in range(models)]
-        self.now = np.zeros(rows)
+        self.slowdowns = np.array([case.slowdowns for case in cases]).reshape(len(cases), models, models, -1) - 1.0
+        self.slowdowns[:, np.arange(models), np.arange(models)] = 0.0
+        self.more = np.zeros((rows, models, models))  # what runs of others add to the run that goes on
+        self.runs_ms = np.array([[np.broadcast_to(run_ms, len(PACES)) for run_ms in case.runs_ms] for case in cases])
+        self.now, self.idle_since = np.zeros(rows), np.full((rows, models), -np.inf)
+        self.pace, self.pace_ends = np.zeros(rows), np.zeros(rows)
         self.busy = np.zeros((rows, models))
         self.left = np.full((rows, models), np.inf)  # of the run that goes on, as if it were alone
         self.next = np.stack([arrivals[:, 0] for arrivals in self.arrivals], axis=1)  # the first that has not begun
@@ -174,7 +201,7 @@ class _Simulated:
         first, count = self.first[rows, model], self.count[rows, model]
         self.log[model].append((rows, first, count, self.began[rows, model], self.now[rows]))
         self.first[rows, model] += count
-        self.busy[rows, model], self.left[rows, model] = 0.0, np.inf
+        self.busy[rows, model], self.left[rows, model], self.idle_since[rows, model] = 0.0, np.inf, self.now[rows]
         self.next[rows, model] = self.arrivals[model][rows, self.first[rows, model]]
 
     def _begin(self, model: int, rows: Ints, until: Floats) -> None:
@@ -183,10 +210,23 @@ class _Simulated:
         places = np.arange(int(most.max()))
         come = self.arrivals[model][rows[:, None], first[:, None] + places] <= until[:, None]
         self.count[rows, model] = np.minimum(come.sum(axis=1), most)
-        samples = self.samples[model][self.case_of[rows]]
-        self.left[rows, model] = (samples[:, 0] if samples.shape[1] == 1 else
-                                  samples[np.arange(rows.size), self.generator.integers(0, samples.shape[1], rows.size)])
+        self.left[rows, model] = self._alone_ms(model, rows)
+        sample = self.generator.integers(0, self.slowdowns.shape[-1], rows.size)
+        self.more[rows, model] = self.slowdowns[self.case_of[rows], model, :, sample]
         self.busy[rows, model], self.began[rows, model] = 1.0, self.now[rows]
+
+    def _alone_ms(self, model: int, rows: Ints) -> Floats:
+        """How long a run of a model that begins now takes alone, at the pace that the host has."""
+        now, host = self.now[rows], self.host
+        changed = rows[self.pace_ends[rows] <= now]
+        self.pace[changed] = self.generator.choice(host.paces, changed.size)
+        self.pace_ends[changed] = self.now[changed] + self.generator.exponential(1.0, changed.size) * host.lasts_ms
+        idle_ms = np.maximum(now - self.idle_since[rows, model], host.idle_ms[0])
+        paces = self.pace[rows] * np.interp(np.log(idle_ms), np.log(host.idle_ms), host.slower)
+        place = np.interp(paces, PACES, np.arange(len(PACES)))
+        below = np.minimum(place.astype(int), len(PACES) - 2)
+        cases, above = self.case_of[rows], place - below
+        return (1.0 - above) * self.runs_ms[cases, model, below] + above * self.runs_ms[cases, model, below + 1]
 
     def result(self, model: int, begin_ms: float, end_ms: float) -> list[Served]:
         """What became of the requests of a model that came between two times, for each case."""
@@ -213,13 +253,6 @@ class _Simulated:
                 busy=float(inside[of_case].sum()) / (self.repetitions * (end_ms - begin_ms)),
                 offered=offered))
         return results
-
-
-def _sampled(samples: Sequence[Floats]) -> Floats:
-    """Samples of different sizes as rows of one array: evenly spaced quantiles where they differ."""
-    size = max(len(sample) for sample in samples)
-    even = (np.arange(size) + 0.5) / size
-    return np.stack([sample if len(sample) == size else np.quantile(sample, even) for sample in map(np.asarray, samples)])
 
 
 def busy_share(rate_per_s: float, run_ms: float, batch: int) -> float:

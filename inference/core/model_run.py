@@ -229,6 +229,13 @@ class PredictedRun(NamedTuple):
     alone_ms: float
     fitted: Fitted
 
+    def at_pace(self, pace: float) -> PredictedRun:
+        """The same run where the host takes `pace` times as long; its prediction stays as it is."""
+        if self.run.costs is None or pace == 1.0:
+            return self
+        run = replace(self.run, costs=self.run.costs.at_pace(pace))
+        return self._replace(run=run, alone_ms=run.composed().latency_ms)
+
     def spanning(self, otherwise: PredictedRun) -> PredictedRun:
         """The same with an interval that holds that of `otherwise` too: the model with the other branches of its Ifs."""
         low_ms, high_ms = zip(self.prediction.interval_ms, otherwise.prediction.interval_ms, strict=True)

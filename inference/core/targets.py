@@ -20,6 +20,7 @@ from training.kernels.predictors import Predictors, read_predictors
 from training.kernels.uncertainty import Uncertainty, read_uncertainty
 from training.sharing.learned import Sharing, read_sharing
 from training.sharing.mps import LearnedMps, learned_mps
+from training.sharing.serving import ServingHost, read_serving
 from utils.errors import UserError
 from utils.files import cached
 from utils.fingerprint import CUDNN, FROM_SHEET, Target, has_cuda, package_version, slug
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
-Learned = tuple[Predictors, Composition, HostSide, Sharing | None, LearnedMps | None, Uncertainty]  # of a folder
+Learned = tuple[  # of a folder
+    Predictors, Composition, HostSide, Sharing | None, LearnedMps | None, ServingHost | None, Uncertainty]
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 _fitted: dict[tuple[Any, ...], Learned] = {}
 
@@ -46,6 +48,7 @@ class Fitted:
         host: the host's side of a CUDA session.
         sharing: how the target's GPU takes turns between processes; None where that was not learned.
         mps: how kernels of several processes run on it through MPS; None likewise.
+        serving: how the pace of a host that serves requests changes; None likewise.
         other_cudnn: whether this machine has the target's device, but another minor version of cuDNN than was measured.
         notices: what the reader should know about the choice and the versions.
         measured_on: the machine and the versions that were measured, in words; "" where this machine is the target.
@@ -59,6 +62,7 @@ class Fitted:
     host: HostSide = NOTHING_MEASURED
     sharing: Sharing | None = None
     mps: LearnedMps | None = None
+    serving: ServingHost | None = None
     other_cudnn: bool = False
     notices: tuple[str, ...] = ()
     measured_on: str = ""
@@ -219,12 +223,12 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
         predictors = read_predictors(folder, tuple(estimators))
         composition = read_composition(folder, predictors.sidecar.dataset_sha256)
         return (predictors, composition, read_host_side(folder), read_sharing(folder), learned_mps(folder),
-                read_uncertainty(folder))
+                read_serving(folder), read_uncertainty(folder))
 
-    predictors, composition, host, sharing, mps, uncertainty = cached(_fitted, key, load, limit=4)
+    predictors, composition, host, sharing, mps, serving, uncertainty = cached(_fitted, key, load, limit=4)
     sidecar = predictors.sidecar
     versions = version_notice(sidecar)
-    return Fitted(sidecar.target, predictors, composition, uncertainty, host, sharing, mps,
+    return Fitted(sidecar.target, predictors, composition, uncertainty, host, sharing, mps, serving,
                   other_cudnn=other_cudnn(sidecar) is not None,
                   notices=(*notices, versions) if versions else notices, measured_on=measured_on(sidecar))
 
@@ -242,8 +246,7 @@ def carried_over(measured: Fitted, gpu: Gpu, correction: Correction | None = Non
              f"took {found.low:.2g} to {found.high:.2g} times as long as predicted")
     predictors = carried_predictors(measured.predictors, target, gpu, ratios,
                                     correction.measured_ms if correction else {})
-    return replace(measured, target=target, predictors=predictors, sharing=None, mps=None,
-                   other_cudnn=False,
+    return replace(measured, target=target, predictors=predictors, sharing=None, mps=None, serving=None, other_cudnn=False,
                    notices=(*measured.notices, about), sheet_range=found)
 
 

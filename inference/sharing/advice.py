@@ -7,7 +7,7 @@ simulated (`graph_model.simulation.serving`). Batches are searched model after m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -16,9 +16,9 @@ import numpy as np
 from pydantic import Field
 
 from benchmark.serving.config import BATCH, ServedModel
-from graph_model.simulation.serving import Case, Served, served
+from graph_model.simulation.serving import PACES, STEADY, Case, Served, served
 from inference.core.chances import chance_within, in_words
-from inference.sharing.co_runner import NotShared
+from inference.sharing.co_runner import SAMPLES, NotShared
 from inference.sharing.mps import learned_elsewhere
 from inference.sharing.shared_models import PERCENTILE
 from inference.sharing.ways import MPS, MPS_SHARES, ways_of
@@ -28,8 +28,11 @@ from utils.frozen import Frozen
 from utils.sharing_mode import SetSharing
 
 if TYPE_CHECKING:
+    from graph_model.simulation.pipeline import Floats
     from inference.core.host_pace import HostPace
+    from inference.core.model_run import PredictedRun
     from inference.core.predictor import Predictor
+    from inference.core.targets import Fitted
 
 SEED = 36  # of arrivals: the same question has the same answer
 SEARCH = (1000, 40)  # requests and repetitions while batches are searched;
@@ -137,7 +140,7 @@ class SharingAdvice(Frozen):
     warnings: tuple[str, ...]
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """A way of sharing with shares, and a batch for each model."""
 
     way: str
@@ -145,25 +148,37 @@ class _Plan(NamedTuple):
     batches: tuple[int, ...]
 
 
-class _Question:
+class Question:
     """What is asked: models with their requests, and the predictions that answer it."""
 
-    def __init__(self, predictor: Predictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
-                 percentile: float, host_pace: float | HostPace | None) -> None:
-        self.models, self.percentile = models, percentile
-        self.runs = [{batch: predictor.run(model.model, dims={**model.dims, BATCH: batch}, host_pace=host_pace)
-                      for batch in sorted(set(of_model))}
-                     for model, of_model in zip(models, batches, strict=True)]
-        self.fitted = predictor.fitted
+    def __init__(self, fitted: Fitted, models: Sequence[ServedModel], runs: Sequence[Mapping[int, PredictedRun]],
+                 percentile: float = PERCENTILE) -> None:
+        """Asks.
+
+        Args:
+            fitted: what was learned of the target.
+            models: with their requests and objectives; their `batch` is not read.
+            runs: each model's predicted runs by batch, ascending.
+            percentile: of the requests must keep to the objectives, in per cent.
+
+        Raises:
+            NotShared: no way of sharing was learned for the target.
+        """
+        self.models, self.percentile, self.runs = models, percentile, runs
+        self.fitted, serving = fitted, fitted.serving
+        self.host = serving.host if serving else STEADY
+        self.serving = [{batch: run.at_pace(serving.middle) if serving else run for batch, run in of_model.items()}
+                        for of_model in self.runs]  # as the host runs them while it serves requests
         ways = ways_of(self.fitted)
         self.ways = {name: times for name, times in ways.items() if times is not None}
         self.not_learned = tuple(name for name, times in ways.items() if times is None)
         if not self.ways:
             raise NotShared(self.fitted.target.name)
         self.alone_ms: Callable[[str, int, int, int], float] = cache(self._alone_ms)
-        self.slowdown: Callable[[str, tuple[int, int, int], tuple[int, int, int]], float] = cache(self._slowdown)
+        self.at_paces_ms: Callable[[str, int, int, int], Floats] = cache(self._at_paces_ms)
+        self.slowdowns: Callable[[str, tuple[int, int, int], tuple[int, int, int]], Floats] = cache(self._slowdowns)
 
-    def plans(self) -> list[_Plan]:
+    def plans(self) -> list[Plan]:
         """Every way with every choice of shares. Each batch is the smallest with room for the requests, where one has."""
         plans = []
         for way, times in self.ways.items():
@@ -175,26 +190,26 @@ class _Question:
                     enough = (batch for batch in of_model
                               if batch >= needed * self.alone_ms(way, place, batch, sharing.percent_of(place)))
                     batches.append(next(enough, of_model[-1]))
-                plans.append(_Plan(way, sharing, tuple(batches)))
+                plans.append(Plan(way, sharing, tuple(batches)))
         return plans
 
-    def case(self, plan: _Plan, end: int | None = None) -> Case:
+    def case(self, plan: Plan, end: int | None = None) -> Case:
         """A plan to simulate: with runs as predicted, or all at the lower (0) or the upper (1) end of their intervals."""
         of_models = [(place, batch, plan.sharing.percent_of(place)) for place, batch in enumerate(plan.batches)]
         runs_ms = []
         for place, batch, percent in of_models:
             prediction = self.runs[place][batch].prediction
             ratio = 1.0 if end is None else prediction.interval_ms[end] / prediction.latency_ms
-            runs_ms.append(np.array([ratio * self.alone_ms(plan.way, place, batch, percent)]))
-        slowdowns = np.ones((len(of_models), len(of_models)))
+            runs_ms.append(ratio * self.at_paces_ms(plan.way, place, batch, percent))
+        slowdowns = np.ones((len(of_models), len(of_models), SAMPLES))
         for (first, model), (second, other) in product(enumerate(of_models), repeat=2):
             if first != second:
-                slowdowns[first, second] = self.slowdown(plan.way, model, other)
+                slowdowns[first, second] = self.slowdowns(plan.way, model, other)
         return Case([model.rate_per_s for model in self.models], plan.batches, runs_ms, slowdowns)
 
     def simulated(self, cases: Sequence[Case], effort: tuple[int, int]) -> list[list[Served]]:
         requests, repetitions = effort
-        return served(cases, np.random.default_rng(SEED), requests, repetitions)
+        return served(cases, np.random.default_rng(SEED), requests, repetitions, self.host)
 
     def merit(self, results: Sequence[Served]) -> tuple[float, ...]:
         """What a plan is chosen by, more is better: the headrooms, the least first; then, where requests are not answered, how
@@ -206,9 +221,15 @@ class _Question:
     def _alone_ms(self, way: str, place: int, batch: int, percent: int) -> float:
         return self.ways[way].alone_ms(self.runs[place][batch], percent)
 
-    def _slowdown(self, way: str, model: tuple[int, int, int], other: tuple[int, int, int]) -> float:
+    def _at_paces_ms(self, way: str, place: int, batch: int, percent: int) -> Floats:
+        """How long a run takes alone at each of PACES."""
+        run = self.serving[place][batch]
+        return np.array([self.ways[way].alone_ms(run.at_pace(pace), percent) for pace in PACES])
+
+    def _slowdowns(self, way: str, model: tuple[int, int, int], other: tuple[int, int, int]) -> Floats:
         (place, batch, percent), (other_place, other_batch, other_percent) = model, other
-        return self.ways[way].slowdown(self.runs[place][batch], percent, self.runs[other_place][other_batch], other_percent)
+        return self.ways[way].slowdowns(self.serving[place][batch], percent, self.serving[other_place][other_batch],
+                                        other_percent)
 
 
 def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
@@ -228,9 +249,12 @@ def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequenc
     """
     if len(models) > MOST_MODELS:
         raise UserError(f"{len(models)} models: advice is for {MOST_MODELS} at most")
-    question = _Question(predictor, models, batches, percentile, host_pace)
+    runs = [{batch: predictor.run(model.model, dims={**model.dims, BATCH: batch}, host_pace=host_pace)
+             for batch in sorted(set(of_model))}
+            for model, of_model in zip(models, batches, strict=True)]
+    question = Question(predictor.fitted, models, runs, percentile)
     plans = _searched(question)
-    best: dict[str, tuple[_Plan, list[Served]]] = {}
+    best: dict[str, tuple[Plan, list[Served]]] = {}
     for plan, results in zip(plans, question.simulated([question.case(plan) for plan in plans], FINAL), strict=True):
         if plan.way not in best or question.merit(results) > question.merit(best[plan.way][1]):
             best[plan.way] = plan, results
@@ -250,7 +274,7 @@ def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequenc
                          meets=ways[0].meets, ways=ways, not_learned=question.not_learned, warnings=tuple(warnings))
 
 
-def _searched(question: _Question) -> list[_Plan]:
+def _searched(question: Question) -> list[Plan]:
     """The plans of all ways and shares, each with the best batches that were found: model after model, with those of the others
     as they are, until nothing changes."""
     plans = question.plans()
@@ -269,7 +293,7 @@ def _searched(question: _Question) -> list[_Plan]:
     return plans
 
 
-def _shared_way(question: _Question, plan: _Plan, results: Sequence[Served], ends: Sequence[Sequence[Served]]) -> SharedWay:
+def _shared_way(question: Question, plan: Plan, results: Sequence[Served], ends: Sequence[Sequence[Served]]) -> SharedWay:
     """A plan as it is answered."""
     models = []
     for place, (model, result, low, high) in enumerate(zip(question.models, results, *ends, strict=True)):

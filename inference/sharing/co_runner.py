@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SHOWN_PERCENTILES = (50, 95, 99)
 LoadSource = Literal["probe", "metrics", "share", "prediction"]
+SAMPLES = 20  # of a distribution, where requests are simulated
 SEED = 7  # of the simulated callers: the same question has the same answer
 
 
@@ -68,6 +69,11 @@ class UnderLoad(Frozen):
     def percentile_ms(self, percent: float) -> float:
         """The latency that `percent` % of the runs do not exceed."""
         return float(np.interp(percent, np.arange(len(self.percentiles_ms)), self.percentiles_ms))
+
+    def slowdowns(self, alone_ms: float) -> npt.NDArray[np.float64]:
+        """SAMPLES of how many times as long as alone a run takes, equally likely, with the mean of all runs."""
+        samples = np.interp(100.0 * (np.arange(SAMPLES) + 0.5) / SAMPLES, np.arange(101), self.percentiles_ms)
+        return samples * (self.mean_ms / alone_ms / samples.mean())
 
     def later_by(self, more_ms: float) -> UnderLoad:
         """The distribution with every run longer by `more_ms`: the part of a run that is not simulated next to the other

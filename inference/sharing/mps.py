@@ -16,6 +16,7 @@ from utils.errors import UserError
 from utils.sharing_mode import ALL_THREADS, SetSharing
 
 if TYPE_CHECKING:
+    from graph_model.simulation.pipeline import Floats
     from inference.core.model_run import PredictedRun
     from inference.core.targets import Fitted
     from training.sharing.mps import LearnedMps
@@ -47,10 +48,10 @@ class ThroughMps:
         """The latency of a run with a share of the threads, while nothing else runs."""
         return self._alone_ms(model, self._process(model, percent))
 
-    def slowdown(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> float:
-        """How many times as long as alone, with the same share, a run takes on average while the other model runs in a loop."""
+    def slowdowns(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> Floats:
+        """How many times as long as alone, with the same share, runs take while the other model runs in a loop."""
         alone_ms, under_load = self.alone_and_beside(model, percent, other, other_percent)
-        return under_load.mean_ms / alone_ms
+        return under_load.slowdowns(alone_ms)
 
     def alone_and_beside(self, model: PredictedRun, percent: int, other: PredictedRun,
                          other_percent: int) -> tuple[float, UnderLoad]:

@@ -13,6 +13,7 @@ from inference.sharing.shared_models import Pair, pair, shared_model_of
 from utils.sharing_mode import SLICES, SetSharing
 
 if TYPE_CHECKING:
+    from graph_model.simulation.pipeline import Floats
     from inference.core.model_run import PredictedRun
     from inference.core.targets import Fitted
 
@@ -29,8 +30,9 @@ class WayTimes(Protocol):
     def alone_ms(self, model: PredictedRun, percent: int) -> float:
         """The mean latency of a run with its share, while nothing else runs."""
 
-    def slowdown(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> float:
-        """How many times as long as alone, with the same share, a run takes on average while the other model runs in a loop."""
+    def slowdowns(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> Floats:
+        """How many times as long as alone, with the same share, runs take while the other model runs in a loop: equally likely
+        ratios, SAMPLES of them."""
 
 
 class TimeSlices:
@@ -42,9 +44,9 @@ class TimeSlices:
     def alone_ms(self, model: PredictedRun, percent: int) -> float:
         return model.alone_ms
 
-    def slowdown(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> float:
+    def slowdowns(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> Floats:
         shared, neighbour = (shared_model_of(run, as_here=False) for run in (model, other))
-        return shared.next_to(neighbour.in_a_loop(shared), "prediction").mean_ms / model.alone_ms
+        return shared.next_to(neighbour.in_a_loop(shared), "prediction").slowdowns(model.alone_ms)
 
 
 def ways_of(fitted: Fitted) -> dict[str, WayTimes | None]:

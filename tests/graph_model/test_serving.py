@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graph_model.simulation.serving import Case, Served, busy_share, served
+from graph_model.simulation.serving import PACES, STEADY, Case, Host, Served, busy_share, served
 
 ALONE = np.ones((1, 1))
 
 
-def one(rate_per_s: float, run_ms: float | list[float], batch: int = 1, requests: int = 20_000) -> Served:
+def one(rate_per_s: float, run_ms: float, batch: int = 1, requests: int = 20_000) -> Served:
     """A model that is served alone."""
-    case = Case([rate_per_s], [batch], [np.atleast_1d(run_ms)], ALONE)
+    case = Case([rate_per_s], [batch], [np.array([run_ms])], ALONE)
     return served([case], np.random.default_rng(1), requests)[0][0]
 
 
@@ -26,10 +26,39 @@ def test_one_request_each_run(load: float) -> None:
     assert found.stable
 
 
+def of_host(host: Host, rate_per_s: float) -> Served:
+    """A model that is served alone and needs its host alone: 2 ms at the usual pace."""
+    case = Case([rate_per_s], [1], [2.0 * np.array(PACES)], ALONE)
+    return served([case], np.random.default_rng(1), 60_000, host=host)[0][0]
+
+
 def test_runs_that_differ() -> None:
-    """M/G/1: the mean wait is λ E[S²]/(2(1 − ρ))."""
-    found = one(300.0, [1.0, 3.0], requests=60_000)
-    assert found.mean_ms == pytest.approx(2.0 + 0.3 * 5.0 / (2.0 * 0.4), rel=0.04)
+    """M/G/1 where the host's pace is another one for each run: the mean wait is λ E[S²]/(2(1 − ρ)). Where a pace lasts, runs
+    queue up meanwhile."""
+    changing = Host(np.array([0.6, 1.4]), 1e-9, *STEADY[2:])
+    found = of_host(changing, 300.0)
+    assert found.run_ms == pytest.approx(2.0, rel=0.01)
+    assert found.mean_ms == pytest.approx(2.0 + 0.3 * (1.2**2 + 2.8**2) / 2.0 / (2.0 * 0.4), rel=0.04)
+    assert of_host(changing._replace(lasts_ms=100.0), 300.0).mean_ms > 1.1 * found.mean_ms
+    assert of_host(Host(np.array([1.3]), 1e-9, *STEADY[2:]), 300.0).run_ms == pytest.approx(2.6)  # between two of PACES
+
+
+def test_a_host_that_was_idle() -> None:
+    """Requests that come every 100 ms on average find it idle for as long, but for a few of them."""
+    waking = Host(np.ones(1), np.inf, np.array([1.0, 10.0]), np.array([1.0, 1.5]))
+    assert of_host(waking, 10.0).run_ms == pytest.approx(3.0, rel=0.05)
+    assert of_host(waking, 450.0).run_ms == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_slowdown_for_each_run() -> None:
+    """Beside a model that is always busy, the runs take 2 and 6 ms by turns; in the mean 4 ms, and the slow ones decide p95."""
+    slowdowns = np.ones((2, 2, 2))
+    slowdowns[0, 1] = 1.0, 3.0
+    case = Case([1.0, 5000.0], [1, 1], [np.array([2.0]), np.array([3.0])], slowdowns)
+    model, _ = served([case], np.random.default_rng(4))[0]
+    assert model.run_ms == pytest.approx(4.0, rel=0.03)
+    assert model.percentile_ms(25) == pytest.approx(2.0, rel=0.01)
+    assert model.percentile_ms(95) == pytest.approx(6.0, rel=0.01)
 
 
 @pytest.mark.parametrize(("rate_per_s", "batch"), [(400.0, 4), (1500.0, 8), (3000.0, 16)])

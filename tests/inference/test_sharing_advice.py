@@ -15,16 +15,18 @@ import yaml
 from command import run_script
 
 from benchmark.serving.config import BATCH, ServedModel
+from graph_model.simulation.pipeline import Floats
 from graph_model.simulation.serving import Case, served
 from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.reporting.pairs import share_chart
 from inference.sharing.advice import FINAL, SEED, SharingAdvice, advise, verdict
-from inference.sharing.co_runner import NotShared
+from inference.sharing.co_runner import SAMPLES, NotShared
 from inference.sharing.mps import NotThroughMps
 from inference.sharing.shared_models import Pair
 from inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes
 from training.sharing.learned import Sharing, sharing_path
+from training.sharing.serving import read_serving, serving_path
 from utils import files
 from utils.cli import EXIT_SLO_MISSED
 from utils.errors import UserError
@@ -52,15 +54,15 @@ class MadeUp:
     def alone_ms(self, model: PredictedRun, percent: int) -> float:
         return self._alone_ms[percent]
 
-    def slowdown(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> float:
-        return self._slowdown
+    def slowdowns(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> Floats:
+        return np.full(SAMPLES, self._slowdown)
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, torch_models: dict[str, Path]) -> Workspace:
     """The predictors that ship for an H200 with made-up sharing, and a model with a dynamic batch."""
     made = Workspace(tmp_path_factory.mktemp("advice"))
-    shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET), ignore=shutil.ignore_patterns("mps*"))
+    shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET), ignore=shutil.ignore_patterns("mps*", "serving*"))
     files.write_json(sharing_path(made.predictors(TARGET)), SHARING)
     made.models.mkdir(parents=True)
     dynamic = onnx.load(torch_models["resnet18"])
@@ -100,9 +102,10 @@ def test_a_model_alone(predictor: Predictor) -> None:
     advice = advise(predictor, [net(100.0, 5.0)], [[1]])
     only, = advice.ways[0].models
     run = predictor.run(NET, dims={"batch": 1})
-    alone = served([Case([100.0], [1], [np.array([run.alone_ms])], np.ones((1, 1)))], np.random.default_rng(SEED), *FINAL)[0][0]
-    assert (only.alone_ms, only.run_ms) == (run.alone_ms, pytest.approx(run.alone_ms))
-    assert only.p95_ms == only.latency_ms == alone.percentile_ms(95)
+    case = Case([100.0], [1], [np.array([run.alone_ms])], np.ones((1, 1, SAMPLES)))
+    alone = served([case], np.random.default_rng(SEED), *FINAL)[0][0]
+    assert (only.alone_ms, only.run_ms) == pytest.approx((run.alone_ms, run.alone_ms))
+    assert only.p95_ms == only.latency_ms == pytest.approx(alone.percentile_ms(95))
     assert only.headroom == pytest.approx(1.0 - alone.percentile_ms(95) / 5.0)
     low_ms, high_ms = only.between_ms
     assert low_ms is not None
@@ -112,6 +115,23 @@ def test_a_model_alone(predictor: Predictor) -> None:
     assert advice.not_learned == (MPS, MPS_SHARES, MIG)
 
 
+def test_on_a_host_that_serves(workspace: Workspace, predictor: Predictor) -> None:
+    """What was learned of such hosts: their pace changes from run to run, and they were idle before most of the requests."""
+    steady = advise(predictor, [net(20.0, 5.0)], [[1]]).ways[0].models[0]
+    path = serving_path(workspace.predictors(TARGET))
+    shutil.copy(SHIPPED / TARGET / path.name, path)
+    changing = advise(Predictor(workspace, TARGET), [net(20.0, 5.0)], [[1]]).ways[0].models[0]
+    path.unlink()
+    learned = read_serving(SHIPPED / TARGET)
+    assert learned is not None
+    assert changing.alone_ms == steady.alone_ms == pytest.approx(steady.run_ms)
+    longest_idle = learned.slower[-1]  # 50 ms on average; and the host is the slower track
+    assert changing.run_ms == pytest.approx(learned.middle * longest_idle * steady.run_ms, rel=0.1)
+    assert changing.p50_ms is not None
+    assert changing.p95_ms is not None
+    assert changing.p95_ms > 1.2 * changing.p50_ms > 1.2 * steady.run_ms
+
+
 def test_two_models_in_time_slices(predictor: Predictor) -> None:
     """Beside another that is busy for a part of the time, a run takes longer than alone, and less than beside a loop."""
     pair = predictor.pair(NET, NET, dims={"batch": 4}, second_dims={"batch": 1})
@@ -119,7 +139,9 @@ def test_two_models_in_time_slices(predictor: Predictor) -> None:
     for model, of_pair in zip(advice.ways[0].models, pair.models, strict=True):
         assert of_pair.idle_ms == model.alone_ms < model.run_ms < of_pair.under_load.mean_ms
     slices, (first, second) = TimeSlices(), (predictor.run(NET, dims={"batch": batch}) for batch in (4, 1))
-    assert slices.slowdown(first, 100, second, 100) == pair.models[0].under_load.mean_ms / pair.models[0].idle_ms
+    slowdowns = slices.slowdowns(first, 100, second, 100)
+    assert slowdowns.mean() == pytest.approx(pair.models[0].under_load.mean_ms / pair.models[0].idle_ms)
+    assert slowdowns.min() < slowdowns.mean() < slowdowns.max()
 
 
 def test_two_models_through_mps(through_mps: Predictor) -> None:

@@ -1,0 +1,201 @@
+"""Compares advice on sharing a GPU with how its models were then served.
+
+Reads the predictors of --workspace and --target, and of the workspace --served the sets of models that were measured under
+several ways of sharing (benchmark/served_sets.py), and their kernel records. Each set is predicted under each way as it was
+measured, at the pace that the host's probe had in the servers' own processes, or else in the readings in the folder `host_pace`.
+Prints the errors of a run beside the others, and of the mean and the 95th percentile of requests; and how often the way with the
+most predicted headroom met all objectives, of the sets in which any measured way did, and came within 5 % of the best headroom.
+Percentiles of models that left more than 2 % of their requests unserved are not known; they miss their objectives.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmark.serving.config import BATCH
+from benchmark.serving.results import ModelResult, SetResult, read_results
+from graph_model.simulation.serving import Served
+from inference.core.host_pace import given_pace, ratio_of
+from inference.core.model_run import PredictedRun
+from inference.core.predictor import Predictor
+from inference.sharing.advice import FINAL, Plan, Question
+from inference.sharing.ways import MPS, MPS_SHARES
+from records.kernel_record import record_name
+from records.kernel_record_files import read_model_record, record_path
+from training.sharing.serving_fit import host_pace_us
+from utils import cli
+from utils.errors import UserError
+from utils.paths import Workspace
+from utils.sharing_mode import ALL_THREADS, SLICES, SetSharing
+
+MOST_UNSERVED = 0.02  # of the requests: with more the percentiles are not known
+CLOSE = 0.05  # of the objective: headrooms that count as alike
+PERCENT = 95
+HOST_BOUND = 1.1  # times as long at 1.4 times the host's pace: more is bound by the host
+EXAMPLES = """
+python recipes/h200/judge_advice.py --workspace out/h100 --target nvidia-h100-80gb-hbm3-cuda-ort1.31-all \\
+  --served out/served  # needs both
+"""
+
+
+class Judged(NamedTuple):
+    """A model of a set under a way of sharing: as measured, and as predicted.
+
+    Attributes:
+        host_bound: how many times as long its runs take alone where the host takes 1.4 times as long.
+    """
+
+    model: str
+    slo_ms: float
+    measured: ModelResult
+    predicted: Served
+    host_bound: float
+
+    @property
+    def measured_ms(self) -> float:
+        """The percentile of the objective; infinite where too many requests were not served."""
+        latency = self.measured.latency
+        served = self.measured.unserved <= MOST_UNSERVED * self.measured.requests
+        return latency.p95_ms if latency and served else math.inf
+
+
+class JudgedWay(NamedTuple):
+    """A set under a way of sharing, and its models."""
+
+    way: str
+    models: tuple[Judged, ...]
+
+    @property
+    def measured(self) -> float:
+        """The least headroom that was measured; −∞ where a model could not keep up."""
+        return min(1.0 - model.measured_ms / model.slo_ms for model in self.models)
+
+    @property
+    def predicted(self) -> float:
+        """The least headroom that is predicted."""
+        return min(1.0 - model.predicted.percentile_ms(PERCENT) / model.slo_ms for model in self.models)
+
+
+def kind_of(sharing: SetSharing, models: int) -> str:
+    """The way of sharing without its shares."""
+    if not sharing.mps:
+        return SLICES
+    return MPS if all(sharing.percent_of(place) == ALL_THREADS for place in range(models)) else MPS_SHARES
+
+
+def pace_us(results: Sequence[SetResult], served: Workspace) -> float:
+    """The time of the host's probe (µs): the median of what the servers read, or of the readings beside them."""
+    readings = [reading for result in results for of_model in result.results for reading in of_model.probe_us]
+    return median(readings) if readings else host_pace_us(served)
+
+
+def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
+    """All sets of several models, each under the ways in which it was measured.
+
+    Raises:
+        UserError: nothing was measured on the target, or a record is missing.
+    """
+    path = served.served_sets(predictor.fitted.target.name)
+    results = [result for result in read_results(path).values() if result.status == "ok" and len(result.models) > 1]
+    if not results:
+        raise UserError(f"{path}: no set of several models was measured")
+    pace = given_pace(ratio_of(pace_us(results, served), predictor.fitted))
+    runs: dict[str, PredictedRun] = {}
+
+    def run_of(stem: str, dims: Mapping[str, int]) -> PredictedRun:
+        name = record_name(stem, dict(dims), static=True)
+        if name not in runs:
+            file = record_path(served, predictor.fitted.target.flavour, name)
+            if not file.is_file():
+                raise UserError(f"{file}: no record of {name}, which was served; make it with: python "
+                                "ort_analysis/fusion_detector.py --device cuda --static")
+            runs[name] = predictor.run(read_model_record(file), host_pace=pace)
+        return runs[name]
+
+    found: dict[str, list[JudgedWay]] = {}
+    questions: dict[str, Question] = {}
+    for result in cli.progress(results, "sets"):
+        models, key = result.models, str(result.models)
+        if key not in questions:
+            questions[key] = Question(predictor.fitted, models, [
+                {model.batch: run_of(model.model.stem, {**model.dims, BATCH: model.batch})} for model in models])
+        sharing = SetSharing.parse(result.way)
+        plan = Plan(kind_of(sharing, len(models)), sharing, tuple(model.batch for model in models))
+        (predicted,) = questions[key].simulated([questions[key].case(plan)], FINAL)
+        found.setdefault(key, []).append(JudgedWay(result.way, tuple(
+            Judged(model.model.stem, model.slo_ms, measured, of_model, _host_bound(run_of(
+                model.model.stem, {**model.dims, BATCH: model.batch})))
+            for model, measured, of_model in zip(models, result.results, predicted, strict=True))))
+    return list(found.values())
+
+
+def _host_bound(run: PredictedRun) -> float:
+    return run.at_pace(1.4).alone_ms / run.alone_ms
+
+
+def errors(name: str, models: Sequence[Judged]) -> dict[str, Any]:
+    """Errors in per cent: of a run, of the mean latency and of the percentile, each with its bias (of the geometric mean)."""
+    row: dict[str, Any] = {"of": name, "cases": len(models)}
+    for what, pairs in {
+        "run": [(model.predicted.run_ms, model.measured.runs.mean_ms) for model in models if model.measured.runs],
+        "mean": [(model.predicted.mean_ms, model.measured.latency.mean_ms) for model in models if model.measured.latency],
+        f"p{PERCENT}": [(model.predicted.percentile_ms(PERCENT), model.measured_ms) for model in models],
+    }.items():
+        ratios = np.array([predicted / measured for predicted, measured in pairs if math.isfinite(predicted)])
+        row |= {f"{what}_%": 100 * float(np.abs(ratios - 1.0).mean()),
+                f"{what}_median_%": 100 * float(np.median(np.abs(ratios - 1.0))),
+                f"{what}_bias_%": 100 * float(np.expm1(np.log(ratios).mean()))}
+    return row
+
+
+def tables(sets: Sequence[Sequence[JudgedWay]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The errors, and how good the advice is."""
+    known = [(kind_of(SetSharing.parse(way.way), len(way.models)), model) for ways in sets for way in ways
+             for model in way.models if math.isfinite(model.measured_ms)]
+    classes = {"all": [model for _, model in known]}
+    classes |= {kind: of_kind for kind in (SLICES, MPS, MPS_SHARES) if (of_kind := [model for of, model in known if of == kind])}
+    classes |= {name: of_class for name, bound in (("the GPU is the slower track", False), ("the host is", True))
+                if (of_class := [model for _, model in known if (model.host_bound > HOST_BOUND) == bound])}
+    advised = [max(ways, key=lambda way: way.predicted) for ways in sets]
+    best = [max(way.measured for way in ways) for ways in sets]
+    possible = [(way, headroom) for way, headroom in zip(advised, best, strict=True) if headroom >= 0.0]
+    counts = {"sets": len(sets), "in which a measured way meets all objectives": len(possible),
+              "… the advised way does": sum(way.measured >= 0.0 for way, _ in possible),
+              f"… with a headroom within {CLOSE:.0%} of the best": sum(way.measured >= most - CLOSE for way, most in possible),
+              **{f"… {name} would": sum(way.measured >= 0.0 for ways in sets for way in ways if way.way == name)
+                 for name in (MPS, SLICES)},
+              "rightly said whether a way does": sum((way.predicted >= 0.0) == (most >= 0.0)
+                                                     for way, most in zip(advised, best, strict=True))}
+    return [errors(name, models) for name, models in classes.items()], [
+        {"advice": name, "count": count} for name, count in counts.items()]
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", required=True, help="name of a target, as for a prediction")
+    parser.add_argument("--served", type=Path, required=True, metavar="WORKSPACE",
+                        help="workspace with measured sets, and the records of their models")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    of_errors, of_advice = tables(judge(Predictor(workspace, args.target), Workspace(args.served)))
+    if args.json:
+        cli.print_json({"errors": of_errors, "advice": of_advice})
+    else:
+        cli.print_table(of_errors)
+        cli.print_table(of_advice)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

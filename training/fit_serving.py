@@ -1,0 +1,88 @@
+"""Learns how a host's pace changes while it serves requests: from run to run, and after it was idle.
+
+Reads the predictors and the composition of a GPU target, and a workspace (--served) with models that were served alone in time
+slices (benchmark/served_sets.py), their kernel records, and readings of the host's pace meanwhile in its folder `host_pace`.
+The target whose host it was may be another one. Writes training/predictors/<target>/serving.json, by which
+inference/sharing_advice.py simulates requests. Models count where the host is the slower track.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from typing import Any
+
+from training.composition.fitted import read_composition
+from training.kernels.predictors import read_predictors
+from training.sharing.serving import ServingHost, serving_path
+from training.sharing.serving_fit import host_pace_us, learned_host, served_alone, served_runs, tracks_of_served
+from utils import cli, files
+from utils.errors import UserError
+from utils.locks import sole_writer
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("serving")
+EXAMPLES = """
+python training/fit_serving.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --served out/served
+"""
+
+
+def fit_target(workspace: Workspace, measured: Workspace, target: str) -> ServingHost:
+    """What is learned of a host that serves a target's models.
+
+    Raises:
+        UserError: the composition is not a GPU's two tracks, no host's pace was recorded, nothing was served alone, no model
+            of it is bound by the host, or a record is missing.
+    """
+    folder = workspace.predictors(target)
+    composition, predictors = read_composition(folder), read_predictors(folder)
+    if composition.costs is None or composition.probe_us is None:
+        raise UserError(f"{target}: its composition knows no host's pace; it can only be learned for a GPU's two tracks "
+                        "(composition pipeline)")
+    alone = served_alone(measured)
+    runs = [of_model for result, requests in alone
+            if (of_model := served_runs(requests, tracks_of_served(result, measured, predictors), composition.costs))]
+    if not runs:
+        raise UserError(f"{measured.root}: the GPU is the slower track of all models that were served alone, so they say "
+                        "nothing of the host; serve smaller ones")
+    return learned_host(runs, alone[0][0].machine.device_name, host_pace_us(measured) / composition.probe_us)
+
+
+def shown(learned: ServingHost) -> list[dict[str, Any]]:
+    """What was learned, in a table."""
+    return [{"of": "pace of the host, to the usual one (probe)", "value": learned.pace},
+            {"of": "pace in runs to the probe's, lowest", "value": min(learned.paces)},
+            {"of": "… median", "value": learned.middle},
+            {"of": "… highest", "value": max(learned.paces)},
+            {"of": "lasts (ms)", "value": learned.lasts_ms},
+            *({"of": f"slower after {idle_ms:.3g} ms idle", "value": slower}
+              for idle_ms, slower in zip(learned.idle_ms, learned.slower, strict=True))]
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", required=True, help="name of a target in training/predictors")
+    parser.add_argument("--served", type=Path, required=True, metavar="WORKSPACE",
+                        help="workspace with models that were served alone, their records, and readings of the host's pace")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    if not args.served.is_dir():
+        raise UserError(f"--served {args.served}: no such folder")
+    with sole_writer(workspace.predictors("")):
+        learned = fit_target(workspace, Workspace(args.served), args.target)
+        files.write_json(path := serving_path(workspace.predictors(args.target)), learned)
+    log.info("saved %s: from %d runs of %d models", path, learned.runs, learned.models)
+    if args.json:
+        cli.print_json(learned.model_dump(mode="json"))
+    else:
+        cli.print_table(shown(learned))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

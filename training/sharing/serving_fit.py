@@ -1,0 +1,170 @@
+"""Fits how the pace of a host changes while it serves requests.
+
+Models were served alone (benchmark/served_sets.py). Where the host is the slower track, the time of a run says how fast the
+host was: the pace at which the simulated run takes as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmark.serving.results import SetResult, read_results, samples_path
+from graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
+from records.host_pace import read_pace
+from records.kernel_record import record_name
+from records.kernel_record_files import read_model_record, record_path
+from records.measurement import GPU_LABEL
+from training.composition.measured_models import MeasuredModel, tracks
+from training.kernels.predictors import Predictors
+from training.kernels.settings import LAUNCHES
+from training.sharing.serving import ServingHost
+from utils.errors import UserError
+from utils.paths import Workspace
+from utils.sharing_mode import SLICES
+
+Floats = npt.NDArray[np.float64]
+PACES = np.linspace(0.5, 4.0, 71)  # at which runs are simulated
+HOST_BOUND = 1.3  # a model counts if it takes so many times as long where the host takes 1.4 times as long
+IDLE_MS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # borders between classes of idle times
+LEAST_IDLE_MS, MOST_IDLE_MS = 1.0, 48.0  # that stand for the first class and the last
+QUANTILES = 12  # of the paces that are kept
+APART_MS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # borders between classes of the time between two runs
+LASTS_MS = (1.0, 3.0, 10.0, 20.0, 30.0, 50.0, 70.0, 100.0, 200.0)  # to choose from
+
+
+class ServedRuns(NamedTuple):
+    """The runs of a model that was served alone, in order.
+
+    Attributes:
+        starts_ms: of each.
+        idle_ms: from the end of the run before to its start; infinite for the first.
+        paces: of the host, at which a simulated run takes as long; ratios to the usual pace.
+    """
+
+    starts_ms: Floats
+    idle_ms: Floats
+    paces: Floats
+
+
+def served_alone(workspace: Workspace) -> list[tuple[SetResult, Path]]:
+    """The models of a workspace that were served alone, with the files of their requests.
+
+    Raises:
+        UserError: there are none, or several targets.
+    """
+    paths = sorted(workspace.served_sets("").parent.glob("*.jsonl"))
+    if len(paths) != 1:
+        raise UserError(f"{workspace.root}: served sets of {len(paths)} targets, where those of one are needed; measure with: "
+                        "recipes/h200/measure_served_sets.sh")
+    alone = [(result, samples_path(paths[0], result.key)) for result in read_results(paths[0]).values()
+             if len(result.models) == 1 and result.way == SLICES and result.status == "ok"]
+    if not alone:
+        raise UserError(f"{paths[0]}: no model was served alone in time slices: add sets of one model to the config")
+    return alone
+
+
+def host_pace_us(workspace: Workspace) -> float:
+    """The median of the readings of the host's probe (µs) in a workspace's folder `host_pace`.
+
+    Raises:
+        UserError: there are none, or one is damaged.
+    """
+    readings = [read_pace(path).probe_us for path in sorted((workspace.root / "host_pace").glob("*.json"))]
+    if not readings:
+        raise UserError(f"{workspace.root / 'host_pace'}: no reading of the host's pace; make some while models are served: "
+                        "python benchmark/host_pace.py --out FILE")
+    return median(readings)
+
+
+def tracks_of_served(result: SetResult, workspace: Workspace, predictors: Predictors) -> Tracks:
+    """The tracks of a run of a model that was served alone.
+
+    Raises:
+        UserError: its record is missing or damaged.
+    """
+    served, = result.models
+    name = record_name(served.model.stem, {**served.dims, "batch": served.batch}, static=True)
+    path = record_path(workspace, predictors.sidecar.target.flavour, name)
+    if not path.is_file():
+        raise UserError(f"{path}: no record of {name}, which was served; make it with: python ort_analysis/fusion_detector.py "
+                        f"--device cuda --static --dim batch={served.batch} --model {served.model.name}")
+    record = read_model_record(path)
+    kernels = list(record.kernels.values())
+    gpu_ms, launches = (dict(zip(record.kernels, predictors.predict(kernels, {}, label).latency_ms, strict=True))
+                        for label in (GPU_LABEL, LAUNCHES))
+    return tracks(MeasuredModel(record, record.group, np.nan), gpu_ms, launches).tracks
+
+
+def served_runs(requests: Path, tracks_of_run: Tracks, costs: PipelineCosts) -> ServedRuns | None:
+    """The runs in a file of requests; None where the GPU is the slower track, so that they say nothing of the host."""
+    at_paces_ms = np.array([pipeline_ms(tracks_of_run, costs.at_pace(pace)) for pace in PACES])
+    usual_ms, slower_ms = np.interp((1.0, 1.4), PACES, at_paces_ms)
+    if slower_ms < HOST_BOUND * usual_ms:
+        return None
+    with np.load(requests) as samples:
+        firsts = np.cumsum([0, *samples["counts_0"][:-1]]).astype(int)
+        starts_ms, ends_ms = (1e3 * samples[f"{name}_0"][firsts] for name in ("starts_s", "ends_s"))
+    idle_ms = np.append(np.inf, starts_ms[1:] - ends_ms[:-1])
+    return ServedRuns(starts_ms, idle_ms, np.interp(ends_ms - starts_ms, at_paces_ms, PACES))
+
+
+def learned_host(of_models: Sequence[ServedRuns], learned_on: str, pace: float) -> ServingHost:
+    """What the runs of several models, one after another on the same host, say of it.
+
+    Args:
+        of_models: that were served alone.
+        learned_on: the target.
+        pace: of the host by its probe, a ratio to the usual one.
+    """
+    weights = np.concatenate([np.full(len(runs.paces), 1.0 / len(runs.paces)) for runs in of_models])  # each model alike
+    paces, idle_ms = (np.concatenate([getattr(runs, name) for runs in of_models]) for name in ("paces", "idle_ms"))
+    warm = idle_ms < LEAST_IDLE_MS
+    evenly = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    slower = _slower_after_idle(of_models, weights)
+    middles = [LEAST_IDLE_MS, *np.sqrt(np.array(IDLE_MS[:-1]) * IDLE_MS[1:]), MOST_IDLE_MS]
+    return ServingHost(
+        learned_on=learned_on, models=len(of_models), runs=len(paces), pace=pace, lasts_ms=_lasts_ms(of_models),
+        paces=tuple(float(value) for value in _quantiles(paces[warm], weights[warm], evenly) / pace),
+        idle_ms=tuple(float(value) for value in middles), slower=tuple(float(value) for value in slower))
+
+
+def _quantiles(values: Floats, weights: Floats, shares: Floats) -> Floats:
+    order = np.argsort(values)
+    return np.interp(shares, (np.cumsum(weights[order]) - weights[order] / 2.0) / weights.sum(), values[order])
+
+
+def _slower_after_idle(of_models: Sequence[ServedRuns], weights: Floats) -> Floats:
+    """How many times as long the host takes after each class of idle times, relative to the first; never less than after a
+    shorter time. Found by least squares over logarithms, with a level for each model."""
+    classes = np.concatenate([np.digitize(runs.idle_ms, IDLE_MS) for runs in of_models])
+    models = np.repeat(np.arange(len(of_models)), [len(runs.paces) for runs in of_models])
+    rows = np.zeros((len(classes), len(of_models) + len(IDLE_MS)))
+    rows[np.arange(len(classes)), models] = 1.0
+    later = np.flatnonzero(classes)
+    rows[later, len(of_models) + classes[later] - 1] = 1.0
+    logs, root = np.log(np.concatenate([runs.paces for runs in of_models])), np.sqrt(weights)
+    found = np.linalg.lstsq(rows * root[:, None], logs * root, rcond=None)[0][len(of_models):]
+    return np.maximum.accumulate(np.exp([0.0, *found]))
+
+
+def _lasts_ms(of_models: Sequence[ServedRuns]) -> float:
+    """For how long a pace lasts: the time whose exponential decay fits best to how alike the paces of two runs are, by the time
+    between them."""
+    alike: list[list[float]] = [[] for _ in APART_MS[1:]]
+    for runs in of_models:
+        logs = np.log(runs.paces)
+        apart_ms, products = runs.starts_ms[:, None] - runs.starts_ms, np.outer(logs - logs.mean(), logs - logs.mean())
+        for of_class, least_ms, most_ms in zip(alike, APART_MS[:-1], APART_MS[1:], strict=True):
+            pairs = (apart_ms >= least_ms) & (apart_ms < most_ms)
+            if pairs.any() and logs.std():
+                of_class.append(float(products[pairs].mean() / logs.var()))
+    known = [place for place, of_class in enumerate(alike) if of_class]
+    middles = np.sqrt(np.array(APART_MS[:-1]) * APART_MS[1:])[known]
+    found = np.array([np.mean(alike[place]) for place in known])
+    return min(LASTS_MS, key=lambda lasts_ms: float(((np.exp(-middles / lasts_ms) - found) ** 2).sum()))
