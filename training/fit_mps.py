@@ -17,7 +17,8 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from records.dataset_files import collected_targets, read_header
 from training.composition.fitted import read_composition
@@ -26,13 +27,18 @@ from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from training.kernels.training_set import read_training_set
 from training.sharing.mps import STEM, MpsErrors, MpsSharing, mps_path, write_mps
-from training.sharing.mps_fit import GPU_BOUND, MpsFit, fit_widths, read_way, records_of
+from training.sharing.mps_fit import GPU_BOUND, MeasuredWay, MpsFit, fit_widths, host_slowdown, read_way, records_of
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    from graph_model.simulation.mps import MpsRules
+    from graph_model.simulation.pipeline import PipelineCosts
+    from records.kernel_record import ModelRecord
 
 log = get_logger("mps")
 EXAMPLES = """
@@ -41,41 +47,89 @@ python training/fit_mps.py --workspace out/h200 --target nvidia-h200-cuda-ort1.3
 """
 
 
-def fit_target(workspace: Workspace, measured: Workspace, target: str, config: TrainingConfig, jobs: int) -> MpsSharing:
-    """What is learned of a target's sharing through MPS; the estimator of widths is written beside its predictors.
+class Measured(NamedTuple):
+    """Datasets of a card, one for each way of sharing it.
+
+    Attributes:
+        card: the target that was measured.
+        ways: what was measured under each.
+        records: of the models, by name.
+        first: the workspace of one of them; all have the same kernels.
+    """
+
+    card: str
+    ways: list[MeasuredWay]
+    records: dict[str, ModelRecord]
+    first: Workspace
+
+    def fit(self, costs: PipelineCosts) -> MpsFit:
+        """Ready to fit to, or to judge by."""
+        return MpsFit([way for way in self.ways if way.sharing.mps], self.records, costs)
+
+
+def read_measured(workspace: Workspace) -> Measured:
+    """The datasets in the folders of a workspace, which holds the models' records.
 
     Raises:
-        UserError: nothing was measured under MPS or by several cards, a record is missing, or the composition is not a GPU's
-            two tracks.
+        UserError: nothing was measured, or by several cards, or a record is missing.
+    """
+    folders = [folder for path in sorted(workspace.root.iterdir()) for folder in [Workspace(path)]
+               if folder.dataset("").is_dir()]
+    of_cards = sorted({name for folder in folders for name in collected_targets(folder)})
+    if len(of_cards) != 1:
+        raise UserError(f"{workspace.root}: " + (f"datasets of {', '.join(of_cards)}; give a folder for each" if of_cards else
+                        "no dataset in any folder of it; measure with: recipes/h200/measure_sharing.sh"))
+    ways = [read_way(folder, of_cards[0]) for folder in folders]
+    models = sorted({model for way in ways if way.sharing.mps for model in way.idle_ms})
+    target = read_header(folders[0].dataset(of_cards[0])).target
+    return Measured(of_cards[0], ways, records_of(workspace, target, models), folders[0])
+
+
+def costs_of(workspace: Workspace, target: str) -> PipelineCosts:
+    """The costs of a target's runs.
+
+    Raises:
+        UserError: its composition is not a GPU's two tracks.
     """
     composition = read_composition(workspace.predictors(target))
     if composition.costs is None:
         raise UserError(f"{target}: its composition is {composition.kind}; runs under MPS can only be predicted with a GPU's "
                         "two tracks (composition pipeline)")
-    folders = [folder for path in sorted(measured.root.iterdir()) for folder in [Workspace(path)]
-               if folder.dataset("").is_dir()]
-    of_cards = sorted({name for folder in folders for name in collected_targets(folder)})
-    if len(of_cards) != 1:
-        raise UserError(f"{measured.root}: " + (f"datasets of {', '.join(of_cards)}; give a folder for each" if of_cards else
-                        "no dataset in any folder of it; measure with: recipes/h200/measure_sharing.sh"))
-    card = of_cards[0]
-    ways = [way for folder in folders if (way := read_way(folder, card)).sharing.mps]
-    models = sorted({model for way in ways for model in way.idle_ms})
-    first = folders[0]  # all have the same kernels, of the same target
-    fit = MpsFit(ways, records_of(measured, read_header(first.dataset(card)).target, models), composition.costs)
+    return composition.costs
+
+
+def fit_target(workspace: Workspace, measured: Workspace, target: str, config: TrainingConfig, jobs: int) -> MpsSharing:
+    """What is learned of a target's sharing through MPS; the estimator of widths is written beside its predictors.
+
+    Raises:
+        UserError: as `costs_of`, `read_measured`, or nothing was measured under MPS.
+    """
+    costs, of_card = costs_of(workspace, target), read_measured(measured)
+    fit = of_card.fit(costs)
     rules, gpu_bound, host_bound = fit.fit(jobs)
-    width, width_error = fit_widths(read_training_set(first, card), fit.widths, config.seed)
-    return MpsSharing(learned_on=card, rules=rules, bytes_per_ms=fit.bytes_per_ms, width_error=width_error, gpu_bound=gpu_bound,
+    width, width_error = fit_widths(read_training_set(of_card.first, of_card.card), fit.widths, config.seed)
+    return MpsSharing(learned_on=of_card.card, rules=rules, bytes_per_ms=fit.bytes_per_ms,
+                      host_slowdown=host_slowdown(of_card.ways), width_error=width_error, gpu_bound=gpu_bound,
                       host_bound=host_bound, width=save_estimator(workspace.predictors(target), STEM, width))
 
 
-def table(learned: MpsSharing) -> list[dict[str, Any]]:
+def judged(workspace: Workspace, target: str, rules: MpsRules, measured: Workspace) -> list[dict[str, Any]]:
+    """The errors of rules for another measurement, which nothing was learned from, in a table.
+
+    Raises:
+        UserError: as `costs_of` and `read_measured`.
+    """
+    fit = read_measured(measured).fit(costs_of(workspace, target))
+    return table(*fit.errors(fit.predicted(rules)))
+
+
+def table(gpu_bound: Mapping[str, MpsErrors], host_bound: Mapping[str, MpsErrors]) -> list[dict[str, Any]]:
     """The errors in per cent, one row for each kind of model and way."""
     def row(models: str, way: str, errors: MpsErrors) -> dict[str, Any]:
         return {"models": models, "way": way, "cases": errors.cases,
                 **{f"{name}_%": 100 * getattr(errors, name) for name in ("mean", "p50", "p95")}}
 
-    kinds = {"GPU-bound": learned.gpu_bound, "host-bound": learned.host_bound}
+    kinds = {"GPU-bound": gpu_bound, "host-bound": host_bound}
     return [row(models, way, errors) for models, of_kind in kinds.items() for way, errors in of_kind.items()]
 
 
@@ -84,12 +138,15 @@ def main() -> int:
     add_options(parser, "name of a target in training/predictors (default: all)")
     parser.add_argument("--ways", type=Path, required=True, metavar="WORKSPACE",
                         help="workspace with the models' records, and in it a workspace for each way of sharing")
+    parser.add_argument("--judged", type=Path, metavar="WORKSPACE",
+                        help="another measurement, as --ways: also show the errors there; nothing is learned from it")
     parser.add_argument("--jobs", type=cli.count, default=2, metavar="N", help="processes that simulate (default: 2)")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = read_config(args.config, TrainingConfig, args.changes)
-    if not args.ways.is_dir():
-        raise UserError(f"--ways {args.ways}: no such folder; measure with: recipes/h200/measure_sharing.sh {args.ways}")
+    for option, path in (("--ways", args.ways), ("--judged", args.judged)):
+        if path is not None and not path.is_dir():
+            raise UserError(f"{option} {path}: no such folder; measure with: recipes/h200/measure_sharing.sh {path}")
 
     def fit(target: str, show: Show) -> dict[str, Any]:
         learned = fit_target(workspace, Workspace(args.ways), target, config, args.jobs)
@@ -97,9 +154,14 @@ def main() -> int:
         write_mps(workspace.predictors(target), learned)
         log.info("saved %s: widths of kernels are off by %.1f %% in families left out; %s", path, 100 * learned.width_error,
                  learned.rules)
-        show(table(learned), f"{target}: latencies beside models in loops under MPS, measured on {learned.learned_on} "
+        show(table(learned.gpu_bound, learned.host_bound),
+             f"{target}: latencies beside models in loops under MPS, measured on {learned.learned_on} "
              f"(GPU-bound: kernels take {GPU_BOUND:.0%} of the latency or more)")
-        return {"mps": learned.model_dump(mode="json")}
+        answer: dict[str, Any] = {"mps": learned.model_dump(mode="json")}
+        if args.judged:
+            answer["judged"] = judged(workspace, target, learned.rules, Workspace(args.judged))
+            show(answer["judged"], f"{target}: the same in {args.judged}, which nothing was learned from")
+        return answer
 
     with sole_writer(workspace.predictors("")):
         results = for_each_target([args.target] if args.target else trained_targets(workspace), fit, args.json)

@@ -69,7 +69,8 @@ class ThroughMps:
 
     def _alone_ms(self, model: PredictedRun, process: MpsProcess) -> float:
         fewer = with_share(process.tracks, process.grids, process.share, self._learned.sharing.rules)
-        return model.alone_ms + pipeline_ms(fewer, process.costs) - pipeline_ms(process.tracks, process.costs)
+        usual_ms = pipeline_ms(process.tracks, model.run.costs) if model.run.costs else 0.0
+        return model.alone_ms + pipeline_ms(fewer, process.costs) - usual_ms
 
 
 def mps_process(run: PredictedRun, learned: LearnedMps, percent: int) -> MpsProcess:
@@ -84,7 +85,7 @@ def mps_process(run: PredictedRun, learned: LearnedMps, percent: int) -> MpsProc
     record, tracks = run.run.record, run.run.tracks
     kernels = [record.kernels[record.nodes[place].kernel_id] for place in run.run.order]
     grids = learned.grids(kernels, run.fitted.predictors.features_of(kernels), tracks.gpu_ms)
-    return MpsProcess(tracks, costs, grids, percent / ALL_THREADS)
+    return MpsProcess(tracks, costs.at_pace(learned.sharing.host_slowdown), grids, percent / ALL_THREADS)
 
 
 def learned_elsewhere(fitted: Fitted) -> tuple[str, ...]:

@@ -2,9 +2,10 @@
 
 Reads the predictors of --workspace and --target, and of the workspace --served the sets of models that were measured under
 several ways of sharing (benchmark/served_sets.py), and their kernel records. Each set is predicted under each way as it was
-measured, at the pace that the host's probe had in the servers' own processes, or else in the readings in the folder `host_pace`.
-Prints the errors of a run beside the others, and of the mean and the 95th percentile of requests; and how often the way with the
-most predicted headroom met all objectives, of the sets in which any measured way did, and came within 5 % of the best headroom.
+measured, at the pace that the host's probe had in the servers' own processes, or else in the readings in the folder
+`host_pace`. Prints the errors of a run beside the others, and of the mean and the 95th percentile of requests; and how often
+the way with the most predicted headroom met all objectives, of the sets in which any measured way did, and came within 5 % of
+the best headroom.
 Percentiles of models that left more than 2 % of their requests unserved are not known; they miss their objectives.
 """
 
@@ -164,7 +165,8 @@ def tables(sets: Sequence[Sequence[JudgedWay]]) -> tuple[list[dict[str, Any]], l
     known = [(kind_of(SetSharing.parse(way.way), len(way.models)), model) for ways in sets for way in ways
              for model in way.models if math.isfinite(model.measured_ms)]
     classes = {"all": [model for _, model in known]}
-    classes |= {kind: of_kind for kind in (SLICES, MPS, MPS_SHARES) if (of_kind := [model for of, model in known if of == kind])}
+    classes |= {kind: of_kind for kind in (SLICES, MPS, MPS_SHARES)
+                if (of_kind := [model for of, model in known if of == kind])}
     classes |= {name: of_class for name, bound in (("the GPU is the slower track", False), ("the host is", True))
                 if (of_class := [model for _, model in known if (model.host_bound > HOST_BOUND) == bound])}
     advised = [max(ways, key=lambda way: way.predicted) for ways in sets]

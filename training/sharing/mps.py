@@ -45,6 +45,7 @@ class MpsSharing(Frozen):
         learned_on: the target whose GPU was measured; it may be another one.
         rules: of the simulation.
         bytes_per_ms: the memory's bandwidth.
+        host_slowdown: how many times as long the host takes for a run through MPS as in time slices.
         width: the estimator of how wide kernels are.
         width_error: the mean error (a ratio) of widths of kernels whose family was left out; each counts by its time.
         gpu_bound, host_bound: errors for models whose kernels take GPU_BOUND of their latency, and for the others; by
@@ -55,6 +56,7 @@ class MpsSharing(Frozen):
     learned_on: str
     rules: MpsRules
     bytes_per_ms: float
+    host_slowdown: float = 1.0
     width: Saved
     width_error: float
     gpu_bound: dict[str, MpsErrors]

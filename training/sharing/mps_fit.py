@@ -63,6 +63,8 @@ class MeasuredWay(NamedTuple):
         idle_ms, host_ms: the median latency and the host's time of each model while nothing else ran, by the record's name.
         beside: mean, median and 95th percentile (ms) beside a model in a loop without a pause, by model and background.
         looped: the record's name of each background that is a model, and how many processes ran it.
+        probe_us: the time of the host's probe while nothing else ran, by model; those that were not read are omitted.
+        beside_probe_us: the same beside a model in a loop, by model and background.
     """
 
     sharing: GpuSharing
@@ -72,6 +74,8 @@ class MeasuredWay(NamedTuple):
     host_ms: dict[str, float]
     beside: dict[tuple[str, str], Floats]
     looped: dict[str, tuple[str, int]]
+    probe_us: Mapping[str, float] = {}
+    beside_probe_us: Mapping[tuple[str, str], float] = {}
 
 
 def read_way(workspace: Workspace, target: str) -> MeasuredWay:
@@ -86,17 +90,32 @@ def read_way(workspace: Workspace, target: str) -> MeasuredWay:
     idle, loaded = models[models["Level"] == 0], models[models["Level"] > ALWAYS]
     looped = {name: (model, header.backgrounds[name].processes)
               for name, model in looped_models(header.backgrounds, set(idle["Model"])).items()}
-    beside = {(str(rows["Model"].iloc[0]), str(rows["Background"].iloc[0])): rows[list(STATISTICS)].median().to_numpy(float)
+    of_pairs = {(str(rows["Model"].iloc[0]), str(rows["Background"].iloc[0])): rows[[*STATISTICS, "Probe_us"]].median()
               for _, rows in loaded[loaded["Background"].isin(looped)].groupby(["Model", "Background"])}
+    beside = {pair: medians[list(STATISTICS)].to_numpy(float) for pair, medians in of_pairs.items()}
+    beside_probe_us = {pair: float(probe) for pair, medians in of_pairs.items() if (probe := medians["Probe_us"]) > 0.0}
     return MeasuredWay(GpuSharing.parse(header.sharing), _medians(kernels, "Kernel_ID", "gpu_ms"),
                        _medians(kernels, "Kernel_ID", "gpu_launches"), _medians(idle, "Model", "median_ms"),
-                       _medians(idle, "Model", "host_ms"), beside, looped)
+                       _medians(idle, "Model", "host_ms"), beside, looped, _medians(idle, "Model", "Probe_us"), beside_probe_us)
 
 
 def _medians(table: pd.DataFrame, by: str, column: str) -> dict[str, float]:
     """The median of a column for each name in another; names without any value are omitted."""
     found = table.groupby(by)[column].median().dropna()
     return dict(zip(map(str, found.index), map(float, found.to_numpy()), strict=True))
+
+
+def host_slowdown(ways: Sequence[MeasuredWay]) -> float:
+    """How many times as long the host takes for a run through MPS as in time slices, each compared with its probe: the mean
+    over the ways; 1 where time slices, or the probe, were not measured."""
+    def to_probe(way: MeasuredWay) -> dict[str, float]:
+        return {name: host_ms / way.probe_us[name] for name, host_ms in way.host_ms.items() if name in way.probe_us}
+
+    slices = [to_probe(way) for way in ways if not way.sharing.mps]
+    through_mps = [to_probe(way) for way in ways if way.sharing.mps]
+    found = [np.median([of[name] / with_slices[name] for name in of.keys() & with_slices.keys()])
+             for with_slices in slices for of in through_mps if of.keys() & with_slices.keys()]
+    return float(np.mean(found)) if found else 1.0
 
 
 def measured_widths(ways: Sequence[MeasuredWay]) -> dict[str, float]:
@@ -181,10 +200,17 @@ class MpsFit:
         return float(np.median([way.host_ms[name] / float(dispatched_ms(model.tracks, costs)[-1])
                                 for name, model in self._models.items() if way.host_ms.get(name, 0.0) > 0.0]))
 
-    def process(self, way: int, name: str, percent: int) -> MpsProcess:
-        """A model in a process with a share of the threads, at the host's pace under a way."""
+    def process(self, way: int, name: str, percent: int, pace: float = 1.0) -> MpsProcess:
+        """A model in a process with a share of the threads, at so many times the host's pace under a way."""
         model = self._models[name]
-        return MpsProcess(model.tracks, self._costs[way], model.grids, percent / ALL_THREADS)
+        return MpsProcess(model.tracks, self._costs[way].at_pace(pace), model.grids, percent / ALL_THREADS)
+
+    def pace_beside(self, case: Case) -> float:
+        """How many times as long the host took beside the looped model as while nothing else ran, by its probe; 1 where that
+        was not read."""
+        way = self._ways[case.way]
+        beside_us, alone_us = way.beside_probe_us.get((case.model, case.background)), way.probe_us.get(case.model)
+        return beside_us / alone_us if beside_us and alone_us else 1.0
 
     def predicted(self, rules: MpsRules) -> Floats:
         """Mean, median and 95th percentile (ms) of each case with some rules, from the measured latency alone; shape
@@ -193,11 +219,12 @@ class MpsFit:
         found = []
         for case in self.cases:
             way = self._ways[case.way]
-            model = self.process(case.way, case.model, way.sharing.percent)
-            key = case.way, case.model
+            key, pace = (case.way, case.model), self.pace_beside(case)
             if key not in alone:
-                alone[key] = float(np.median(mps_runs_ms(model, (), rules, np.random.default_rng(SEED), 2)))
-            others = [self.process(case.way, case.looped, way.sharing.co_runner_percent)] * case.processes
+                by_itself = self.process(case.way, case.model, way.sharing.percent)
+                alone[key] = float(np.median(mps_runs_ms(by_itself, (), rules, np.random.default_rng(SEED), 2)))
+            model = self.process(case.way, case.model, way.sharing.percent, pace)
+            others = [self.process(case.way, case.looped, way.sharing.co_runner_percent, pace)] * case.processes
             runs = mps_runs_ms(model, others, rules, np.random.default_rng(SEED), FITTED_RUNS)
             found.append(np.array([runs.mean(), *np.percentile(runs, (50, 95))]) * way.idle_ms[case.model] / alone[key])
         return np.array(found)
@@ -237,13 +264,23 @@ class MpsFit:
         left_out = np.array([
             predicted[best(others if (others & bound).any() else bound), place] for place in range(len(self.cases))
             for others in [(families != families[place]) & (looped != looped[place])]])
+        gpu_bound, host_bound = self.errors(left_out)
+        return tried[best(np.ones(len(bound), dtype=bool))], gpu_bound, host_bound
+
+    def errors(self, predicted: Floats) -> tuple[dict[str, MpsErrors], dict[str, MpsErrors]]:
+        """The errors for models that are GPU-bound, and for the others, by whether they have shares.
+
+        Args:
+            predicted: of each case, as `MpsFit.predicted` returns it.
+        """
+        bound = np.array([self.is_gpu_bound(case) for case in self.cases])
         shares = np.array([self._ways[case.way].sharing.percent < ALL_THREADS for case in self.cases])
 
         def of(kept: npt.NDArray[np.bool_]) -> dict[str, MpsErrors]:
-            return {name: _errors(left_out[kept & of_kind], measured[kept & of_kind])
+            return {name: _errors(predicted[kept & of_kind], self.measured[kept & of_kind])
                     for name, of_kind in (("without shares", ~shares), ("with shares", shares)) if (kept & of_kind).any()}
 
-        return tried[best(np.ones(len(bound), dtype=bool))], of(bound), of(~bound)
+        return of(bound), of(~bound)
 
 
 def _predicted(fit: MpsFit, rules: MpsRules) -> Floats:
