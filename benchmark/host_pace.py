@@ -54,6 +54,7 @@ def learned_pace(workspace: Workspace, target: str) -> LearnedPace | None:
 def shown(pace: MachinePace, learned: LearnedPace | None) -> dict[str, Any]:
     """A pace as a row to print."""
     return {"probe_us": pace.probe_us, "spread": pace.spread, "readings": pace.readings,
+            "stalls_per_s": pace.stalls_per_s,
             "ratio": pace.probe_us / learned.probe_us if learned else None, "target": learned.target if learned else None}
 
 

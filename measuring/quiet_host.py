@@ -26,6 +26,7 @@ from statistics import median
 from typing import NamedTuple
 
 from measuring.run_times import Effort
+from records.host_pace import STALL_S
 from records.measurement import DISTURBANCE_ADMITTED
 
 THREADS = Path("/proc/self/task")
@@ -95,6 +96,31 @@ class HostProbe:
 
     def _tenth_s(self) -> float:
         return self.sorted_s[len(self.sorted_s) // FASTEST]
+
+
+@dataclass
+class StallWatch:
+    """Dispatches as a probe does, and notes when the host did nothing meanwhile.
+
+    Attributes:
+        dispatch_s: the probe's.
+        usual_s: what a dispatch takes.
+        dispatched_s: the time of all dispatches.
+        stalls_s: by how much each dispatch was longer that took STALL_S longer than usual.
+    """
+
+    dispatch_s: Callable[[], float]
+    usual_s: float
+    dispatched_s: float = 0.0
+    stalls_s: list[float] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        """Dispatches once; the seconds it took."""
+        took_s = self.dispatch_s()
+        self.dispatched_s += took_s
+        if took_s > self.usual_s + STALL_S:
+            self.stalls_s.append(took_s - self.usual_s)
+        return took_s
 
 
 def first_look(dispatch_s: Callable[[], float], seconds: float) -> HostProbe:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PACE_VERSION = 2
+STALL_S = 0.003  # a dispatch that takes so much longer than usual has stalled
 GOOD_PROBE = 0.25  # quantile of the probe's readings that is surely of an undisturbed host: other work only slows it down
 HOST_IDLES = 0.7  # share of a latency: if the host needs less, the GPU decides the latency, however disturbed the host
 MODEL_TIMES = ("median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS))  # of a whole model, in its table
@@ -45,6 +46,9 @@ class MachinePace(Frozen):
         probe_us: median time of the host probe (quiet_host).
         spread: interquartile range of its times over their median, a ratio.
         readings: number of its times.
+        stalls_per_s: how often the host did nothing for STALL_S or longer while it dispatched, as virtual machines do that wait
+            for their cores; None where that was not watched.
+        stalls_ms: for how long, each time.
         taken: when it was measured.
         boot_id: identifies the run of the operating system.
         device: on which the probe ran: `cuda`, or `cpu` in tests.
@@ -55,6 +59,8 @@ class MachinePace(Frozen):
     probe_us: FiniteFloat = Field(gt=0)
     spread: FiniteFloat = Field(ge=0)
     readings: int = Field(gt=0)
+    stalls_per_s: FiniteFloat | None = Field(None, ge=0)
+    stalls_ms: tuple[FiniteFloat, ...] = ()
     taken: AwareDatetime
     boot_id: str
     device: str

@@ -14,6 +14,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from statistics import median
 from typing import Any
 
 from training.composition.fitted import read_composition
@@ -45,11 +46,8 @@ def fit_target(workspace: Workspace, measured: Workspace, target: str) -> Servin
         raise UserError(f"{target}: its composition knows no host's pace; it can only be learned for a GPU's two tracks "
                         "(composition pipeline)")
     alone = served_alone(measured)
-    runs = [of_model for result, requests in alone
-            if (of_model := served_runs(requests, tracks_of_served(result, measured, predictors), composition.costs))]
-    if not runs:
-        raise UserError(f"{measured.root}: the GPU is the slower track of all models that were served alone, so they say "
-                        "nothing of the host; serve smaller ones")
+    runs = [served_runs(requests, tracks_of_served(result, measured, predictors), composition.costs)
+            for result, requests in alone]
     return learned_host(runs, alone[0][0].machine.device_name, host_pace_us(measured) / composition.probe_us)
 
 
@@ -60,6 +58,8 @@ def shown(learned: ServingHost) -> list[dict[str, Any]]:
             {"of": "… median", "value": learned.middle},
             {"of": "… highest", "value": max(learned.paces)},
             {"of": "lasts (ms)", "value": learned.lasts_ms},
+            {"of": "stalls per second", "value": learned.stalls_per_s},
+            {"of": "… median (ms)", "value": median(learned.stalls_ms or (0.0,))},
             *({"of": f"slower after {idle_ms:.3g} ms idle", "value": slower}
               for idle_ms, slower in zip(learned.idle_ms, learned.slower, strict=True))]
 

@@ -42,12 +42,16 @@ class Host(NamedTuple):
         lasts_ms: for how long one lasts, on average.
         idle_ms, slower: how many times as long the host takes for a run (`slower`) that begins after the model's process was
             idle for so long (`idle_ms`, ascending); between these, on a line over the logarithm of the time.
+        stalls_per_s: how often the host does nothing for a while, as a virtual machine does that has to wait for its cores.
+        stalls_ms: how long, equally likely; empty where it never does.
     """
 
     paces: Floats
     lasts_ms: float
     idle_ms: Floats
     slower: Floats
+    stalls_per_s: float = 0.0
+    stalls_ms: Floats = np.zeros(0)
 
 
 STEADY = Host(np.ones(1), math.inf, np.ones(1), np.ones(1))
@@ -163,6 +167,8 @@ class _Simulated:
         self.slowdowns[:, np.arange(models), np.arange(models)] = 0.0
         self.more = np.zeros((rows, models, models))  # what runs of others add to the run that goes on
         self.runs_ms = np.array([[np.broadcast_to(run_ms, len(PACES)) for run_ms in case.runs_ms] for case in cases])
+        usual, slower = (self.runs_ms[..., PACES.index(pace)] for pace in (1.0, 1.4))
+        self.host_share = np.clip((slower / usual - 1.0) / 0.4, 0.0, 1.0)  # of a run, in which the host is the slower track
         self.now, self.idle_since = np.zeros(rows), np.full((rows, models), -np.inf)
         self.pace, self.pace_ends = np.zeros(rows), np.zeros(rows)
         self.busy = np.zeros((rows, models))
@@ -226,7 +232,19 @@ class _Simulated:
         place = np.interp(paces, PACES, np.arange(len(PACES)))
         below = np.minimum(place.astype(int), len(PACES) - 2)
         cases, above = self.case_of[rows], place - below
-        return (1.0 - above) * self.runs_ms[cases, model, below] + above * self.runs_ms[cases, model, below + 1]
+        run_ms = (1.0 - above) * self.runs_ms[cases, model, below] + above * self.runs_ms[cases, model, below + 1]
+        if not host.stalls_ms.size:
+            return run_ms
+        return run_ms + self._stalls_ms(run_ms * self.host_share[cases, model], self.idle_since[rows, model] < now)
+
+    def _stalls_ms(self, host_ms: Floats, was_idle: npt.NDArray[np.bool_]) -> Floats:
+        """How much longer runs take by a stall that begins while the host holds them up, or, where the process was idle, went
+        on when they should have begun."""
+        per_ms, lengths_ms, draw, size = self.host.stalls_per_s / 1e3, self.host.stalls_ms, self.generator, host_ms.size
+        begins = draw.random(size) < -np.expm1(-per_ms * host_ms)
+        goes_on = was_idle & (draw.random(size) < per_ms * lengths_ms.mean())
+        return (np.where(begins, draw.choice(lengths_ms, size), 0.0)
+                + np.where(goes_on, draw.random(size) * draw.choice(lengths_ms, size), 0.0))
 
     def result(self, model: int, begin_ms: float, end_ms: float) -> list[Served]:
         """What became of the requests of a model that came between two times, for each case."""

@@ -32,10 +32,11 @@ _read: dict[object, MachinePace] = {}
 
 
 class HostPace(NamedTuple):
-    """A pace (a ratio; None where it is unknown), and where it comes from."""
+    """A pace (a ratio; None where it is unknown), where it comes from, and what was measured with it; None where it was not."""
 
     ratio: float | None
     source: PaceSource
+    measured: MachinePace | None = None
 
 
 UNKNOWN = HostPace(None, "unknown")
@@ -101,7 +102,7 @@ def pace_of_file(path: Path, fitted: Fitted) -> HostPace:
     if (recorded.device, recorded.machine.device_name) != ("cuda", fitted.target.device_name):
         raise UserError(f"{path}: measured with a {recorded.machine.device_name}, and the target is {fitted.target.name}; "
                         f"measure on the machine in question: {MEASURE} --out {path.name}")
-    return HostPace(ratio, "file")
+    return HostPace(ratio, "file", recorded)
 
 
 def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
@@ -122,7 +123,8 @@ def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
                         f"{' and '.join(local.name for local in local_targets())}; run there: {MEASURE} --out machine.json, "
                         "and give that file with --machine")
     with nullcontext() if seconds else measuring("cuda"):
-        return HostPace(ratio_of(measure_pace(seconds=seconds or PACE_SECONDS).probe_us, fitted), "measured")
+        measured = measure_pace(seconds=seconds or PACE_SECONDS)
+        return HostPace(ratio_of(measured.probe_us, fitted), "measured", measured)
 
 
 def recent_pace(fitted: Fitted, workspace: Workspace) -> HostPace:
@@ -134,7 +136,7 @@ def recent_pace(fitted: Fitted, workspace: Workspace) -> HostPace:
     recorded: MachinePace = cached(_read, about, lambda: read_pace(path), limit=4)
     if recorded.machine.uuid != gpu_facts().get("uuid") or not recorded.of_this_boot or not 0.0 <= recorded.age_s <= RECENT_S:
         return UNKNOWN
-    return HostPace(ratio_of(recorded.probe_us, fitted), "file")
+    return HostPace(ratio_of(recorded.probe_us, fitted), "file", recorded)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from measuring import quiet_host
-from measuring.quiet_host import HostProbe, quiet_samples_ms
+from measuring.quiet_host import HostProbe, StallWatch, quiet_samples_ms
 from measuring.run_times import Effort
 from records.measurement import DISTURBANCE_ADMITTED
 from runtimes.ort.probes import host_probe
@@ -142,3 +142,12 @@ def test_no_more_runs_than_asked_for(most: int, start_host: StartHost) -> None:
     effort = Effort(budget_s=10.0, least_runs=5, most_runs=most)
     samples, _, _ = quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S]), {"x": host.run_s}, effort)["x"]
     assert len(samples) == most
+
+
+def test_stalls_are_noted() -> None:
+    """Made-up dispatches: two of them stall, by 4 and by 9 ms; one that takes 2 ms longer is only slow."""
+    times = iter([0.3e-3, 4.3e-3, 2.3e-3, 0.3e-3, 9.3e-3])
+    watch = StallWatch(lambda: next(times), 0.3e-3)
+    assert [watch() for _ in range(5)] == [0.3e-3, 4.3e-3, 2.3e-3, 0.3e-3, 9.3e-3]
+    assert watch.stalls_s == pytest.approx([4e-3, 9e-3])
+    assert watch.dispatched_s == pytest.approx(16.5e-3)

@@ -50,6 +50,19 @@ def test_a_host_that_was_idle() -> None:
     assert of_host(waking, 450.0).run_ms == pytest.approx(2.0, rel=0.05)
 
 
+def test_a_host_that_stalls() -> None:
+    """20 ms once in a second in which it works: the runs take as much longer, and p99 shows it. A request that finds the host
+    stalled waits for the rest. The GPU goes on meanwhile: where the host does not hold it up, no run takes longer."""
+    stalling = STEADY._replace(stalls_per_s=1.0, stalls_ms=np.array([20.0]))
+    found = of_host(stalling, 50.0)
+    per_run_ms = (1.0 - np.exp(-0.002)) * 20.0 + 0.02 * 0.9 * 10.0  # nine of ten requests find a process that was idle
+    assert found.run_ms == pytest.approx(2.0 + per_run_ms, rel=0.03)
+    assert found.percentile_ms(50) < 2.1
+    assert found.percentile_ms(99) > 10.0
+    gpu_bound = served([Case([450.0], [1], [np.array([2.0])], ALONE)], np.random.default_rng(1), 60_000, host=stalling)[0][0]
+    assert gpu_bound.run_ms == pytest.approx(2.0 + 0.02 * 0.1 * 10.0, rel=0.01)
+
+
 def test_a_slowdown_for_each_run() -> None:
     """Beside a model that is always busy, the runs take 2 and 6 ms by turns; in the mean 4 ms, and the slow ones decide p95."""
     slowdowns = np.ones((2, 2, 2))

@@ -264,9 +264,12 @@ def test_the_pace_is_measured_on_request_and_only_on_the_target(made: Made, monk
         return made(1 + len(seconds_asked) / 10)
 
     monkeypatch.setattr("runtimes.ort.probes.measure_pace", fake)
-    assert PaceAsked("measure").now(fitted, AS_USUAL) == (pytest.approx(1.1), "measured")
+    found = PaceAsked("measure").now(fitted, AS_USUAL)
+    assert found[:2] == (pytest.approx(1.1), "measured")
+    assert found.measured is not None
+    assert found.measured.probe_us == pytest.approx(1.1 * USUAL_US)
     watched = PaceAsked(watched=True)
-    assert [watched.now(fitted, AS_USUAL) for _ in range(2)] == [
+    assert [watched.now(fitted, AS_USUAL)[:2] for _ in range(2)] == [
         (pytest.approx(ratio), "measured") for ratio in (1.2, 1.3)]
     assert seconds_asked == [2.0, 0.3, 0.3]
     assert not watched.of_prometheus(fitted, AS_USUAL)

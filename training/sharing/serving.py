@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from graph_model.simulation.serving import Host
+from records.host_pace import MachinePace
 from utils import files
 from utils.frozen import Frozen
 
@@ -25,7 +26,7 @@ class ServingHost(Frozen):
         pace: of that host by its probe, a ratio to the usual one of the target.
         paces: evenly spaced quantiles of the host's pace in runs that began as soon as the run before had ended, as ratios to
             what the probe says.
-        lasts_ms, idle_ms, slower: as in `graph_model.simulation.serving.Host`.
+        lasts_ms, idle_ms, slower, stalls_per_s, stalls_ms: as in `graph_model.simulation.serving.Host`.
     """
 
     version: int = SERVING_VERSION
@@ -37,16 +38,22 @@ class ServingHost(Frozen):
     lasts_ms: float
     idle_ms: tuple[float, ...]
     slower: tuple[float, ...]
+    stalls_per_s: float
+    stalls_ms: tuple[float, ...]
 
     @property
     def middle(self) -> float:
         """The median of `paces`: runs are predicted at so many times the pace that the probe says."""
         return float(np.median(self.paces))
 
-    @property
-    def host(self) -> Host:
-        """As the simulation takes it, for runs that are predicted at the `middle`."""
-        return Host(np.array(self.paces) / self.middle, self.lasts_ms, np.array(self.idle_ms), np.array(self.slower))
+    def host(self, measured: MachinePace | None = None) -> Host:
+        """As the simulation takes it, for runs that are predicted at the `middle`; with the stalls of a host that was measured,
+        where they were watched."""
+        stalls_per_s, stalls_ms = self.stalls_per_s, self.stalls_ms
+        if measured is not None and measured.stalls_per_s is not None:
+            stalls_per_s, stalls_ms = measured.stalls_per_s, measured.stalls_ms
+        return Host(np.array(self.paces) / self.middle, self.lasts_ms, np.array(self.idle_ms), np.array(self.slower),
+                    stalls_per_s, np.array(stalls_ms))
 
 
 def serving_path(folder: Path) -> Path:

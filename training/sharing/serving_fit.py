@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from benchmark.serving.results import SetResult, read_results, samples_path
 from graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
-from records.host_pace import read_pace
+from records.host_pace import STALL_S, read_pace
 from records.kernel_record import record_name
 from records.kernel_record_files import read_model_record, record_path
 from records.measurement import GPU_LABEL
@@ -33,7 +33,8 @@ PACES = np.linspace(0.5, 4.0, 71)  # at which runs are simulated
 HOST_BOUND = 1.3  # a model counts if it takes so many times as long where the host takes 1.4 times as long
 IDLE_MS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # borders between classes of idle times
 LEAST_IDLE_MS, MOST_IDLE_MS = 1.0, 48.0  # that stand for the first class and the last
-QUANTILES = 12  # of the paces that are kept
+QUANTILES = 12  # of the paces and stalls that are kept
+MUCH_LONGER = 1.5  # a stalled run takes more than so many times the median longer
 APART_MS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # borders between classes of the time between two runs
 LASTS_MS = (1.0, 3.0, 10.0, 20.0, 30.0, 50.0, 70.0, 100.0, 200.0)  # to choose from
 
@@ -43,13 +44,29 @@ class ServedRuns(NamedTuple):
 
     Attributes:
         starts_ms: of each.
+        times_ms: of each.
         idle_ms: from the end of the run before to its start; infinite for the first.
         paces: of the host, at which a simulated run takes as long; ratios to the usual pace.
+        of_host: whether the host is the slower track, so that runs tell its pace.
     """
 
     starts_ms: Floats
+    times_ms: Floats
     idle_ms: Floats
     paces: Floats
+    of_host: bool
+
+    @property
+    def stalled_ms(self) -> Floats:
+        """By how much each run took longer than the median; 0 for those that the host did not hold up for STALL_S."""
+        more_ms = self.times_ms - np.median(self.times_ms)
+        return np.where(more_ms > max(1e3 * STALL_S, MUCH_LONGER * float(np.median(self.times_ms))), more_ms, 0.0)
+
+    def without_stalls(self) -> ServedRuns:
+        """Only the runs that the host did not hold up."""
+        kept = self.stalled_ms == 0.0
+        return self._replace(starts_ms=self.starts_ms[kept], times_ms=self.times_ms[kept], idle_ms=self.idle_ms[kept],
+                             paces=self.paces[kept])
 
 
 def served_alone(workspace: Workspace) -> list[tuple[SetResult, Path]]:
@@ -101,27 +118,36 @@ def tracks_of_served(result: SetResult, workspace: Workspace, predictors: Predic
     return tracks(MeasuredModel(record, record.group, np.nan), gpu_ms, launches).tracks
 
 
-def served_runs(requests: Path, tracks_of_run: Tracks, costs: PipelineCosts) -> ServedRuns | None:
-    """The runs in a file of requests; None where the GPU is the slower track, so that they say nothing of the host."""
+def served_runs(requests: Path, tracks_of_run: Tracks, costs: PipelineCosts) -> ServedRuns:
+    """The runs in a file of requests of a model that was served alone."""
     at_paces_ms = np.array([pipeline_ms(tracks_of_run, costs.at_pace(pace)) for pace in PACES])
     usual_ms, slower_ms = np.interp((1.0, 1.4), PACES, at_paces_ms)
-    if slower_ms < HOST_BOUND * usual_ms:
-        return None
     with np.load(requests) as samples:
         firsts = np.cumsum([0, *samples["counts_0"][:-1]]).astype(int)
         starts_ms, ends_ms = (1e3 * samples[f"{name}_0"][firsts] for name in ("starts_s", "ends_s"))
     idle_ms = np.append(np.inf, starts_ms[1:] - ends_ms[:-1])
-    return ServedRuns(starts_ms, idle_ms, np.interp(ends_ms - starts_ms, at_paces_ms, PACES))
+    times_ms = ends_ms - starts_ms
+    return ServedRuns(starts_ms, times_ms, idle_ms, np.interp(times_ms, at_paces_ms, PACES),
+                      bool(slower_ms >= HOST_BOUND * usual_ms))
 
 
 def learned_host(of_models: Sequence[ServedRuns], learned_on: str, pace: float) -> ServingHost:
-    """What the runs of several models, one after another on the same host, say of it.
+    """What the runs of several models, one after another on the same host, say of it. Stalled runs count as stalls alone.
 
     Args:
         of_models: that were served alone.
-        learned_on: the target.
+        learned_on: the device.
         pace: of the host by its probe, a ratio to the usual one.
+
+    Raises:
+        UserError: the GPU is the slower track of all of them.
     """
+    stalls_ms = np.concatenate([runs.stalled_ms for runs in of_models])
+    busy_s = sum(float(runs.times_ms.sum()) for runs in of_models) / 1e3
+    of_models = [runs.without_stalls() for runs in of_models if runs.of_host]
+    if not of_models:
+        raise UserError("the GPU is the slower track of all models that were served alone, so they say nothing of the host: "
+                        "serve smaller ones")
     weights = np.concatenate([np.full(len(runs.paces), 1.0 / len(runs.paces)) for runs in of_models])  # each model alike
     paces, idle_ms = (np.concatenate([getattr(runs, name) for runs in of_models]) for name in ("paces", "idle_ms"))
     warm = idle_ms < LEAST_IDLE_MS
@@ -129,9 +155,11 @@ def learned_host(of_models: Sequence[ServedRuns], learned_on: str, pace: float) 
     slower = _slower_after_idle(of_models, weights)
     middles = [LEAST_IDLE_MS, *np.sqrt(np.array(IDLE_MS[:-1]) * IDLE_MS[1:]), MOST_IDLE_MS]
     return ServingHost(
-        learned_on=learned_on, models=len(of_models), runs=len(paces), pace=pace, lasts_ms=_lasts_ms(of_models),
+        learned_on=learned_on, models=len(of_models), runs=len(paces), pace=pace, lasts_ms=_lasts_ms(of_models, slower),
         paces=tuple(float(value) for value in _quantiles(paces[warm], weights[warm], evenly) / pace),
-        idle_ms=tuple(float(value) for value in middles), slower=tuple(float(value) for value in slower))
+        idle_ms=tuple(float(value) for value in middles), slower=tuple(float(value) for value in slower),
+        stalls_per_s=float((stalls_ms > 0.0).sum()) / busy_s,
+        stalls_ms=tuple(np.quantile(stalls_ms[stalls_ms > 0.0], evenly).tolist()) if stalls_ms.any() else ())
 
 
 def _quantiles(values: Floats, weights: Floats, shares: Floats) -> Floats:
@@ -153,12 +181,12 @@ def _slower_after_idle(of_models: Sequence[ServedRuns], weights: Floats) -> Floa
     return np.maximum.accumulate(np.exp([0.0, *found]))
 
 
-def _lasts_ms(of_models: Sequence[ServedRuns]) -> float:
+def _lasts_ms(of_models: Sequence[ServedRuns], slower: Floats) -> float:
     """For how long a pace lasts: the time whose exponential decay fits best to how alike the paces of two runs are, by the time
-    between them."""
+    between them, apart from what idle times before them did (`slower`, by class)."""
     alike: list[list[float]] = [[] for _ in APART_MS[1:]]
     for runs in of_models:
-        logs = np.log(runs.paces)
+        logs = np.log(runs.paces / slower[np.digitize(runs.idle_ms, IDLE_MS)])
         apart_ms, products = runs.starts_ms[:, None] - runs.starts_ms, np.outer(logs - logs.mean(), logs - logs.mean())
         for of_class, least_ms, most_ms in zip(alike, APART_MS[:-1], APART_MS[1:], strict=True):
             pairs = (apart_ms >= least_ms) & (apart_ms < most_ms)

@@ -1,0 +1,88 @@
+"""What is learned of a host that serves requests: from made-up runs with known rules, and from what an H100's host did."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from training.fit_serving import fit_target
+from training.sharing.serving import read_serving
+from training.sharing.serving_fit import ServedRuns, learned_host, served_alone
+from utils.errors import UserError
+from utils.paths import SHIPPED, Workspace
+
+ARCHIVE = Path(__file__).parents[2] / "recipes/h200/served-nvidia-h100.tar.xz"
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+
+
+def made_up(seed: int, runs: int = 4000) -> ServedRuns:
+    """Runs of a model that takes 1 ms at the usual pace. The pace is 1.2 or 1.8, for 30 ms on average; after 5 to 20 ms of idle
+    time the host takes 1.25 times as long; one run in 200 stalls for 10 ms."""
+    generator = np.random.default_rng(seed)
+    starts, times, idle, paces = [0.0], list[float](), [np.inf], list[float]()
+    pace, ends = 1.2, 0.0
+    for _ in range(runs):
+        if starts[-1] >= ends:
+            pace, ends = generator.choice([1.2, 1.8]), starts[-1] + generator.exponential(30.0)
+        felt = pace * (1.25 if 5.0 < idle[-1] < 20.0 else 1.0)
+        paces.append(felt)
+        times.append(felt + (10.0 if generator.random() < 0.005 else 0.0))
+        idle.append(generator.choice([0.1, 12.0]))
+        starts.append(starts[-1] + times[-1] + idle[-1])
+    return ServedRuns(np.array(starts[:-1]), np.array(times), np.array(idle[:-1]), np.array(paces), of_host=True)
+
+
+def test_made_up_runs() -> None:
+    gpu_bound = made_up(3)._replace(of_host=False)
+    learned = learned_host([made_up(1), made_up(2), gpu_bound], "made up", pace=1.5)
+    assert (learned.models, learned.pace) == (2, 1.5)
+    assert learned.paces[1] == pytest.approx(1.2 / 1.5, rel=0.02)
+    assert learned.paces[-2] == pytest.approx(1.8 / 1.5, rel=0.02)
+    assert 20.0 <= learned.lasts_ms <= 50.0
+    assert learned.slower[0] == 1.0
+    assert learned.slower[4] == pytest.approx(1.25, rel=0.03)  # after 8 to 16 ms
+    busy_ms = sum(made_up(seed).times_ms.sum() for seed in (1, 2, 3))
+    assert learned.stalls_per_s == pytest.approx(3 * 4000 * 0.005 / busy_ms * 1e3, rel=0.3)
+    assert learned.stalls_ms == pytest.approx([10.0] * 12, rel=0.1)
+
+
+def test_runs_that_only_the_gpu_decides() -> None:
+    with pytest.raises(UserError, match="the GPU is the slower track of all models"):
+        learned_host([made_up(1)._replace(of_host=False)], "made up", 1.0)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """What was served on an H100."""
+    folder = tmp_path_factory.mktemp("served")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return Workspace(folder)
+
+
+@pytest.mark.slow
+def test_what_ships_was_learned_from_an_h100(served: Workspace, tmp_path: Path) -> None:
+    own = Workspace(tmp_path)
+    shutil.copytree(SHIPPED / TARGET, own.predictors(TARGET))
+    learned, shipped = fit_target(own, served, TARGET), read_serving(SHIPPED / TARGET)
+    assert shipped is not None
+    assert learned.paces == pytest.approx(shipped.paces)
+    assert learned.slower == pytest.approx(shipped.slower)
+    assert learned.stalls_ms == pytest.approx(shipped.stalls_ms)
+    assert 0.9 < learned.middle < 1.3
+    assert learned.host().paces.mean() == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_workspace_without_models_that_were_served_alone(served: Workspace, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="served sets of 0 targets"):
+        served_alone(Workspace(tmp_path))
+    path = tmp_path / "benchmark/served_sets/some.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    with pytest.raises(UserError, match="no model was served alone"):
+        served_alone(Workspace(tmp_path))
+    assert len(served_alone(served)) == 56
