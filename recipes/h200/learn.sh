@@ -3,7 +3,8 @@
 # out of everything. Usage: recipes/h200/learn.sh [workspace [part...]]     The parts, in this order (default: all but pack):
 #   unpack       the dataset of this folder, into the workspace; without it, learns from what the workspace holds
 #   learn        the predictors of kernels, the host's side, the composition      half an hour on two cores
-#   sharing      what a co-runner does to a model, in time slices and through MPS 20 minutes
+#   sharing      what a co-runner does to a model, in time slices and through MPS, and what a host does that serves requests
+#                                                                                 20 minutes
 #   energy       what a run takes of the GPU's energy, by these predictors        some seconds
 #   generation   what generation with language models takes besides, from recipes/llm    two minutes
 #   collections  figures: each collection of models held out in turn              20 minutes
@@ -67,6 +68,9 @@ part_sharing() {
   mkdir -p "$out/ways"
   tar xJf "$here/sharing-nvidia-h100.tar.xz" -C "$out/ways" # of an H100, by measure_sharing.sh
   figure mps hase training/fit_mps.py --target "$target" --config "$config" --ways "$out/ways"
+  mkdir -p "$out/served"
+  tar xJf "$here/served-nvidia-h100.tar.xz" -C "$out/served" # of an H100's host, by measure_served_sets.sh
+  figure serving hase training/fit_serving.py --target "$target" --served "$out/served"
 }
 part_energy() {
   mkdir -p "$out/energy"
@@ -99,7 +103,7 @@ part_families() {
 }
 part_ship() {
   local learned=$out/training/predictors/$target shipped=training/shipped/$target file
-  for file in predictors.json host.json composition.json sharing.json mps.json energy.json generation.json generation_energy.json; do
+  for file in predictors.json host.json composition.json sharing.json mps.json serving.json energy.json generation.json generation_energy.json; do
     [ -f "$learned/$file" ] || {
       echo "$learned/$file is missing; run: recipes/h200/learn.sh $out learn sharing energy generation" >&2
       exit 1
