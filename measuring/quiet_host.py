@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -210,6 +210,12 @@ def readings_s(probe: HostProbe, seconds: float) -> list[float]:
                 probe.dispatch_s()
             readings.append(shortest_s(probe.dispatch_s))
     return [max(neighbours) for neighbours in itertools.pairwise(readings)]
+
+
+def watched_readings_s(probe: HostProbe, seconds: float) -> tuple[list[float], StallWatch]:
+    """As `readings_s`, with the stalls meanwhile."""
+    watch = StallWatch(probe.dispatch_s, probe.good_s)
+    return readings_s(replace(probe, dispatch_s=watch), seconds), watch
 
 
 def _least_disturbed(slots: list[TimeSlot], probe: HostProbe, effort: Effort) -> Timed:

@@ -3,6 +3,7 @@ table of models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,6 +40,13 @@ class HostProbed(NamedTuple):
     taken_s: float
 
 
+class Stalls(NamedTuple):
+    """When a host did nothing for STALL_S or longer while it dispatched: how often in a second of that, and how long (ms)."""
+
+    per_s: float
+    lengths_ms: Sequence[float]
+
+
 class MachinePace(Frozen):
     """How fast a machine's host dispatched when it was measured.
 
@@ -65,6 +73,11 @@ class MachinePace(Frozen):
     boot_id: str
     device: str
     machine: Machine
+
+    @property
+    def stalls(self) -> Stalls | None:
+        """Its stalls; None where they were not watched."""
+        return None if self.stalls_per_s is None else Stalls(self.stalls_per_s, self.stalls_ms)
 
     @property
     def age_s(self) -> float:

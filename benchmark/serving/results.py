@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from benchmark.serving.config import ModelSet, ServedModel, ServedSetsConfig
-from benchmark.serving.server import Reply
+from benchmark.serving.server import PaceRead, Reply
 from records.environment import Environment
 from utils import files
 from utils.errors import UserError
@@ -58,6 +58,7 @@ class ModelResult(Frozen):
             of the GPU; None where it was not measured.
         probe_us: the time of the host's probe in the model's process, just before the requests and just after; empty where it
             was not read.
+        dispatched_s, stalls_ms: for how long that probe dispatched, both times together, and how long each stall was meanwhile.
     """
 
     requests: int
@@ -70,6 +71,8 @@ class ModelResult(Frozen):
     busy: float
     alone_ms: float | None = None
     probe_us: tuple[float, ...] = ()
+    dispatched_s: float = 0.0
+    stalls_ms: tuple[float, ...] = ()
 
 
 class Requests(Frozen):
@@ -80,7 +83,7 @@ class Requests(Frozen):
         arrivals_s: one each request.
         starts_s, ends_s: of the run that took it.
         counts: the requests in each run, in order.
-        alone_ms, probe_us: as in `ModelResult`.
+        alone_ms, paces: what the model's process measured before and after them; see `ModelResult`.
     """
 
     arrivals_s: tuple[float, ...]
@@ -88,7 +91,7 @@ class Requests(Frozen):
     ends_s: tuple[float, ...]
     counts: tuple[int, ...]
     alone_ms: float | None = None
-    probe_us: tuple[float, ...] = ()
+    paces: tuple[PaceRead, ...] = ()
 
     @classmethod
     def of(cls, arrivals_s: Floats, reply: Reply, warm: Reply | None = None) -> Self:
@@ -96,7 +99,7 @@ class Requests(Frozen):
         starts_s, ends_s = np.repeat(reply.starts_s, reply.counts), np.repeat(reply.ends_s, reply.counts)
         return cls(arrivals_s=tuple(arrivals_s.tolist()), starts_s=tuple(starts_s.tolist()), ends_s=tuple(ends_s.tolist()),
                    counts=reply.counts, alone_ms=warm.alone_ms if warm else None,
-                   probe_us=tuple(each.probe_us for each in (warm, reply) if each and each.probe_us))
+                   paces=tuple(each.pace for each in (warm, reply) if each and each.pace))
 
     def result(self, slo_ms: float, seconds: float) -> ModelResult:
         """Their statistics over the counted time."""
@@ -114,7 +117,9 @@ class Requests(Frozen):
             within_slo=float((1e3 * latencies_s <= slo_ms).sum()) / max(requests, 1),
             runs=Times.of((run_ends_s - run_starts_s)[inside]),
             requests_per_run=float(counts[inside].mean()) if inside.any() else 0.0, busy=float(inside_s.sum()) / seconds,
-            alone_ms=self.alone_ms, probe_us=self.probe_us)
+            alone_ms=self.alone_ms, probe_us=tuple(pace.probe_us for pace in self.paces),
+            dispatched_s=sum(pace.dispatched_s for pace in self.paces),
+            stalls_ms=tuple(stall for pace in self.paces for stall in pace.stalls_ms))
 
 
 class SetResult(Frozen):
@@ -199,7 +204,7 @@ def add_result(path: Path, result: SetResult, requests: Sequence[Requests]) -> N
     """Writes the requests of a set, and then its line, so that what has a line is complete."""
     if requests:
         arrays = {f"{name}_{place}": np.asarray(values) for place, of_model in enumerate(requests)
-                  for name, values in of_model.model_dump(exclude={"alone_ms", "probe_us"}).items()}
+                  for name, values in of_model.model_dump(exclude={"alone_ms", "paces"}).items()}
         packed = io.BytesIO()
         np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
         files.write_bytes(samples_path(path, result.key), packed.getvalue())

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmark.serving.config import BATCH, ServedModel
-from measuring.quiet_host import readings_s
+from measuring.quiet_host import watched_readings_s
 from measuring.worker_process import WorkerProcess
 from runtimes.ort.graph.nodes import shared_caches
 from runtimes.ort.graph.source import read_source
@@ -73,6 +73,14 @@ class Task(Frozen):
     serving: Serving | None = None
 
 
+class PaceRead(Frozen):
+    """What the host's probe read for a while: its median time (µs), for how long it dispatched, and how long each stall was."""
+
+    probe_us: float
+    dispatched_s: float
+    stalls_ms: tuple[float, ...]
+
+
 class Reply(Frozen):
     """The runs while the model was served, in order; none after it was opened or made warm.
 
@@ -81,12 +89,12 @@ class Reply(Frozen):
         starts_s, ends_s: of each run, in seconds after `begin_s`.
         counts: the requests in each run.
         alone_ms: the median of a run again and again while the other models wait; 0 after the other tasks.
-        probe_us: the median time (µs) of the host's probe in this process, read after the task; None where it was not read.
+        pace: what the host's probe in this process read after the task; None where it was not read.
     """
 
     error: str = ""
     alone_ms: float = 0.0
-    probe_us: float | None = None
+    pace: PaceRead | None = None
     starts_s: tuple[float, ...] = ()
     ends_s: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()
@@ -177,9 +185,13 @@ def timed_s(run_s: Callable[[], float], seconds: float) -> list[float]:
     return times
 
 
-def probe_us(device: str) -> float | None:
-    """The median time (µs) of the host's probe in this process now; None on a CPU, which is its own host."""
-    return 1e6 * median(readings_s(host_probe(device), PACE_S)) if device == "cuda" else None
+def pace_now(device: str) -> PaceRead | None:
+    """What the host's probe reads in this process now; None on a CPU, which is its own host."""
+    if device != "cuda":
+        return None
+    readings, watch = watched_readings_s(host_probe(device), PACE_S)
+    return PaceRead(probe_us=1e6 * median(readings), dispatched_s=watch.dispatched_s,
+                    stalls_ms=tuple(1e3 * stall for stall in watch.stalls_s))
 
 
 class _Served:
@@ -209,13 +221,13 @@ class _Served:
             self._runner.warm_up(WARM_RUNS)
             with model_errors(self._runner.name):
                 alone_ms = 1e3 * median(timed_s(self._runner.run_s, ALONE_S))
-            reply = Reply(alone_ms=alone_ms, probe_us=probe_us(self._runner.device))
+            reply = Reply(alone_ms=alone_ms, pace=pace_now(self._runner.device))
             gc.collect()
             gc.disable()  # from here on it must not interrupt a run
             return reply
         with model_errors(self._runner.name):
             reply = serve(self._runner.run_once, self._batch, task.serving)
-        return reply.model_copy(update={"probe_us": probe_us(self._runner.device)})
+        return reply.model_copy(update={"pace": pace_now(self._runner.device)})
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from inference.core.model_run import PredictedRun
     from inference.core.predictor import Predictor
     from inference.core.targets import Fitted
-    from records.host_pace import MachinePace
+    from records.host_pace import Stalls
 
 SEED = 36  # of arrivals: the same question has the same answer
 SEARCH = (1000, 40)  # requests and repetitions while batches are searched;
@@ -153,7 +153,7 @@ class Question:
     """What is asked: models with their requests, and the predictions that answer it."""
 
     def __init__(self, fitted: Fitted, models: Sequence[ServedModel], runs: Sequence[Mapping[int, PredictedRun]],
-                 percentile: float = PERCENTILE, host: MachinePace | None = None) -> None:
+                 percentile: float = PERCENTILE, stalls: Stalls | None = None) -> None:
         """Asks.
 
         Args:
@@ -161,14 +161,14 @@ class Question:
             models: with their requests and objectives; their `batch` is not read.
             runs: each model's predicted runs by batch, ascending.
             percentile: of the requests must keep to the objectives, in per cent.
-            host: as it was measured; None: as hosts that serve requests usually are.
+            stalls: of the host; None: as those of a host that was learned from.
 
         Raises:
             NotShared: no way of sharing was learned for the target.
         """
         self.models, self.percentile, self.runs = models, percentile, runs
         self.fitted, serving = fitted, fitted.serving
-        self.host = serving.host(host) if serving else STEADY
+        self.host = serving.host(stalls) if serving else STEADY
         self.serving = [{batch: run.at_pace(serving.middle) if serving else run for batch, run in of_model.items()}
                         for of_model in self.runs]  # as the host runs them while it serves requests
         ways = ways_of(self.fitted)
@@ -255,7 +255,7 @@ def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequenc
              for batch in sorted(set(of_model))}
             for model, of_model in zip(models, batches, strict=True)]
     measured = host_pace.measured if isinstance(host_pace, HostPace) else None
-    question = Question(predictor.fitted, models, runs, percentile, measured)
+    question = Question(predictor.fitted, models, runs, percentile, measured.stalls if measured else None)
     plans = _searched(question)
     best: dict[str, tuple[Plan, list[Served]]] = {}
     for plan, results in zip(plans, question.simulated([question.case(plan) for plan in plans], FINAL), strict=True):

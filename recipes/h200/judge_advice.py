@@ -2,11 +2,12 @@
 
 Reads the predictors of --workspace and --target, and of the workspace --served the sets of models that were measured under
 several ways of sharing (benchmark/served_sets.py), and their kernel records. Each set is predicted under each way as it was
-measured, at the pace that the host's probe had in the servers' own processes, or else in the readings in the folder
-`host_pace`. Prints the errors of a run beside the others, and of the mean and the 95th percentile of requests; and how often
-the way with the most predicted headroom met all objectives, of the sets in which any measured way did, and came within 5 % of
-the best headroom.
-Percentiles of models that left more than 2 % of their requests unserved are not known; they miss their objectives.
+measured, at the pace that the host's probe had in the servers' own processes, with the stalls that it saw there, or else at
+that of the readings in the folder `host_pace`.
+
+Prints the errors of a run beside the others, and of the mean and the 95th percentile of requests; and how often the way with
+the most predicted headroom met all objectives, of the sets in which any measured way did, and came within 5 % of the best
+headroom. Percentiles of models that left more than 2 % of their requests unserved are not known; they miss their objectives.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.sharing.advice import FINAL, Plan, Question
 from inference.sharing.ways import MPS, MPS_SHARES
+from records.host_pace import Stalls
 from records.kernel_record import record_name
 from records.kernel_record_files import read_model_record, record_path
 from training.sharing.serving_fit import host_pace_us
@@ -101,6 +103,14 @@ def pace_us(results: Sequence[SetResult], served: Workspace) -> float:
     return median(readings) if readings else host_pace_us(served)
 
 
+def stalls_of(results: Sequence[SetResult]) -> Stalls | None:
+    """The stalls of the host that the servers saw; None where they did not watch."""
+    of_models = [of_model for result in results for of_model in result.results]
+    dispatched_s = sum(of_model.dispatched_s for of_model in of_models)
+    lengths_ms = [stall for of_model in of_models for stall in of_model.stalls_ms]
+    return Stalls(len(lengths_ms) / dispatched_s, lengths_ms) if dispatched_s else None
+
+
 def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
     """All sets of several models, each under the ways in which it was measured.
 
@@ -112,6 +122,7 @@ def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
     if not results:
         raise UserError(f"{path}: no set of several models was measured")
     pace = given_pace(ratio_of(pace_us(results, served), predictor.fitted))
+    stalls = stalls_of(results)
     runs: dict[str, PredictedRun] = {}
 
     def run_of(stem: str, dims: Mapping[str, int]) -> PredictedRun:
@@ -130,7 +141,8 @@ def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
         models, key = result.models, str(result.models)
         if key not in questions:
             questions[key] = Question(predictor.fitted, models, [
-                {model.batch: run_of(model.model.stem, {**model.dims, BATCH: model.batch})} for model in models])
+                {model.batch: run_of(model.model.stem, {**model.dims, BATCH: model.batch})} for model in models],
+                stalls=stalls)
         sharing = SetSharing.parse(result.way)
         plan = Plan(kind_of(sharing, len(models)), sharing, tuple(model.batch for model in models))
         (predicted,) = questions[key].simulated([questions[key].case(plan)], FINAL)

@@ -5,11 +5,10 @@ The canary shows how fast the device is, the host's probe how fast the host disp
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 
-from measuring.quiet_host import HostProbe, StallWatch, first_look, readings_s
+from measuring.quiet_host import HostProbe, first_look, watched_readings_s
 from records.host_pace import MachinePace
 from runtimes.ort.runner import Runner, bind, device_binding, dispatcher, random_feed
 from utils.errors import UserError
@@ -75,9 +74,8 @@ def measure_pace(device: str = "cuda", seconds: float = PACE_SECONDS) -> Machine
     """
     if device == "cuda":
         check_gpu()
-    probe = host_probe(device)
-    watch = StallWatch(probe.dispatch_s, probe.good_s)
-    timing = summarize([1e3 * reading for reading in readings_s(replace(probe, dispatch_s=watch), seconds)])
+    readings, watch = watched_readings_s(host_probe(device), seconds)
+    timing = summarize([1e3 * reading for reading in readings])
     return MachinePace(probe_us=round(1e3 * timing.median_ms, 2), spread=round(timing.spread, 4), readings=timing.runs,
                        stalls_per_s=round(len(watch.stalls_s) / watch.dispatched_s, 3),
                        stalls_ms=tuple(round(1e3 * stall, 2) for stall in watch.stalls_s),

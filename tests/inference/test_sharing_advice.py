@@ -145,13 +145,14 @@ def test_two_models_in_time_slices(predictor: Predictor) -> None:
 
 
 def test_two_models_through_mps(through_mps: Predictor) -> None:
-    """With half of the threads, kernels take longer, and the other model is met less; both say where that was learned."""
+    """The host takes a little longer through MPS. With half of the threads, kernels take longer, and the other model is met
+    less; both say where that was learned."""
     size = {"batch": 16}
     pairs = {sharing: through_mps.pair(NET, NET, dims=size, second_dims=size, sharing=SetSharing.parse(sharing))
              for sharing in ("mps", "mps:50", "mps:25/75")}
     alone_ms = through_mps.run(NET, dims=size).alone_ms
     whole, half, uneven = (pair.models[0] for pair in pairs.values())
-    assert whole.idle_ms == alone_ms < half.idle_ms < uneven.idle_ms
+    assert alone_ms < whole.idle_ms < 1.05 * alone_ms < half.idle_ms < uneven.idle_ms
     assert uneven.idle_ms < 4 * alone_ms
     assert 1.3 < whole.under_load.mean_ms / whole.idle_ms < 2.1  # they wait for each other's kernels
     assert 1.0 < half.under_load.mean_ms / half.idle_ms < whole.under_load.mean_ms / whole.idle_ms

@@ -82,7 +82,7 @@ def test_shipping_what_was_learned(repository: Path, tmp_path: Path) -> None:
     """It replaces what was shipped before, with the table of operators if there is one. A part alone is refused."""
     shipped, learned = (repository / "training" / "shipped" / TARGET, tmp_path / "training" / "predictors" / TARGET)
     names = ["predictors.json", "host/predictors.json", "host.json", "composition.json", "energy.json",
-             "generation.json", "generation_energy.json", "mps.json", "sharing.json"]
+             "generation.json", "generation_energy.json", "mps.json", "serving.json", "sharing.json"]
     written(shipped, ["old.pkl"])
     written(learned, names[:-1])
     done = learn(repository, tmp_path, "ship")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from graph_model.simulation.serving import Host
-from records.host_pace import MachinePace
+from records.host_pace import Stalls
 from utils import files
 from utils.frozen import Frozen
 
@@ -46,14 +46,11 @@ class ServingHost(Frozen):
         """The median of `paces`: runs are predicted at so many times the pace that the probe says."""
         return float(np.median(self.paces))
 
-    def host(self, measured: MachinePace | None = None) -> Host:
-        """As the simulation takes it, for runs that are predicted at the `middle`; with the stalls of a host that was measured,
-        where they were watched."""
-        stalls_per_s, stalls_ms = self.stalls_per_s, self.stalls_ms
-        if measured is not None and measured.stalls_per_s is not None:
-            stalls_per_s, stalls_ms = measured.stalls_per_s, measured.stalls_ms
+    def host(self, stalls: Stalls | None = None) -> Host:
+        """As the simulation takes it, for runs that are predicted at the `middle`; with other stalls, where they are known."""
+        per_s, lengths_ms = stalls or Stalls(self.stalls_per_s, self.stalls_ms)
         return Host(np.array(self.paces) / self.middle, self.lasts_ms, np.array(self.idle_ms), np.array(self.slower),
-                    stalls_per_s, np.array(stalls_ms))
+                    per_s, np.array(lengths_ms))
 
 
 def serving_path(folder: Path) -> Path:
