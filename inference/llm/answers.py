@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from inference.core.answers import Provenance
+from inference.core.chances import chance_within, in_words
 from inference.core.host_pace import PaceSource
 from utils.frozen import Frozen
 from utils.pages import cards
@@ -89,6 +90,7 @@ class ObjectiveMet(Frozen):
         limit_ms, predicted_ms: the objective, and the prediction that is compared with it.
         met: whether the prediction is at most the limit.
         headroom_ms: the limit less the prediction.
+        chance, chance_in_words: how likely the objective is met, 0 to 1, given how wrong the prediction may be.
     """
 
     objective: Objective
@@ -96,6 +98,15 @@ class ObjectiveMet(Frozen):
     predicted_ms: float
     met: bool
     headroom_ms: float
+    chance: float
+    chance_in_words: str
+
+    @classmethod
+    def of(cls, objective: Objective, time: Time, limit_ms: float) -> Self:
+        """Compares a predicted time with its limit."""
+        chance = chance_within(time.ms, time.interval_ms, limit_ms)
+        return cls(objective=objective, limit_ms=limit_ms, predicted_ms=time.ms, met=time.ms <= limit_ms,
+                   headroom_ms=limit_ms - time.ms, chance=chance, chance_in_words=in_words(chance))
 
 
 class LlmPrediction(Frozen):
@@ -173,9 +184,7 @@ class LlmPrediction(Frozen):
         limits: tuple[tuple[Objective, float | None, Time | None], ...] = (
             ("ttft", ttft_ms, self.ttft), ("tpot", tpot_ms, self.tpot))
         return self.model_copy(update={"objectives": tuple(
-            ObjectiveMet(objective=name, limit_ms=limit, predicted_ms=time.ms, met=time.ms <= limit,
-                         headroom_ms=limit - time.ms)
-            for name, limit, time in limits if limit is not None and time is not None)})
+            ObjectiveMet.of(name, time, limit) for name, limit, time in limits if limit is not None and time is not None)})
 
     def _repr_html_(self) -> str:
         """A card, for notebooks."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference.core.chances import said
 from utils import cli, files
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def sweep_row(answer: LlmPrediction) -> dict[str, Any]:
             "tokens/s": answer.device_tokens_per_second, "J/token": answer.energy.token_j if answer.energy else None,
             "cache (MiB)": answer.memory.cache_mib, "peak (MiB)": answer.memory.peak_mib,
             "fits in memory": memory_row(answer)["fits in memory"],
-            **({"meets objectives": "yes" if all(objective.met for objective in answer.objectives) else "no"}
-               if answer.objectives else {}),
+            **({"meets objectives": "yes" if all(objective.met for objective in answer.objectives) else "no",
+                "that it does": said(min(objective.chance for objective in answer.objectives))} if answer.objectives else {}),
             "rough estimate": "yes" if answer.rough_estimate else "no"}
 
 
@@ -85,7 +86,7 @@ def verdict(answer: LlmPrediction, objective: ObjectiveMet) -> str:
     """A sentence that says whether an objective is met, and by how much."""
     return (f"batch {answer.batch}, prompt {answer.prompt}: {NAMES[objective.objective]} {objective.predicted_ms:.4g} ms "
             f"{'meets' if objective.met else 'misses'} {objective.limit_ms:g} ms by {abs(objective.headroom_ms):.4g} ms, "
-            f"{abs(objective.headroom_ms) / objective.limit_ms:.1%}")
+            f"{abs(objective.headroom_ms) / objective.limit_ms:.1%}; that it is met is {said(objective.chance)}")
 
 
 def flat_row(answer: LlmPrediction) -> dict[str, Any]:

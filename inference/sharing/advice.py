@@ -23,6 +23,7 @@ from inference.sharing.co_runner import SAMPLES, NotShared
 from inference.sharing.mps import learned_elsewhere
 from inference.sharing.shared_models import PERCENTILE
 from inference.sharing.ways import MPS, MPS_SHARES, ways_of
+from records.host_pace import MEASURE
 from utils.config import Config
 from utils.errors import UserError
 from utils.frozen import Frozen
@@ -273,6 +274,11 @@ def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequenc
     warnings = [f"{', '.join(dict.fromkeys(names))}: {warning}" for warning, names in warned.items()]
     if any(way.way in (MPS, MPS_SHARES) for way in ways):
         warnings += learned_elsewhere(question.fitted)
+    serving, device = question.fitted.serving, question.fitted.target.device_name
+    if serving and serving.learned_on != device:
+        warnings.append("what a host does while it serves requests was learned on another machine, one with "
+                        f"{serving.learned_on}; hosts differ, and percentiles with them: measure this one, "
+                        f"{MEASURE} --out machine.json, and give --machine machine.json")
     return SharingAdvice(target=question.fitted.target.name, percentile=percentile, advised=ways[0].sharing,
                          meets=ways[0].meets, ways=ways, not_learned=question.not_learned, warnings=tuple(warnings))
 

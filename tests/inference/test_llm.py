@@ -279,6 +279,9 @@ def test_one_token_is_the_prompts_run_alone(folders: Path) -> None:
     assert (answer.tpot, answer.tokens, answer.token_share) == (None, (), None)
     assert answer.request == answer.ttft
     assert not answer.judged(None, 1.0).objectives
+    low_ms, high_ms = answer.ttft.interval_ms
+    chances = [answer.judged(limit_ms, None).objectives[0].chance for limit_ms in (low_ms, answer.ttft.ms, high_ms)]
+    assert chances == pytest.approx([0.05, 0.5, 0.95])
 
 
 @pytest.mark.slow
@@ -535,6 +538,7 @@ def test_the_command(folders: Path, tmp_path: Path) -> None:
     done = run_script(*doubtful_words, "--workspace", folders, "--prompt", "50", "--tpot-ms", "1e4", "--fail-on-rough")
     assert done.returncode == 3
     assert "meets 10000 ms by" in done.stdout
+    assert "that it is met is very likely" in done.stdout
     assert "largest batch" in done.stdout
 
 

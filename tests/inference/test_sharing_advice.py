@@ -117,11 +117,15 @@ def test_a_model_alone(predictor: Predictor) -> None:
 
 def test_on_a_host_that_serves(workspace: Workspace, predictor: Predictor) -> None:
     """What was learned of such hosts: their pace changes from run to run, and they were idle before most of the requests."""
-    steady = advise(predictor, [net(20.0, 5.0)], [[1]]).ways[0].models[0]
+    before = advise(predictor, [net(20.0, 5.0)], [[1]])
+    steady = before.ways[0].models[0]
     path = serving_path(workspace.predictors(TARGET))
     shutil.copy(SHIPPED / TARGET / path.name, path)
-    changing = advise(Predictor(workspace, TARGET), [net(20.0, 5.0)], [[1]]).ways[0].models[0]
+    advice = advise(Predictor(workspace, TARGET), [net(20.0, 5.0)], [[1]])
+    changing = advice.ways[0].models[0]
     path.unlink()
+    elsewhere = "what a host does while it serves requests was learned on another machine, one with NVIDIA H100"
+    assert [any(elsewhere in line for line in of.warnings) for of in (before, advice)] == [False, True]
     learned = read_serving(SHIPPED / TARGET)
     assert learned is not None
     assert changing.alone_ms == steady.alone_ms == pytest.approx(steady.run_ms)
