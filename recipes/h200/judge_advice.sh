@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Learns an H100's predictors from what H100s measured, and compares advice on sharing the GPU with sets of models that were served.
-# Usage: recipes/h200/judge_advice.sh [workspace]     A quarter of an hour on two cores. Nothing that is judged is learned from, but
+# Usage: recipes/h200/judge_advice.sh [workspace]     Ten minutes on two cores. Nothing that is judged is learned from, but
 # for models that were served alone: they tell how a host serves requests. Time slices are those of an H200.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
