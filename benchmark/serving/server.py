@@ -177,14 +177,6 @@ def serve(run: Callable[[], object], batch: int, serving: Serving) -> Reply:
     return Reply(starts_s=tuple(starts_s), ends_s=tuple(ends_s), counts=tuple(counts))
 
 
-def timed_s(run_s: Callable[[], float], seconds: float) -> list[float]:
-    """How long runs take (s), again and again for a while; at least one."""
-    times, until = [run_s()], time.monotonic() + seconds
-    while time.monotonic() < until:
-        times.append(run_s())
-    return times
-
-
 def pace_now(device: str) -> PaceRead | None:
     """What the host's probe reads in this process now; None on a CPU, which is its own host."""
     if device != "cuda":
@@ -219,8 +211,7 @@ class _Served:
             raise RuntimeError("a task before a model is open")
         if task.serving is None:
             self._runner.warm_up(WARM_RUNS)
-            with model_errors(self._runner.name):
-                alone_ms = 1e3 * median(timed_s(self._runner.run_s, ALONE_S))
+            alone_ms = median(self._runner.time(warmup=0, budget_s=ALONE_S).samples_ms)
             reply = Reply(alone_ms=alone_ms, pace=pace_now(self._runner.device))
             gc.collect()
             gc.disable()  # from here on it must not interrupt a run

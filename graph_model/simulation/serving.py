@@ -32,6 +32,7 @@ LEAST_SLOWDOWN = 0.1
 ROUNDING = 1e-12  # of times
 PERCENTILES = np.arange(101)
 PACES = (0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)  # of the host, relative to usual, at which a run's time is given
+SLOWER = 1.4  # one of PACES: how much longer a run takes there shows how far the host is the slower track
 
 
 class Host(NamedTuple):
@@ -167,8 +168,9 @@ class _Simulated:
         self.slowdowns[:, np.arange(models), np.arange(models)] = 0.0
         self.more = np.zeros((rows, models, models))  # what runs of others add to the run that goes on
         self.runs_ms = np.array([[np.broadcast_to(run_ms, len(PACES)) for run_ms in case.runs_ms] for case in cases])
-        usual, slower = (self.runs_ms[..., PACES.index(pace)] for pace in (1.0, 1.4))
-        self.host_share = np.clip((slower / usual - 1.0) / 0.4, 0.0, 1.0)  # of a run, in which the host is the slower track
+        usual, slower = (self.runs_ms[..., PACES.index(pace)] for pace in (1.0, SLOWER))
+        # of a run, in which the host is the slower track
+        self.host_share = np.clip((slower / usual - 1.0) / (SLOWER - 1.0), 0.0, 1.0)
         self.now, self.idle_since = np.zeros(rows), np.full((rows, models), -np.inf)
         self.pace, self.pace_ends = np.zeros(rows), np.zeros(rows)
         self.busy = np.zeros((rows, models))

@@ -19,24 +19,21 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmark.serving.config import BATCH
 from benchmark.serving.results import ModelResult, SetResult, read_results
-from graph_model.simulation.serving import Served
+from graph_model.simulation.serving import SLOWER, Served
 from inference.core.host_pace import given_pace, ratio_of
 from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.sharing.advice import FINAL, Plan, Question
 from inference.sharing.ways import MPS, MPS_SHARES
 from records.host_pace import Stalls
-from records.kernel_record import record_name
-from records.kernel_record_files import read_model_record, record_path
-from training.sharing.serving_fit import host_pace_us
+from training.sharing.serving_fit import host_pace_us, served_record
 from utils import cli
 from utils.errors import UserError
 from utils.paths import Workspace
@@ -45,7 +42,7 @@ from utils.sharing_mode import ALL_THREADS, SLICES, SetSharing
 MOST_UNSERVED = 0.02  # of the requests: with more the percentiles are not known
 CLOSE = 0.05  # of the objective: headrooms that count as alike
 PERCENT = 95
-HOST_BOUND = 1.1  # times as long at 1.4 times the host's pace: more is bound by the host
+HOST_BOUND = 1.1  # times as long at SLOWER times the host's pace: more is bound by the host
 EXAMPLES = """
 python recipes/h200/judge_advice.py --workspace out/h100 --target nvidia-h100-80gb-hbm3-cuda-ort1.31-all \\
   --served out/served  # needs both
@@ -56,7 +53,7 @@ class Judged(NamedTuple):
     """A model of a set under a way of sharing: as measured, and as predicted.
 
     Attributes:
-        host_bound: how many times as long its runs take alone where the host takes 1.4 times as long.
+        host_bound: how many times as long its runs take alone where the host takes SLOWER times as long.
     """
 
     model: str
@@ -123,38 +120,26 @@ def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
         raise UserError(f"{path}: no set of several models was measured")
     pace = given_pace(ratio_of(pace_us(results, served), predictor.fitted))
     stalls = stalls_of(results)
-    runs: dict[str, PredictedRun] = {}
-
-    def run_of(stem: str, dims: Mapping[str, int]) -> PredictedRun:
-        name = record_name(stem, dict(dims), static=True)
-        if name not in runs:
-            file = record_path(served, predictor.fitted.target.flavour, name)
-            if not file.is_file():
-                raise UserError(f"{file}: no record of {name}, which was served; make it with: python "
-                                "ort_analysis/fusion_detector.py --device cuda --static")
-            runs[name] = predictor.run(read_model_record(file), host_pace=pace)
-        return runs[name]
-
     found: dict[str, list[JudgedWay]] = {}
     questions: dict[str, Question] = {}
     for result in cli.progress(results, "sets"):
         models, key = result.models, str(result.models)
         if key not in questions:
-            questions[key] = Question(predictor.fitted, models, [
-                {model.batch: run_of(model.model.stem, {**model.dims, BATCH: model.batch})} for model in models],
-                stalls=stalls)
+            records = [served_record(model, served, predictor.fitted.target.flavour) for model in models]
+            runs = [{model.batch: predictor.run(record, host_pace=pace)} for model, record in zip(models, records, strict=True)]
+            questions[key] = Question(predictor.fitted, models, runs, stalls=stalls)
         sharing = SetSharing.parse(result.way)
         plan = Plan(kind_of(sharing, len(models)), sharing, tuple(model.batch for model in models))
         (predicted,) = questions[key].simulated([questions[key].case(plan)], FINAL)
         found.setdefault(key, []).append(JudgedWay(result.way, tuple(
-            Judged(model.model.stem, model.slo_ms, measured, of_model, _host_bound(run_of(
-                model.model.stem, {**model.dims, BATCH: model.batch})))
-            for model, measured, of_model in zip(models, result.results, predicted, strict=True))))
+            Judged(model.model.stem, model.slo_ms, measured, of_model, _host_bound(of_batch[model.batch]))
+            for model, measured, of_model, of_batch in zip(models, result.results, predicted, questions[key].runs,
+                                                           strict=True))))
     return list(found.values())
 
 
 def _host_bound(run: PredictedRun) -> float:
-    return run.at_pace(1.4).alone_ms / run.alone_ms
+    return run.at_pace(SLOWER).alone_ms / run.alone_ms
 
 
 def errors(name: str, models: Sequence[Judged]) -> dict[str, Any]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmark.serving.config import BATCH, ServedModel
 from benchmark.serving.results import SetResult, read_results, samples_path
 from graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
+from graph_model.simulation.serving import SLOWER
 from records.host_pace import STALL_S, read_pace
 from records.kernel_record import record_name
 from records.kernel_record_files import read_model_record, record_path
@@ -28,9 +30,13 @@ from utils.errors import UserError
 from utils.paths import Workspace
 from utils.sharing_mode import SLICES
 
+if TYPE_CHECKING:
+    from records.kernel_record import ModelRecord
+    from utils.fingerprint import Flavour
+
 Floats = npt.NDArray[np.float64]
 PACES = np.linspace(0.5, 4.0, 71)  # at which runs are simulated
-HOST_BOUND = 1.3  # a model counts if it takes so many times as long where the host takes 1.4 times as long
+HOST_BOUND = 1.3  # a model counts if it takes so many times as long where the host takes SLOWER times as long
 IDLE_MS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # borders between classes of idle times
 LEAST_IDLE_MS, MOST_IDLE_MS = 1.0, 48.0  # that stand for the first class and the last
 QUANTILES = 12  # of the paces and stalls that are kept
@@ -99,19 +105,27 @@ def host_pace_us(workspace: Workspace) -> float:
     return median(readings)
 
 
+def served_record(served: ServedModel, workspace: Workspace, flavour: Flavour) -> ModelRecord:
+    """The record of a served model at its batch.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    name = record_name(served.model.stem, {**served.dims, BATCH: served.batch}, static=True)
+    path = record_path(workspace, flavour, name)
+    if not path.is_file():
+        raise UserError(f"{path}: no record of {name}, which was served; make it with: python ort_analysis/fusion_detector.py "
+                        f"--device cuda --static --dim batch={served.batch} --model {served.model.name}")
+    return read_model_record(path)
+
+
 def tracks_of_served(result: SetResult, workspace: Workspace, predictors: Predictors) -> Tracks:
     """The tracks of a run of a model that was served alone.
 
     Raises:
         UserError: its record is missing or damaged.
     """
-    served, = result.models
-    name = record_name(served.model.stem, {**served.dims, "batch": served.batch}, static=True)
-    path = record_path(workspace, predictors.sidecar.target.flavour, name)
-    if not path.is_file():
-        raise UserError(f"{path}: no record of {name}, which was served; make it with: python ort_analysis/fusion_detector.py "
-                        f"--device cuda --static --dim batch={served.batch} --model {served.model.name}")
-    record = read_model_record(path)
+    record = served_record(result.models[0], workspace, predictors.sidecar.target.flavour)
     kernels = list(record.kernels.values())
     gpu_ms, launches = (dict(zip(record.kernels, predictors.predict(kernels, {}, label).latency_ms, strict=True))
                         for label in (GPU_LABEL, LAUNCHES))
@@ -121,7 +135,7 @@ def tracks_of_served(result: SetResult, workspace: Workspace, predictors: Predic
 def served_runs(requests: Path, tracks_of_run: Tracks, costs: PipelineCosts) -> ServedRuns:
     """The runs in a file of requests of a model that was served alone."""
     at_paces_ms = np.array([pipeline_ms(tracks_of_run, costs.at_pace(pace)) for pace in PACES])
-    usual_ms, slower_ms = np.interp((1.0, 1.4), PACES, at_paces_ms)
+    usual_ms, slower_ms = np.interp((1.0, SLOWER), PACES, at_paces_ms)
     with np.load(requests) as samples:
         firsts = np.cumsum([0, *samples["counts_0"][:-1]]).astype(int)
         starts_ms, ends_ms = (1e3 * samples[f"{name}_0"][firsts] for name in ("starts_s", "ends_s"))
