@@ -59,7 +59,7 @@ def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None
         config = config.model_copy(update={"labels": read_header(workspace.dataset(target.name)).labels})
     if not all(device.measures_energy for device in devices.found):
         config = config.model_copy(update={"energy_s": 0.0})
-    work = find_work(workspace, target, config.held_out)
+    work = find_work(workspace, target, config.held_out, needs_kernels=any(map(config.takes_kernels, config.levels)))
     with sole_writer(workspace.dataset(target.name)), devices.actors(config, workspace) as actors:
         return collect_work(workspace, config, devices.found, work, actors, stop_at_s=stop_at_s, remeasure=remeasure)
 
@@ -268,7 +268,7 @@ def plan_load(config: CollectorConfig, work: Work, device: str, machines: Sequen
     """
     first_label = config.labels_on(device)[0]
     measured_by = {uuid: [block for block in blocks if block.machine == uuid] for uuid in machines}
-    wanted = work if config.kernel_levels is None or level in config.kernel_levels else Work((), work.models, ())
+    wanted = work if config.takes_kernels(level) else Work((), work.models, ())
 
     def todo(part: Work, measured: Sequence[Block]) -> list[Planned[Item]]:
         return plan(part, measured, config.block_kernels, first_label, config.block_models,

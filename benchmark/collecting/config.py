@@ -147,6 +147,10 @@ class CollectorConfig(Config):
         return open_source(device, self.metrics, self.source, dcgm_address=self.dcgm_address, replay=self.replay,
                            replay_step_s=self.replay_step_s)
 
+    def takes_kernels(self, level: float) -> bool:
+        """Whether kernels are measured at a level too, not only whole models."""
+        return self.kernel_levels is None or level in self.kernel_levels
+
     def loads(self) -> list[tuple[float, Background | None]]:
         """What to measure under, one after another: each level with every background, and idle levels with None."""
         return [(level, background) for level in self.levels for background in (self.stress.backgrounds if level else (None,))]

@@ -73,14 +73,14 @@ class Work:
     collections: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> Work:
+def find_work(workspace: Workspace, target: Target, held_out: Sequence[str], *, needs_kernels: bool = True) -> Work:
     """The kernels and models of the target's flavour, without the kernels that only held-out groups hold.
 
     Where only the index of the flavour is there, and no record, it is the kernels alone; where there is no index, those of no
     model.
 
     Raises:
-        UserError: no kernels were built, or the model file of a record is missing.
+        UserError: no kernels were built although `needs_kernels`, or the model file of a record is missing.
     """
     folder, runtime = workspace.kernel_onnx / target.flavour.name, runtime_named(target.flavour.runtime)
     path, seeds = index_path(workspace, target.flavour), read_seeds(folder)
@@ -103,7 +103,7 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
         elif not models:
             continue
         items.append(KernelItem(path, kernels[path.stem]))
-    if not items:
+    if needs_kernels and not items:
         raise UserError(f"{folder}: no kernels built for {target.flavour.name}; build them with: {runtime.build_with}")
     paths = model_files([workspace.models], runtime.model_suffixes)
     by_stem = {as_file_name(path.stem): path for path in paths}

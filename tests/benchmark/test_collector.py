@@ -511,6 +511,13 @@ def test_without_kernels_or_models_the_command_before_is_named(workspace: Worksp
         collect(workspace, config)
 
 
+def test_models_alone_need_no_built_kernels(workspace: Workspace) -> None:
+    build_workspace(workspace, {"anet_b1": small_model()})
+    shutil.rmtree(workspace.kernel_onnx)
+    totals = collect(workspace, CollectorConfig.model_validate(TINY | {"kernel_levels": []}))
+    assert (totals["kernel_rows"], totals["model_rows"]) == (0, len(TINY["levels"]))
+
+
 def test_a_damaged_file_of_a_models_kernel_is_still_a_row(workspace: Workspace) -> None:
     """Its description comes from the index; that it does not load is what its row will say."""
     flavour = build_workspace(workspace, {"anet_b1": small_model()})
