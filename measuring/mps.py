@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from utils.errors import UserError
+from utils.fingerprint import VISIBLE_GPUS, gpu_facts
 from utils.logger import get_logger
 from utils.sharing_mode import ALL_THREADS, PIPE_DIRECTORY, SLICES, THREADS, GpuSharing, mps_daemon_answers
 from utils.temporary import temporary_folder
@@ -39,12 +40,19 @@ def gpu_shared(sharing: GpuSharing) -> Iterator[None]:
                             f"(echo quit | {CONTROL}), or measure with sharing: mps")
         yield
     elif runs:
-        with _environment({THREADS: str(sharing.percent)}):
+        with _environment(_chosen_gpu() | {THREADS: str(sharing.percent)}):
             yield
     else:
-        with (temporary_folder() as folder, _environment({
+        with (temporary_folder() as folder, _environment(_chosen_gpu() | {
                 PIPE_DIRECTORY: str(folder), LOG_DIRECTORY: str(folder), THREADS: str(sharing.percent)}), _daemon()):
             yield
+
+
+def _chosen_gpu() -> dict[str, str]:
+    """The GPU that the environment chooses by its index, by its UUID. A daemon counts the GPUs that it may use from 0, so to its
+    clients the index is another one's or nobody's."""
+    chosen = os.environ.get(VISIBLE_GPUS, "")
+    return {VISIBLE_GPUS: gpu_facts()["uuid"]} if chosen.split(",")[0].strip().isdecimal() and gpu_facts() else {}
 
 
 @contextmanager

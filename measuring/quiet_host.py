@@ -1,8 +1,10 @@
 """Keeps runs undisturbed: off the cores of worker threads, and in quiet moments of the host.
 
 Cores: ONNX Runtime pins each of its worker threads to a core and leaves the caller's thread free. Now and then the system puts
-the caller on a worker's core. The two then share it, and the whole session takes twice as long. So the caller is kept off
-these cores.
+the caller on a worker's core. The two then share it, and the whole session takes twice as long. So the caller of a session on
+the CPU is kept off these cores. That of a session on a GPU stays free: its workers rest, and the only core without one is the
+same for every process. Processes that are timed at the same time on several GPUs would share it, and each wait for the others'
+turns of 4 ms.
 
 Moments: a virtual machine shares its cores with others. For tenths of a second at a time its host dispatches 1.4 to 1.7 times
 more slowly, on every core alike. A short model becomes slower with it, although the GPU's own times stay the same. So a model
@@ -55,9 +57,9 @@ def free_cores() -> set[int]:
 
 
 @contextmanager
-def off_the_workers_cores() -> Iterator[None]:
-    """Keeps the calling thread on the cores that `free_cores` finds, if there are any."""
-    cores = free_cores()
+def off_the_workers_cores(device: str) -> Iterator[None]:
+    """Keeps the calling thread on the cores that `free_cores` finds, if there are any, where its sessions are on a `cpu`."""
+    cores = free_cores() if device == "cpu" else set()
     if not cores:
         yield
         return
@@ -168,14 +170,13 @@ def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]],
             missing.
     """
     slots: dict[str, list[TimeSlot]] = {label: [] for label in timed}
-    with off_the_workers_cores():
-        until = time.monotonic() + PATIENCE * effort.budget_s * len(timed)
-        missing = list(timed)
-        while missing:
-            for label in missing:
-                slots[label].append(_time_slot(probe, timed[label]))
-            late = time.monotonic() > until
-            missing = [label for label in timed if not _enough(slots[label], probe, effort, late)]
+    until = time.monotonic() + PATIENCE * effort.budget_s * len(timed)
+    missing = list(timed)
+    while missing:
+        for label in missing:
+            slots[label].append(_time_slot(probe, timed[label]))
+        late = time.monotonic() > until
+        missing = [label for label in timed if not _enough(slots[label], probe, effort, late)]
     return {label: _least_disturbed(of_label, probe, effort) for label, of_label in slots.items()}
 
 
@@ -188,10 +189,9 @@ def all_samples_ms(probe: HostProbe, run_s: Callable[[], float], effort: Effort)
         effort: time and runs wanted.
     """
     slots: list[TimeSlot] = []
-    with off_the_workers_cores():
-        until = time.monotonic() + effort.budget_s
-        while time.monotonic() < until or sum(len(slot.samples_ms) for slot in slots) < effort.least_runs:
-            slots.append(_time_slot(probe, run_s))
+    until = time.monotonic() + effort.budget_s
+    while time.monotonic() < until or sum(len(slot.samples_ms) for slot in slots) < effort.least_runs:
+        slots.append(_time_slot(probe, run_s))
     return _joined(slots, probe, effort)
 
 
@@ -202,13 +202,12 @@ def readings_s(probe: HostProbe, seconds: float) -> list[float]:
     itself keeps the host at work.
     """
     readings = [shortest_s(probe.dispatch_s)]
-    with off_the_workers_cores():
-        until = time.monotonic() + seconds
-        while time.monotonic() < until or len(readings) <= LEAST_READINGS:
-            slot_ends = time.monotonic() + SLOT_S
-            while time.monotonic() < slot_ends:
-                probe.dispatch_s()
-            readings.append(shortest_s(probe.dispatch_s))
+    until = time.monotonic() + seconds
+    while time.monotonic() < until or len(readings) <= LEAST_READINGS:
+        slot_ends = time.monotonic() + SLOT_S
+        while time.monotonic() < slot_ends:
+            probe.dispatch_s()
+        readings.append(shortest_s(probe.dispatch_s))
     return [max(neighbours) for neighbours in itertools.pairwise(readings)]
 
 

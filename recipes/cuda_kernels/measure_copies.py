@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from measuring.quiet_host import off_the_workers_cores
 from records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path
 from runtimes import local_target
 from utils import cli, files
@@ -132,10 +131,9 @@ def samples_ms(graphs: Mapping[str, Timed]) -> dict[str, tuple[float, ...]]:
     """Samples of each graph by name; the graphs take turns."""
     runs = {name: runner(timed) for name, timed in graphs.items()}
     samples_of: dict[str, list[float]] = {name: [] for name in runs}
-    with off_the_workers_cores():
-        for _ in range(ROUNDS):
-            for name, run in runs.items():
-                samples_of[name] += times_ms(run)
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            samples_of[name] += times_ms(run)
     return {name: tuple(samples) for name, samples in samples_of.items()}
 
 

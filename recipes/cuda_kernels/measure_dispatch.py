@@ -27,7 +27,7 @@ import numpy as np
 
 from kernel_model.sampling.draws import on_cpu, on_cuda
 from kernel_model.sampling.free_shapes.table import Kind, draw_free_kernel
-from measuring.quiet_host import off_the_workers_cores, readings_s
+from measuring.quiet_host import readings_s
 from records.kernel_record import Kernel
 from runtimes.ort.building.dummy_data import dummy_inputs
 from runtimes.ort.building.kernel_models import build_model
@@ -102,7 +102,7 @@ def runs_of(kernel: Kernel, copies: int, device: str) -> Runs:
 
 def samples_ms(kernel: Kernel, device: str) -> dict[str, dict[str, list[float]]]:
     """Samples by what is timed (`dispatch`, `run`) and the number of copies."""
-    with model_errors(kernel.id), off_the_workers_cores():
+    with model_errors(kernel.id):
         graphs = {str(copies): runs_of(kernel, copies, device) for copies in COPIES}
         for runs in graphs.values():
             for _ in range(3):

@@ -48,7 +48,7 @@ def profile(path: Path, record: ModelRecord, device: str) -> list[dict[str, Any]
         session = open_session(optimized, device, optimize="none", name=str(path), profile_prefix=folder / "run")
         feed = random_feed(session, source.dims, source.steering, source.graph_only.graph)
         with model_errors(str(path)):
-            counted = profile_runs(bind(session, feed, device, "device"), EFFORT)
+            counted = profile_runs(bind(session, feed, device, "device"), EFFORT, device)
             runs = counted_runs(session.end_profiling(), counted)
     nodes: dict[str, dict[str, Any]] = {}
     for number, run in enumerate(runs):

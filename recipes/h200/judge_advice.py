@@ -2,8 +2,8 @@
 
 Reads the predictors of --workspace and --target, and of the workspace --served the sets of models that were measured under
 several ways of sharing (benchmark/served_sets.py), and their kernel records. Each set is predicted under each way as it was
-measured, at the pace that the host's probe had in the servers' own processes, with the stalls that it saw there, or else at
-that of the readings in the folder `host_pace`.
+measured, at the pace that the host's probe had in the servers' own processes, or else at that of the readings in the folder
+`host_pace`; and with the stalls that models had which were served alone there, or else with those that the probe saw.
 
 Prints the errors of a run beside the others, and of the mean and the 95th percentile of requests; and how often the way with
 the most predicted headroom met all objectives, of the sets in which any measured way did, and came within 5 % of the best
@@ -33,6 +33,7 @@ from inference.core.predictor import Predictor
 from inference.sharing.advice import FINAL, Plan, Question
 from inference.sharing.ways import MPS, MPS_SHARES
 from records.host_pace import Stalls
+from training.fit_serving import fit_target
 from training.sharing.serving_fit import host_pace_us, served_record
 from utils import cli
 from utils.errors import UserError
@@ -100,8 +101,12 @@ def pace_us(results: Sequence[SetResult], served: Workspace) -> float:
     return median(readings) if readings else host_pace_us(served)
 
 
-def stalls_of(results: Sequence[SetResult]) -> Stalls | None:
-    """The stalls of the host that the servers saw; None where they did not watch."""
+def stalls_of(results: Sequence[SetResult], served: Workspace, predictor: Predictor) -> Stalls | None:
+    """The stalls of the host: of models that were served alone, or else those that the servers saw; None where they did not
+    watch."""
+    if any(len(result.models) == 1 for result in read_results(served.served_sets(predictor.fitted.target.name)).values()):
+        host = fit_target(predictor.workspace, served, predictor.fitted.target.name)
+        return Stalls(host.stalls_per_s, host.stalls_ms)
     of_models = [of_model for result in results for of_model in result.results]
     dispatched_s = sum(of_model.dispatched_s for of_model in of_models)
     lengths_ms = [stall for of_model in of_models for stall in of_model.stalls_ms]
@@ -119,7 +124,7 @@ def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
     if not results:
         raise UserError(f"{path}: no set of several models was measured")
     pace = given_pace(ratio_of(pace_us(results, served), predictor.fitted))
-    stalls = stalls_of(results)
+    stalls = stalls_of(results, served, predictor)
     found: dict[str, list[JudgedWay]] = {}
     questions: dict[str, Question] = {}
     for result in cli.progress(results, "sets"):

@@ -166,7 +166,7 @@ def main() -> int:
     parser.add_argument("--sets", type=cli.count, default=40, metavar="N", help="how many sets (default: 40)")
     parser.add_argument("--seed", type=cli.whole, default=36, metavar="N", help="of draws and arrivals (default: 36)")
     parser.add_argument("--models", type=sizes_of_sets, default=SIZES, metavar="N[,N…]",
-                        help=f"how many models the sets have in turn, {min(WAYS_OF_SIZE)} to {max(WAYS_OF_SIZE)} (default: 2,3)")
+                        help=f"how many models a set has, {min(WAYS_OF_SIZE)} to {max(WAYS_OF_SIZE)}, in turn (default: 2,3)")
     parser.add_argument("--out", type=cli.out_file, default=CONFIG, metavar="FILE",
                         help=f"default: {CONFIG.name} beside this script")
     args = parser.parse_args()

@@ -30,7 +30,7 @@ import numpy as np
 from inference.llm.genai_config import FILE as GENAI_CONFIG
 from measuring.gpu_trace import GpuRun, in_range, read, record_ranges
 from measuring.metrics import nvml
-from measuring.quiet_host import SLOT_S, off_the_workers_cores
+from measuring.quiet_host import SLOT_S
 from recipes.llm.networks import NETWORKS_FILE, Point, model_folder, read_networks
 from records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep, measured_file
 from runtimes.ort.probes import host_probe, measure_pace
@@ -210,7 +210,7 @@ def measure(requests: Requests, generate: int, idle_mib: float, device: str) -> 
         generators.append(generator)
         create_ms.append(created_ms)
 
-    with largest_memory_mib() as largest, off_the_workers_cores():
+    with largest_memory_mib() as largest:
         fresh()
         first()
         slots_ms(partial(requests.token, generators[-1]), min(WARM_TOKENS, generate), SLOT_S, device)  # this one only warms up

@@ -62,7 +62,7 @@ def _energy(facts: dict[str, Any], device: str, run: Callable[[], Any], seconds:
     What is doubtful about the readings is its `error`. Where the power can't be read, it failed, and its error says why.
     """
     try:
-        with PowerMonitor(open_power_sensor(device)) as monitor, model_errors(facts["id"]), off_the_workers_cores():
+        with PowerMonitor(open_power_sensor(device)) as monitor, model_errors(facts["id"]), off_the_workers_cores(device):
             pause(CALM_S + monitor.sensor.averages_s)
             idle = monitor.rest(REST_S)
             measured = energy_of_runs(monitor, run, seconds)

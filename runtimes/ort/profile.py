@@ -126,16 +126,16 @@ class ModelProfile(NamedTuple):
     plain_ms: list[float]
 
 
-def plain_runs_ms(run: Callable[[], Any], profiled: list[bool]) -> list[float]:
+def plain_runs_ms(run: Callable[[], Any], profiled: list[bool], device: str) -> list[float]:
     """Times of runs after their session's profiling has ended (ms): as many as counted while it was on."""
-    with off_the_workers_cores():
+    with off_the_workers_cores(device):
         run()
         return [1000 * timer(run)() for _ in range(sum(profiled))]
 
 
-def profile_runs(run: Callable[[], Any], effort: Effort) -> list[bool]:
+def profile_runs(run: Callable[[], Any], effort: Effort, device: str) -> list[bool]:
     """Runs a profiled session as `effort` says; returns for each run whether it counts (warm-up does not)."""
-    with off_the_workers_cores():
+    with off_the_workers_cores(device):
         warmed, one_run_s = warm_up(run, effort.warmup + 1, effort.warmup_s)
         counted = effort.runs(one_run_s)
         for _ in range(counted):
@@ -182,9 +182,9 @@ def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Eff
         feed = random_feed(session, graph.source.dims, steering_of(graph), graph.source.graph_only.graph, inputs)
         with model_errors(str(model)):
             run = bind(session, feed, device, "device", shared_caches(graph.source.graph_only.graph, graph.source.dims))
-            counted = profile_runs(run, effort)
+            counted = profile_runs(run, effort, device)
             profile = session.end_profiling()
-            return ModelProfile(counted_runs(profile, counted), graph, plain_runs_ms(run, counted) if plain else [])
+            return ModelProfile(counted_runs(profile, counted), graph, plain_runs_ms(run, counted, device) if plain else [])
 
 
 def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, list[float]]:

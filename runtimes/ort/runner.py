@@ -101,7 +101,7 @@ class Runner:
         Raises:
             UserError: the model fails while running.
         """
-        with model_errors(self.name), off_the_workers_cores():
+        with model_errors(self.name), off_the_workers_cores(self.device):
             return warm_up(self.run_once, runs, seconds)[1]
 
     def time(self, *, warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
@@ -114,7 +114,7 @@ class Runner:
         if loops is None and budget_s is None:
             loops = DEFAULT_LOOPS
         self.warm_up(warmup)
-        with model_errors(self.name), off_the_workers_cores():
+        with model_errors(self.name), off_the_workers_cores(self.device):
             started, began = now(), time.perf_counter()
             samples: list[float] = []
             while len(samples) < (loops or least_runs) or (loops is None and time.perf_counter() - began < (budget_s or 0)):

@@ -55,7 +55,7 @@ class SharingProbe:
         if not 0.0 < seconds < float("inf"):
             raise UserError(f"the sharing probe can't run for {seconds:g} s; give it a positive time, e.g. {PROBE_SECONDS:g}")
         sharing = sharing_mode() if self._provider == "cuda" else None
-        with off_the_workers_cores():
+        with off_the_workers_cores(self._provider):
             started, began = now(), time.perf_counter()
             tiny, long = (_back_to_back(piece, began, seconds / 2) for piece in (self._tiny, self._long))
         return ProbeReading(machine_uuid=self._machine_uuid, device=self._provider, sharing=sharing,

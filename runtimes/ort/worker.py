@@ -196,12 +196,12 @@ def time_carrier(request: Request) -> Reply:
                                    weights=carrier.weights)
             run = shared_memory().bind(session, carrier) if on_gpu else bind(
                 session, carrier.values, "cpu", "device", shared_caches(carrier.model.graph, {}))
-            counted = profile_runs(run, request.effort)
+            counted = profile_runs(run, request.effort, request.device)
         with gpu_turns.alone(request.turns):
             recording = record([run] * TRACED_RUNS) if GPU_LABEL in request.labels else None
         traced = read(recording) if recording else []
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
-        nodes_ms = median(plain_runs_ms(run, counted)) if UNPROFILED in request.labels else None
+        nodes_ms = median(plain_runs_ms(run, counted, request.device)) if UNPROFILED in request.labels else None
     ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
     like_writers = {node_name(number) for number, kernel in enumerate(kernels) if kernel.op_type == WRITER_OP}
     measurements = [m for m in labels_of(runs, ids, "carrier", "carrier", nodes_ms) if m.label in request.labels]
@@ -295,7 +295,7 @@ def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float
     samples: dict[str, list[float]] = {label: [] for label in timed}
     meanwhile: list[Measurement] = []
     for second in (False, True):
-        with model_errors(model), off_the_workers_cores():
+        with model_errors(model), off_the_workers_cores(runner.device):
             for label, run_s in timed.items():
                 samples[label] += [round(1000 * run_s(), 6) for _ in range(max(2, runs // 2))]
         if not second:

@@ -33,11 +33,13 @@ threading.Thread(target=pinned).start()
 ready.wait(10)
 try:
     assert free_cores() == cores - {max(cores)}
-    with off_the_workers_cores():
+    with off_the_workers_cores("cuda"):
+        assert os.sched_getaffinity(0) == cores  # the only free core would be the same for processes on several GPUs
+    with off_the_workers_cores("cpu"):
         assert os.sched_getaffinity(0) == free_cores() == cores - {max(cores)}
     assert os.sched_getaffinity(0) == cores
     try:
-        with off_the_workers_cores():
+        with off_the_workers_cores("cpu"):
             raise KeyError
     except KeyError:
         print(os.sched_getaffinity(0) == cores)
@@ -56,7 +58,7 @@ def test_nowhere_to_go_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_setaffinity")
     monkeypatch.delattr(os, "sched_getaffinity")
     assert free_cores() == set()
-    with off_the_workers_cores():
+    with off_the_workers_cores("cpu"):
         pass
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmark.collecting.config import CollectorConfig
+from measuring import mps
 from measuring.mps import CONTROL, gpu_shared
 from utils.config import validate
 from utils.errors import UserError
+from utils.fingerprint import VISIBLE_GPUS
 from utils.sharing_mode import PIPE_DIRECTORY, THREADS, GpuSharing, mps_daemon_answers
 
 DAEMON = """#!{python}
@@ -63,6 +65,17 @@ def test_ways_of_sharing(text: str, sharing: GpuSharing) -> None:
 def test_what_is_no_way_of_sharing(text: str) -> None:
     with pytest.raises(UserError, match=r"sharing: .*is no way of sharing a GPU: use slices, mps, mps:50"):
         validate({"sharing": text}, CollectorConfig, "config")
+
+
+@pytest.mark.parametrize(("chosen", "inherited"), [("2", "GPU-of-two"), ("GPU-of", "GPU-of"), ("", "")])
+def test_a_gpu_that_is_chosen_by_index_is_named_to_clients(control: Path, monkeypatch: pytest.MonkeyPatch, chosen: str,
+                                                           inherited: str) -> None:
+    """The daemon counts its GPUs from 0. What the driver says of the GPU is made up: this machine may have none."""
+    monkeypatch.setattr(mps, "gpu_facts", lambda: {"uuid": "GPU-of-two"})
+    monkeypatch.setenv(VISIBLE_GPUS, chosen)
+    with gpu_shared(GpuSharing(True)):
+        assert os.environ[VISIBLE_GPUS] == inherited
+    assert os.environ[VISIBLE_GPUS] == chosen
 
 
 def test_processes_inherit_the_daemon_and_their_share(control: Path) -> None:
