@@ -49,8 +49,8 @@ def gpu_shared(sharing: GpuSharing) -> Iterator[None]:
 
 
 def _chosen_gpu() -> dict[str, str]:
-    """The GPU that the environment chooses by its index, by its UUID. A daemon counts the GPUs that it may use from 0, so to its
-    clients the index is another one's or nobody's."""
+    """The GPU that the environment chooses by its index, by its UUID. A daemon counts the GPUs that it may use from 0, so to
+    its clients the index is another one's or nobody's."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return {VISIBLE_GPUS: gpu_facts()["uuid"]} if chosen.split(",")[0].strip().isdecimal() and gpu_facts() else {}
 

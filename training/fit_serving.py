@@ -17,10 +17,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from statistics import median
 from typing import Any
 
-from training.composition.fitted import read_composition
-from training.kernels.predictors import read_predictors
 from training.sharing.serving import ServingHost, serving_path
-from training.sharing.serving_fit import host_pace_us, learned_host, served_alone, served_runs, tracks_of_served
+from training.sharing.serving_fit import learned_from
 from utils import cli, files
 from utils.errors import UserError
 from utils.locks import sole_writer
@@ -31,24 +29,6 @@ log = get_logger("serving")
 EXAMPLES = """
 python training/fit_serving.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --served out/served
 """
-
-
-def fit_target(workspace: Workspace, measured: Workspace, target: str) -> ServingHost:
-    """What is learned of a host that serves a target's models.
-
-    Raises:
-        UserError: the composition is not a GPU's two tracks, no host's pace was recorded, nothing was served alone, no model
-            of it is bound by the host, or a record is missing.
-    """
-    folder = workspace.predictors(target)
-    composition, predictors = read_composition(folder), read_predictors(folder)
-    if composition.costs is None or composition.probe_us is None:
-        raise UserError(f"{target}: its composition knows no host's pace; it can only be learned for a GPU's two tracks "
-                        "(composition pipeline)")
-    alone = served_alone(measured)
-    runs = [served_runs(requests, tracks_of_served(result, measured, predictors), composition.costs)
-            for result, requests in alone]
-    return learned_host(runs, alone[0][0].machine.device_name, host_pace_us(measured) / composition.probe_us)
 
 
 def shown(learned: ServingHost) -> list[dict[str, Any]]:
@@ -74,7 +54,7 @@ def main() -> int:
     if not args.served.is_dir():
         raise UserError(f"--served {args.served}: no such folder")
     with sole_writer(workspace.predictors("")):
-        learned = fit_target(workspace, Workspace(args.served), args.target)
+        learned = learned_from(Workspace(args.served), args.target, workspace.predictors(args.target))
         files.write_json(path := serving_path(workspace.predictors(args.target)), learned)
     log.info("saved %s: from %d runs of %d models", path, learned.runs, learned.models)
     if args.json:

@@ -33,8 +33,7 @@ from inference.core.predictor import Predictor
 from inference.sharing.advice import FINAL, Plan, Question
 from inference.sharing.ways import MPS, MPS_SHARES
 from records.host_pace import Stalls
-from training.fit_serving import fit_target
-from training.sharing.serving_fit import host_pace_us, served_record
+from training.sharing.serving_fit import host_pace_us, learned_from, served_record
 from utils import cli
 from utils.errors import UserError
 from utils.paths import Workspace
@@ -104,8 +103,9 @@ def pace_us(results: Sequence[SetResult], served: Workspace) -> float:
 def stalls_of(results: Sequence[SetResult], served: Workspace, predictor: Predictor) -> Stalls | None:
     """The stalls of the host: of models that were served alone, or else those that the servers saw; None where they did not
     watch."""
-    if any(len(result.models) == 1 for result in read_results(served.served_sets(predictor.fitted.target.name)).values()):
-        host = fit_target(predictor.workspace, served, predictor.fitted.target.name)
+    target = predictor.fitted.target.name
+    if any(len(result.models) == 1 for result in read_results(served.served_sets(target)).values()):
+        host = learned_from(served, target, predictor.workspace.predictors(target))
         return Stalls(host.stalls_per_s, host.stalls_ms)
     of_models = [of_model for result in results for of_model in result.results]
     dispatched_s = sum(of_model.dispatched_s for of_model in of_models)

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training.fit_serving import fit_target
 from training.sharing.serving import read_serving
-from training.sharing.serving_fit import ServedRuns, learned_host, served_alone
+from training.sharing.serving_fit import ServedRuns, learned_from, learned_host, served_alone
 from utils.errors import UserError
 from utils.paths import SHIPPED, Workspace
 
@@ -68,7 +67,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 def test_what_ships_was_learned_from_an_h100(served: Workspace, tmp_path: Path) -> None:
     own = Workspace(tmp_path)
     shutil.copytree(SHIPPED / TARGET, own.predictors(TARGET))
-    learned, shipped = fit_target(own, served, TARGET), read_serving(SHIPPED / TARGET)
+    learned, shipped = learned_from(served, TARGET, own.predictors(TARGET)), read_serving(SHIPPED / TARGET)
     assert shipped is not None
     assert learned.paces == pytest.approx(shipped.paces)
     assert learned.slower == pytest.approx(shipped.slower)

@@ -22,8 +22,9 @@ from records.host_pace import STALL_S, read_pace
 from records.kernel_record import record_name
 from records.kernel_record_files import read_model_record, record_path
 from records.measurement import GPU_LABEL
+from training.composition.fitted import read_composition
 from training.composition.measured_models import MeasuredModel, tracks
-from training.kernels.predictors import Predictors
+from training.kernels.predictors import Predictors, read_predictors
 from training.kernels.settings import LAUNCHES
 from training.sharing.serving import ServingHost
 from utils.errors import UserError
@@ -143,6 +144,23 @@ def served_runs(requests: Path, tracks_of_run: Tracks, costs: PipelineCosts) -> 
     times_ms = ends_ms - starts_ms
     return ServedRuns(starts_ms, times_ms, idle_ms, np.interp(times_ms, at_paces_ms, PACES),
                       bool(slower_ms >= HOST_BOUND * usual_ms))
+
+
+def learned_from(measured: Workspace, target: str, folder: Path) -> ServingHost:
+    """What models that were served alone say of the host of a target, whose predictors are in a folder.
+
+    Raises:
+        UserError: the composition is not a GPU's two tracks, no host's pace was recorded, nothing was served alone, no model
+            of it is bound by the host, or a record is missing.
+    """
+    composition, predictors = read_composition(folder), read_predictors(folder)
+    if composition.costs is None or composition.probe_us is None:
+        raise UserError(f"{target}: its composition knows no host's pace; it can only be learned for a GPU's two tracks "
+                        "(composition pipeline)")
+    alone = served_alone(measured)
+    runs = [served_runs(requests, tracks_of_served(result, measured, predictors), composition.costs)
+            for result, requests in alone]
+    return learned_host(runs, alone[0][0].machine.device_name, host_pace_us(measured) / composition.probe_us)
 
 
 def learned_host(of_models: Sequence[ServedRuns], learned_on: str, pace: float) -> ServingHost:
