@@ -53,6 +53,7 @@ class Judged(NamedTuple):
     """A model of a set under a way of sharing: as measured, and as predicted.
 
     Attributes:
+        between_ms: the 90 % interval of the predicted percentile.
         host_bound: how many times as long its runs take alone where the host takes SLOWER times as long.
     """
 
@@ -60,6 +61,7 @@ class Judged(NamedTuple):
     slo_ms: float
     measured: ModelResult
     predicted: Served
+    between_ms: tuple[float, float]
     host_bound: float
 
     @property
@@ -135,11 +137,13 @@ def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
             questions[key] = Question(predictor.fitted, models, runs, stalls=stalls)
         sharing = SetSharing.parse(result.way)
         plan = Plan(kind_of(sharing, len(models)), sharing, tuple(model.batch for model in models))
-        (predicted,) = questions[key].simulated([questions[key].case(plan)], FINAL)
+        question = questions[key]
+        predicted, *ends = question.simulated([question.case(plan, end) for end in (None, 0, 1)], FINAL)
         found.setdefault(key, []).append(JudgedWay(result.way, tuple(
-            Judged(model.model.stem, model.slo_ms, measured, of_model, _host_bound(of_batch[model.batch]))
-            for model, measured, of_model, of_batch in zip(models, result.results, predicted, questions[key].runs,
-                                                           strict=True))))
+            Judged(model.model.stem, model.slo_ms, measured, of_model, question.between_ms(low, high),
+                   _host_bound(of_batch[model.batch]))
+            for model, measured, of_model, low, high, of_batch in zip(models, result.results, predicted, *ends, question.runs,
+                                                                      strict=True))))
     return list(found.values())
 
 
@@ -148,7 +152,8 @@ def _host_bound(run: PredictedRun) -> float:
 
 
 def errors(name: str, models: Sequence[Judged]) -> dict[str, Any]:
-    """Errors in per cent: of a run, of the mean latency and of the percentile, each with its bias (of the geometric mean)."""
+    """Errors in per cent: of a run, of the mean latency and of the percentile, each with its bias (of the geometric mean); and
+    how often the percentile lies within its 90 % interval."""
     row: dict[str, Any] = {"of": name, "cases": len(models)}
     for what, pairs in {
         "run": [(model.predicted.run_ms, model.measured.runs.mean_ms) for model in models if model.measured.runs],
@@ -159,7 +164,8 @@ def errors(name: str, models: Sequence[Judged]) -> dict[str, Any]:
         row |= {f"{what}_%": 100 * float(np.abs(ratios - 1.0).mean()),
                 f"{what}_median_%": 100 * float(np.median(np.abs(ratios - 1.0))),
                 f"{what}_bias_%": 100 * float(np.expm1(np.log(ratios).mean()))}
-    return row
+    within = [of.between_ms[0] <= of.measured_ms <= of.between_ms[1] for of in models]
+    return row | {f"p{PERCENT}_in_90_%": 100 * sum(within) / len(within)}
 
 
 def tables(sets: Sequence[Sequence[JudgedWay]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +18,22 @@ from command import run_script
 from benchmark.serving.config import BATCH, ServedModel
 from graph_model.simulation.pipeline import Floats
 from graph_model.simulation.serving import Case, served
+from inference.core.host_pace import HostPace
 from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.reporting.pairs import share_chart
-from inference.sharing.advice import FINAL, SEED, SharingAdvice, advise, verdict
+from inference.sharing.advice import FINAL, SEED, SPREADS, SharingAdvice, advise, verdict
 from inference.sharing.co_runner import SAMPLES, NotShared
 from inference.sharing.mps import NotThroughMps
 from inference.sharing.shared_models import Pair
 from inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes
+from records.host_pace import MachinePace
 from training.sharing.learned import Sharing, sharing_path
 from training.sharing.serving import read_serving, serving_path
 from utils import files
 from utils.cli import EXIT_SLO_MISSED
 from utils.errors import UserError
+from utils.fingerprint import machine
 from utils.paths import SHIPPED, Workspace
 from utils.sharing_mode import SLICES, THREADS, SetSharing, share_of_this_process
 
@@ -134,6 +138,24 @@ def test_on_a_host_that_serves(workspace: Workspace, predictor: Predictor) -> No
     assert changing.p50_ms is not None
     assert changing.p95_ms is not None
     assert changing.p95_ms > 1.2 * changing.p50_ms > 1.2 * steady.run_ms
+
+
+@pytest.mark.parametrize(("per_s", "rough"), [(0.5, False), (9.0, True)])
+def test_a_host_that_stalls_often_makes_rough_estimates(workspace: Workspace, predictor: Predictor, per_s: float,
+                                                        rough: bool) -> None:
+    path = serving_path(workspace.predictors(TARGET))
+    shutil.copy(SHIPPED / TARGET / path.name, path)
+    pace = MachinePace(probe_us=300.0, spread=0.1, readings=10, stalls_per_s=per_s, stalls_ms=(8.0,), taken=datetime.now(UTC),
+                       boot_id="", device="cuda", machine=machine("cpu"))
+    advice = advise(Predictor(workspace, TARGET), [net(20.0, 5.0)], [[1]], host_pace=HostPace(1.0, "given", pace))
+    path.unlink()
+    only, = advice.ways[0].models
+    assert only.rough_estimate == rough
+    assert any("the host stalls 9 times a second" in line for line in advice.warnings) == rough
+    low_ms, high_ms = only.between_ms
+    assert low_ms is not None
+    assert high_ms is not None
+    assert high_ms / low_ms > SPREADS[rough] ** 2
 
 
 def test_two_models_in_time_slices(predictor: Predictor) -> None:

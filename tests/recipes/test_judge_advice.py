@@ -25,7 +25,7 @@ def made_up(measured_ms: float, predicted_ms: float, unserved: int = 0, host_bou
     measured = ModelResult(requests=100, served=100 - unserved, unserved=unserved, latency=times, within_slo=1.0, runs=times,
                            requests_per_run=1.0, busy=0.1)
     predicted = Served(predicted_ms, (predicted_ms,) * 101, predicted_ms, 0.1, 0.1)
-    return Judged("net", 10.0, measured, predicted, host_bound)
+    return Judged("net", 10.0, measured, predicted, (0.9 * predicted_ms, 1.1 * predicted_ms), host_bound)
 
 
 def test_errors_and_advice() -> None:
@@ -41,6 +41,7 @@ def test_errors_and_advice() -> None:
     assert {name: row["cases"] for name, row in by_name.items()} == {
         "all": 5, "slices": 2, "mps": 2, "mps with shares": 1, "the GPU is the slower track": 3, "the host is": 2}
     assert by_name["slices"]["p95_%"] == pytest.approx((10.0 + 50.0) / 2)
+    assert (by_name["slices"]["p95_in_90_%"], by_name["mps"]["p95_in_90_%"]) == (50.0, 50.0)
     assert by_name["mps"]["run_bias_%"] == pytest.approx(100 * (np.sqrt(0.8) - 1.0))
     assert by_name["mps with shares"]["mean_%"] == pytest.approx(100.0)
     assert [row["count"] for row in advice] == [3, 2, 1, 1, 2, 1, 3]
