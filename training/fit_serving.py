@@ -54,7 +54,7 @@ def main() -> int:
     if not args.served.is_dir():
         raise UserError(f"--served {args.served}: no such folder")
     with sole_writer(workspace.predictors("")):
-        learned = learned_from(Workspace(args.served), args.target, workspace.predictors(args.target))
+        learned = learned_from(Workspace(args.served), workspace.predictors(args.target))
         files.write_json(path := serving_path(workspace.predictors(args.target)), learned)
     log.info("saved %s: from %d runs of %d models", path, learned.runs, learned.models)
     if args.json:

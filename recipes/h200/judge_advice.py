@@ -107,7 +107,7 @@ def stalls_of(results: Sequence[SetResult], served: Workspace, predictor: Predic
     watch."""
     target = predictor.fitted.target.name
     if any(len(result.models) == 1 for result in read_results(served.served_sets(target)).values()):
-        host = learned_from(served, target, predictor.workspace.predictors(target))
+        host = learned_from(served, predictor.workspace.predictors(target))
         return Stalls(host.stalls_per_s, host.stalls_ms)
     of_models = [of_model for result in results for of_model in result.results]
     dispatched_s = sum(of_model.dispatched_s for of_model in of_models)

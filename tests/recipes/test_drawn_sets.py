@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 
 import pytest
+import yaml
 
 from benchmark.serving.config import ServedSetsConfig
 from graph_model.simulation.serving import busy_share
 from model_zoo.exporting.zoo_config import ZooConfig
-from recipes.h200.served_sets import BATCHES, CONFIG, IDLE_MS, config_text, idle_ms
-from utils.config import read_config
+from recipes.h200.served_sets import BATCHES, CONFIG, IDLE_MS, config_text, idle_ms, sizes_of_sets
+from utils.config import read_config, validate
 from utils.paths import ROOT
 from utils.sharing_mode import SetSharing
 
@@ -20,8 +22,19 @@ def config() -> ServedSetsConfig:
     return read_config(CONFIG, ServedSetsConfig)
 
 
-def test_the_file_is_what_the_generator_writes() -> None:
+def test_the_files_are_what_the_generator_writes() -> None:
     assert CONFIG.read_text(encoding="utf-8") == config_text(40, 36)
+    of_four = CONFIG.with_name("served_sets_of_four.yaml").read_text(encoding="utf-8")
+    assert of_four == config_text(40, 38, (2, 3, 4))
+    config = validate(yaml.safe_load(of_four), ServedSetsConfig, "config")
+    assert Counter(map(len, config.sets)) == {2: 14, 3: 13, 4: 13}
+    assert sum(SetSharing.parse(way).fits(4) for way in config.ways) == 5
+
+
+@pytest.mark.parametrize("sizes", ["1", "2,5", "two"])
+def test_sizes_that_no_set_has(sizes: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        sizes_of_sets(sizes)
 
 
 def test_times_between_sizes() -> None:

@@ -67,7 +67,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 def test_what_ships_was_learned_from_an_h100(served: Workspace, tmp_path: Path) -> None:
     own = Workspace(tmp_path)
     shutil.copytree(SHIPPED / TARGET, own.predictors(TARGET))
-    learned, shipped = learned_from(served, TARGET, own.predictors(TARGET)), read_serving(SHIPPED / TARGET)
+    learned, shipped = learned_from(served, own.predictors(TARGET)), read_serving(SHIPPED / TARGET)
     assert shipped is not None
     assert learned.paces == pytest.approx(shipped.paces)
     assert learned.slower == pytest.approx(shipped.slower)

@@ -146,8 +146,8 @@ def served_runs(requests: Path, tracks_of_run: Tracks, costs: PipelineCosts) -> 
                       bool(slower_ms >= HOST_BOUND * usual_ms))
 
 
-def learned_from(measured: Workspace, target: str, folder: Path) -> ServingHost:
-    """What models that were served alone say of the host of a target, whose predictors are in a folder.
+def learned_from(measured: Workspace, folder: Path) -> ServingHost:
+    """What models that were served alone say of the host of a target, whose predictors are in the folder with its name.
 
     Raises:
         UserError: the composition is not a GPU's two tracks, no host's pace was recorded, nothing was served alone, no model
@@ -155,7 +155,7 @@ def learned_from(measured: Workspace, target: str, folder: Path) -> ServingHost:
     """
     composition, predictors = read_composition(folder), read_predictors(folder)
     if composition.costs is None or composition.probe_us is None:
-        raise UserError(f"{target}: its composition knows no host's pace; it can only be learned for a GPU's two tracks "
+        raise UserError(f"{folder.name}: its composition knows no host's pace; it can only be learned for a GPU's two tracks "
                         "(composition pipeline)")
     alone = served_alone(measured)
     runs = [served_runs(requests, tracks_of_served(result, measured, predictors), composition.costs)
