@@ -105,9 +105,8 @@ def pace_us(results: Sequence[SetResult], served: Workspace) -> float:
 def stalls_of(results: Sequence[SetResult], served: Workspace, predictor: Predictor) -> Stalls | None:
     """The stalls of the host: of models that were served alone, or else those that the servers saw; None where they did not
     watch."""
-    target = predictor.fitted.target.name
-    if any(len(result.models) == 1 for result in read_results(served.served_sets(target)).values()):
-        host = learned_from(served, predictor.workspace.predictors(target))
+    if any(len(result.models) == 1 for result in results):
+        host = learned_from(served, predictor.workspace.predictors(predictor.fitted.target.name))
         return Stalls(host.stalls_per_s, host.stalls_ms)
     of_models = [of_model for result in results for of_model in result.results]
     dispatched_s = sum(of_model.dispatched_s for of_model in of_models)
@@ -122,11 +121,12 @@ def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
         UserError: nothing was measured on the target, or a record is missing.
     """
     path = served.served_sets(predictor.fitted.target.name)
-    results = [result for result in read_results(path).values() if result.status == "ok" and len(result.models) > 1]
+    of_host = [result for result in read_results(path).values() if result.status == "ok"]
+    results = [result for result in of_host if len(result.models) > 1]
     if not results:
         raise UserError(f"{path}: no set of several models was measured")
     pace = given_pace(ratio_of(pace_us(results, served), predictor.fitted))
-    stalls = stalls_of(results, served, predictor)
+    stalls = stalls_of(of_host, served, predictor)
     found: dict[str, list[JudgedWay]] = {}
     questions: dict[str, Question] = {}
     for result in cli.progress(results, "sets"):
