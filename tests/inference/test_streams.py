@@ -17,7 +17,7 @@ from conftest import Once
 from trained_workspace import conv_net
 
 from inference import Predictor
-from inference.core import kernel_table
+from inference.core import kernel_table, targets
 from inference.core.brief import BriefPrediction
 from inference.core.run_modes import RunMode
 from inference.search import ofa
@@ -189,6 +189,7 @@ def test_streams_leave_the_users_cache_alone(tmp_path: Path, monkeypatch: pytest
     """Another search has other kernels, and would push out what commands ask for again. A CPU's models are predicted one by
     one."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(targets, "_fitted", {})  # else the process may remember these kernels' times from another test
     predictor = Predictor(target=H200)
     records = [ofa.make(name, CUDA) for name in ofa.choices(9, seed=987)]
     list(predictor.predict_briefly(records[:4], energy=True, memory=True))
