@@ -156,10 +156,10 @@ def kernels_span(run: ModelRun, latency: float, rough_only: bool) -> Span:
     return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
 
 
-def sources_of(run: ModelRun, latency: float) -> Sources:
-    """What the error of a latency (ms) on a GPU may come from."""
+def sources_of(run: ModelRun, latency: float, pace: float | None) -> Sources:
+    """What the error of a latency (ms) on a GPU may come from. The pace, a ratio, is the host's; None where it is unknown."""
     return sources(((node.runs * kernel.gpu_ms, novelty(kernel))
-                    for node, kernel in zip(run.record.nodes, run.nodes, strict=True)), latency)
+                    for node, kernel in zip(run.record.nodes, run.nodes, strict=True)), latency, 1.0 if pace is None else pace)
 
 
 def novelty(kernel: KernelInModel) -> Novelty | None:
@@ -330,7 +330,8 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
     short = shortness(used, latency)
     fit, moved = fitted_span(used, conditions.run_mode, measured_share, conditions.device), of_kernels
     if used.calibrated and conditions.run_mode == AS_USUAL:
-        fit = Span(*used.calibrated.ends(sources_of(run, latency)))
+        fit = Span(*used.calibrated.ends(sources_of(run, latency, pace.ratio if pace else None)))
+        hosts = CERTAIN if used.calibrated.holds_paces and pace != UNKNOWN else hosts
         moved = kernels_span(without_calibrated(run), latency, False) if uncertainties else CERTAIN
     spans = [fit, moved, trips, hosts, short.span]
     if fitted.sheet_range:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from inference.llm.dimensions import Step
 from inference.llm.language_model import LanguageModel, language_model
+from inference.llm.requests import request_of
 from records.generations import PHASES, Generation, measured_file, measured_models, measured_points, step_record_file
 from runtimes import analysis, flavour_of
 from utils import cli, files
@@ -32,8 +33,9 @@ log = get_logger("llm")
 
 def steps_of(model: LanguageModel, point: Generation) -> Iterator[Step]:
     """The run of the prompt, and that of the token in the middle of those that were generated."""
-    yield model.step(point.batch, point.prompt, 0, point.cache)
-    yield model.step(point.batch, 1, point.prompt + point.generated // 2, point.cache)
+    request = request_of(model, point, point.generated)
+    yield model.step(request.batch, request.prompt, 0, request.max_length)
+    yield model.step(request.batch, 1, request.middle, request.max_length)
 
 
 def record_steps(workspace: Workspace, name: str, flavour: Flavour) -> int:

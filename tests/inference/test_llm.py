@@ -21,7 +21,7 @@ from test_merged_decoders import merged_decoder
 
 import inference
 from inference.core.arena import Arena
-from inference.core.model_run import PredictedRun
+from inference.core.model_run import PredictedRun, sources_of
 from inference.core.predictor import Predictor
 from inference.llm.answers import LlmMemory, LlmPrediction
 from inference.llm.dimensions import Step, decoder_file
@@ -272,6 +272,18 @@ def test_runs_are_those_of_the_plain_predictor(folders: Path, predictor: Predict
     usual = predictor.run(path, dims={**dims, "sequence_length": 100, "total_sequence_length": 100}).prediction
     widths = [math.log(run.interval_ms[1] / run.interval_ms[0]) for run in (prompt.prediction, usual)]
     assert widths[0] != pytest.approx(widths[1])  # fitted to language models
+
+
+def test_what_a_known_pace_leaves_unknown_counts_once(folders: Path, predictor: Predictor) -> None:
+    """It is in the interval of language models, which was fitted to runs at many paces."""
+    learned = Analysed(predictor, language_model(folders / "half")).learned.compositions["token"]
+    assert learned.calibrated
+    for pace in (1.0, 2.0):
+        dims = {"batch_size": 1, "kv_cache_dim": 16, "past_sequence_length": 2048, "sequence_length": 1}
+        run = predictor.run(folders / "half" / "model.onnx", composition=learned, host_pace=pace,
+                            dims={**dims, "total_sequence_length": 101})
+        ends = learned.calibrated.ends(sources_of(run.run, run.alone_ms, pace))
+        assert run.prediction.interval_ms == pytest.approx([end * run.alone_ms for end in ends], rel=0.01)
 
 
 def test_one_token_is_the_prompts_run_alone(folders: Path) -> None:

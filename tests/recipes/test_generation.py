@@ -4,6 +4,7 @@ of a few small layers, which an H200 ran."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from kernel_model.sampling.free_shapes import sizes
 from records.generations import Generation, measured_models, step_record_file
 from records.kernel_record_files import read_model_record
 from training.composition.fitted import GraphReplay, read_composition
-from training.composition.intervals import KNOWN, CalibratedInterval
+from training.composition.intervals import KNOWN, CalibratedInterval, Sources
 from training.energy.learned import Part
 from training.fit_generation import errors
 from training.kernels.predictors import read_predictors
@@ -155,7 +156,7 @@ def test_an_interval_is_fitted_to_errors_with_their_doubts() -> None:
         predicted_ms[id(step)] = 1.0
     of_others = CalibratedInterval(reach={"doubt": 1.0}, low=-4.0, high=4.0, left_out="family", families=9)
     fitted = intervals_of(steps, predicted_ms, of_others)["token"]
-    assert (fitted.low, fitted.high) == pytest.approx((-1.0, 1.0))
+    assert fitted.ends(Sources(doubt=0.2)) == pytest.approx((math.exp(-0.2), math.exp(0.2)))
 
 
 @pytest.mark.slow

@@ -89,18 +89,33 @@ def laplace_cases(families: int, models: int, spread: float) -> list[Case]:
 
 
 def test_an_interval_is_fitted_to_models_of_another_sort() -> None:
-    """It holds nine of ten of their errors, however large these are, and keeps the skew that it was calibrated with."""
+    """It holds nine of ten of their errors, however large these are, and reaches as far to both sides."""
     interval = calibrate(laplace_cases(40, 25, 0.1))
     assert interval is not None
-    fitted = [fitted_to(interval, laplace_cases(200, 10, spread)) for spread in (0.05, 0.2)]
-    for narrow_or_wide in fitted:
-        assert narrow_or_wide is not None
-        assert 0.86 < narrow_or_wide.coverage < 0.94
-        assert narrow_or_wide.high / narrow_or_wide.low == pytest.approx(interval.high / interval.low)
-        assert (narrow_or_wide.families, narrow_or_wide.left_out, narrow_or_wide.reach) == (200, "family", interval.reach)
-    narrow, wide = (math.log(one.ends(Sources(predicted=1.0))[1]) for one in fitted if one)
-    assert wide == pytest.approx(4 * narrow)  # the same errors, four times as large
+    assert not interval.holds_paces
+    ends = []
+    for spread in (0.05, 0.2):
+        fitted = fitted_to(interval, laplace_cases(200, 10, spread))
+        assert fitted is not None
+        assert 0.86 < fitted.coverage < 0.94
+        assert (fitted.families, fitted.left_out, fitted.low, fitted.holds_paces) == (200, "family", -fitted.high, True)
+        ends.append(math.log(fitted.ends(Sources(predicted=1.0))[1]))
+    assert ends == pytest.approx([0.05 * math.log(10), 0.2 * math.log(10)], rel=0.08)  # of a Laplace distribution
     assert fitted_to(interval, laplace_cases(1, 50, 0.1)) is None
+
+
+def test_the_doubt_about_a_known_pace_is_learned_from_runs_at_many() -> None:
+    """Made-up runs of which the host decides a half: those at twice its usual pace err three times as much."""
+    generator, interval = np.random.default_rng(1), calibrate(laplace_cases(40, 25, 0.1))
+    assert interval is not None
+    cases = [Case("", f"f{number % 51}", sources([(1.0, KNOWN)], 2.0, pace), float(generator.laplace(0.0, spread)))
+             for number in range(2000) for pace, spread in [((1.0, 0.05), (0.5, 0.15))[number % 2]]]
+    fitted = fitted_to(interval, cases)
+    assert fitted is not None
+    assert 0.87 < fitted.coverage < 0.93
+    usual, fast = (fitted.scale(sources([(1.0, KNOWN)], 2.0, pace)) for pace in (1.0, 0.5))
+    assert fast / usual == pytest.approx(3.0, rel=0.15)
+    assert fitted.scale(sources([(2.0, KNOWN)], 2.0, 0.5)) == fitted.scale(sources([(2.0, KNOWN)], 2.0))  # no host
 
 
 def test_a_large_family_counts_as_much_as_a_small_one() -> None:

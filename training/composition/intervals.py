@@ -5,8 +5,8 @@ what a prediction rests on. It is calibrated on models whose collection was held
 
 The error of a prediction is the logarithm of measured over predicted latency. Its plausible size is a *scale*, in which several
 sources of error are added in quadrature: a constant, and how much of the latency rests on predicted kernels, on operators that
-were never measured, on other forms and sizes than were measured, and on the host. How far each source reaches is fitted
-(maximum likelihood of a Laplace distribution; reaches are not negative).
+were never measured, on other forms and sizes than were measured, on the host, and on its pace. How far each source reaches is
+fitted (maximum likelihood of a Laplace distribution; reaches are not negative).
 
 The interval reaches from `low` to `high` scales around the prediction. Both are conformal quantiles of errors in scales, each
 collection's taken with a scale that was fitted without it (cross-conformal: Vovk, Cross-conformal predictors, 2015; scaled
@@ -38,6 +38,7 @@ PARTS = 5  # that families are held out in where there is one collection only
 LARGEST_LOG = 100.0  # of the end of an interval: one that wide says nothing, and larger ones have no number
 MOST_TIMES = 1e9  # the end of an interval as a multiple of a prediction; a larger one is damage
 ALWAYS = "always"  # the constant source
+PACE = "pace"  # the source that only a fit to runs at many paces shows
 LARGEST_REACH, FIRST_REACH = 10.0, 0.05
 # Of these sources few held-out models have much, so a fit may find that they reach nowhere. Choices: an operator that was never
 # measured errs by a quarter or so, one measured in other forms only by less, and something four times beyond by a fifth.
@@ -111,6 +112,7 @@ class Sources(NamedTuple):
         beyond: … of sizes beyond what was measured, times the logarithm of how many times.
         host: the share of the latency in which the GPU waits for the host.
         doubt: the share of kernels that were predicted times the doubt of each.
+        pace: `host` times how far the host's pace is from its usual one, as a logarithm.
     """
 
     predicted: float = 0.0
@@ -119,14 +121,16 @@ class Sources(NamedTuple):
     beyond: float = 0.0
     host: float = 0.0
     doubt: float = 0.0
+    pace: float = 0.0
 
 
-def sources(kernels: Iterable[tuple[float, Novelty | None]], latency_ms: float) -> Sources:
+def sources(kernels: Iterable[tuple[float, Novelty | None]], latency_ms: float, pace: float = 1.0) -> Sources:
     """The sources of error of a predicted latency.
 
     Args:
         kernels: the GPU's time (ms) of each kernel, over all its runs, and its novelty; None for a measured kernel.
         latency_ms: the prediction.
+        pace: of the host, a ratio.
     """
     total_ms = doubt_ms = 0.0
     weighted_ms: dict[NoveltyKind, float] = {"known": 0.0, "unmeasured": 0.0, "other form": 0.0, "beyond": 0.0}
@@ -137,10 +141,11 @@ def sources(kernels: Iterable[tuple[float, Novelty | None]], latency_ms: float) 
             weighted_ms["known"] += time_ms if novelty.kind == "beyond" else 0.0
             doubt_ms += time_ms * novelty.doubt
     per_ms = min(1.0, total_ms / latency_ms) / total_ms if total_ms and latency_ms else 0.0
+    host = 1.0 - total_ms * per_ms
     return Sources(
         predicted=weighted_ms["known"] * per_ms, unmeasured=weighted_ms["unmeasured"] * per_ms,
-        other_form=weighted_ms["other form"] * per_ms, beyond=weighted_ms["beyond"] * per_ms, host=1.0 - total_ms * per_ms,
-        doubt=doubt_ms * per_ms)
+        other_form=weighted_ms["other form"] * per_ms, beyond=weighted_ms["beyond"] * per_ms, host=host,
+        doubt=doubt_ms * per_ms, pace=host * abs(math.log(pace)))
 
 
 class Case(NamedTuple):
@@ -162,7 +167,7 @@ class CalibratedInterval(Frozen):
     """A prediction interval whose width follows from what a prediction rests on.
 
     Attributes:
-        reach: how far each source of error reaches, by name, as logarithms of latency.
+        reach: how far each source of error reaches, by name, as logarithms of latency; that of the pace where it was learned.
         low, high: the interval's ends, in scales; `low` is not positive, `high` not negative.
         left_out: what was held out for the errors: each collection, or parts of the families.
         families: how many families they are of.
@@ -181,6 +186,11 @@ class CalibratedInterval(Frozen):
         """The plausible size of a prediction's error, as a logarithm."""
         return _scale(self.reach, sources)
 
+    @property
+    def holds_paces(self) -> bool:
+        """Whether the doubt that is left once the host's pace is known is in the interval."""
+        return PACE in self.reach
+
     def ends(self, sources: Sources) -> tuple[float, float]:
         """The interval of a prediction, as multiples of it."""
         scale = self.scale(sources)
@@ -197,13 +207,13 @@ def calibrate(cases: Sequence[Case]) -> CalibratedInterval | None:
 
 
 def fitted_to(interval: CalibratedInterval, cases: Sequence[Case]) -> CalibratedInterval | None:
-    """An interval for models of another sort, which may be of few families: as much wider or narrower than the given one as its
-    own errors need. Both ends change by one factor, the conformal quantile of how far errors reach towards them. Families count
-    equally.
+    """An interval for models of another sort, which may be of few families. Two numbers are fitted: how many times as far the
+    sources of the given interval reach, and how far the pace does. Both ends are as far from the prediction: at the conformal
+    quantile of the errors' sizes in scales, since few families show no tails. Families count equally.
 
     Args:
         interval: calibrated on other models.
-        cases: the errors of models of that sort, each predicted without its family.
+        cases: the errors of models of that sort, each predicted without its family, at the pace that its host had.
 
     Returns:
         The interval, whose `coverage` is that of families whose errors are not among its own; None for fewer than two families.
@@ -212,16 +222,22 @@ def fitted_to(interval: CalibratedInterval, cases: Sequence[Case]) -> Calibrated
     names = sorted(set(families.tolist()))
     if len(names) < 2:
         return None
-    ends = [interval.high if case.error > 0 else interval.low for case in cases]
-    reached = np.array([case.error / (end * interval.scale(case.sources)) if end else math.inf
-                        for case, end in zip(cases, ends, strict=True)])
-    weights, inside = _weights(cases), np.empty(len(cases))
+    amounts = np.array([(interval.scale(case.sources), case.sources.pace) for case in cases])
+    sizes, weights, inside = np.abs([case.error for case in cases]), _weights(cases), np.empty(len(cases))
+
+    def fit(kept: npt.NDArray[np.bool_], count: int) -> tuple[Floats, Floats, float]:
+        """How far both reach, the cases' errors in scales, and where nine of ten of those that are kept end."""
+        reach = _likeliest(amounts[kept], sizes[kept], weights[kept], [SMALLEST_REACH] * 2)
+        scaled = sizes / np.sqrt(amounts ** 2 @ reach ** 2)
+        return reach, scaled, _quantile(scaled[kept], weights[kept], COVERAGE, count)
+
     for name in names:
-        kept = families != name
-        inside[~kept] = reached[~kept] <= _quantile(reached[kept], weights[kept], COVERAGE, len(names) - 1)
-    times = _quantile(reached, weights, COVERAGE, len(names))
+        _, scaled, end = fit(families != name, len(names) - 1)
+        inside[families == name] = scaled[families == name] <= end
+    (times, of_pace), _, end = fit(np.ones(len(cases), dtype=bool), len(names))
     return interval.model_copy(update={
-        "low": times * interval.low, "high": times * interval.high, "left_out": "family", "families": len(names),
+        "reach": {name: float(times) * reach for name, reach in interval.reach.items()} | {PACE: float(of_pace)},
+        "low": -end, "high": end, "left_out": "family", "families": len(names),
         "coverage": float(np.average(inside, weights=weights))})
 
 
@@ -296,10 +312,25 @@ def _scale(reach: Mapping[str, float], sources: Sources) -> float:
 
 
 def _fit_reach(cases: Sequence[Case]) -> dict[str, float]:
-    """How far each source reaches: the likeliest where errors have a Laplace distribution with the scale as mean size."""
-    squares = np.column_stack([np.ones(len(cases)), np.array([case.sources for case in cases])]) ** 2
-    sizes, weights = np.abs([case.error for case in cases]), _weights(cases)
-    weights = weights / weights.sum()
+    """How far each source reaches that some case has, or that has a least reach."""
+    of_sources = np.array([case.sources for case in cases])
+    amounts = {ALWAYS: np.ones(len(cases)), **dict(zip(Sources._fields, of_sources.T, strict=True))}
+    names = [name for name, amount in amounts.items() if name in LEAST_REACH or amount.any()]
+    fitted = _likeliest(np.column_stack([amounts[name] for name in names]), np.abs([case.error for case in cases]),
+                        _weights(cases), [LEAST_REACH.get(name, SMALLEST_REACH) for name in names])
+    return dict(zip(names, fitted.tolist(), strict=True))
+
+
+def _likeliest(amounts: Floats, sizes: Floats, weights: Floats, least: Sequence[float]) -> Floats:
+    """How far sources reach: the likeliest where errors have a Laplace distribution with the scale as mean size.
+
+    Args:
+        amounts: cases × sources.
+        sizes: of the cases' errors.
+        weights: of the cases.
+        least: of each source's reach.
+    """
+    squares, weights = amounts ** 2, weights / weights.sum()
 
     def loss(reach: Floats) -> tuple[float, Floats]:
         variance = squares @ reach ** 2
@@ -308,8 +339,6 @@ def _fit_reach(cases: Sequence[Case]) -> dict[str, float]:
         slope = weights * (1.0 / scale - sizes / variance) / scale
         return float(value), (slope @ squares) * reach + 2 * SHRINK * reach
 
-    names = (ALWAYS, *Sources._fields)
-    least = [LEAST_REACH.get(name, SMALLEST_REACH) for name in names]
-    fitted = scipy.optimize.minimize(loss, np.maximum(least, FIRST_REACH), jac=True, method="TNC",
-                                     bounds=[(smallest, LARGEST_REACH) for smallest in least])
-    return dict(zip(names, fitted.x.tolist(), strict=True))
+    found = scipy.optimize.minimize(loss, np.maximum(least, FIRST_REACH), jac=True, method="TNC",
+                                    bounds=[(smallest, LARGEST_REACH) for smallest in least])
+    return np.asarray(found.x)
