@@ -2,7 +2,7 @@
 
 Reads a table of kernels on several GPUs (--tables, as recipes/gpus/derive_tables.py makes it). Each card is left out in turn,
 and predicted from the H200's times: errors by table and size of the kernel, in per cent, beside those of the ratio of rooflines
-alone, and those of the other kernels once some of the card's are measured (--replay). Writes training/data_sheet/learned (or
+alone, and those of the other kernels once the most useful ones are measured (--replay). Writes training/data_sheet/learned (or
 --out), which `--gpu` predicts with. Takes two minutes on two cores.
 """
 
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from records.gpu_catalogue import Gpu
 from training.data_sheet.adjusted import adjust
+from training.data_sheet.choosing import most_useful
 from training.data_sheet.fit import learn
 from training.data_sheet.ratios import BASE, OWN, CardRatios
 from training.data_sheet.saved import FOLDER, Range, write_sheet
@@ -31,6 +32,7 @@ from utils import cli
 from utils.errors import UserError
 
 LONG_MS = 0.05
+POOL = 2500  # kernels among which those to measure are chosen
 BASE_TARGET = "nvidia-h200-cuda-ort1.31-all"
 EXAMPLES = """
 python training/fit_data_sheet.py --tables recipes/gpus/tables.csv.xz --out out/data-sheet
@@ -67,14 +69,18 @@ def naive_ratio(work: Work, base: Gpu, gpu: Gpu) -> Floats:
 
 
 def predicted(table: Table, gpu: Gpu, ratios: CardRatios, counts: Sequence[int] = ()) -> LeftOut:
-    """The kernels of a card in a table that has the base card, too; and again with so many of them measured."""
+    """The kernels of a card in a table that has the base card, too; and again with so many of them measured, which are chosen by
+    what is known before: their work, and their times on the base card."""
     base = card(BASE)
     both = np.isfinite(table.ms[BASE]) & np.isfinite(table.ms[gpu.slug])
     work, base_ms, measured_ms = table.work.rows(both), table.ms[BASE][both], table.ms[gpu.slug][both]
     replayed = {}
+    pool = np.random.default_rng(0).choice(len(base_ms), min(POOL, len(base_ms) // 2), replace=False)
+    of_pool = work.rows(pool), base_ms[pool]
+    order = pool[most_useful(*of_pool, *of_pool, base, max(counts, default=0))]
     for count in counts:
         chosen = np.zeros(len(base_ms), dtype=bool)
-        chosen[np.random.default_rng(0).choice(len(base_ms), min(count, len(base_ms) // 2), replace=False)] = True
+        chosen[order[:count]] = True
         adjusted = adjust(ratios, work.rows(chosen), base_ms[chosen], measured_ms[chosen], base, gpu, table.name)
         replayed[count] = Replayed(measured_ms[~chosen], adjusted.times_ms(work.rows(~chosen), base_ms[~chosen], base, gpu,
                                                                           table.name))
