@@ -69,8 +69,8 @@ def naive_ratio(work: Work, base: Gpu, gpu: Gpu) -> Floats:
 
 
 def predicted(table: Table, gpu: Gpu, ratios: CardRatios, counts: Sequence[int] = ()) -> LeftOut:
-    """The kernels of a card in a table that has the base card, too; and again with so many of them measured, which are chosen by
-    what is known before: their work, and their times on the base card."""
+    """The kernels of a card in a table that has the base card, too; and again with so many of them measured. These are chosen
+    by what is known before: their work, and their times on the base card."""
     base = card(BASE)
     both = np.isfinite(table.ms[BASE]) & np.isfinite(table.ms[gpu.slug])
     work, base_ms, measured_ms = table.work.rows(both), table.ms[BASE][both], table.ms[gpu.slug][both]
