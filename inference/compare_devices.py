@@ -94,7 +94,7 @@ def compare(predictors: Mapping[str, Predictor], model: Path, sizes: Sequence[Ma
             limit_ms: float | None, host_pace: float | None) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
     """A line for each device and each of the sizes, the cheapest (or else fastest) first, those that do not fit last; and the
     devices that each warning concerns."""
-    rows, warned = [], dict[str, list[str]]()
+    rows, warnings = [], list[tuple[str, tuple[str, ...]]]()
     for name, predictor in cli.progress(list(predictors.items()), "devices"):
         try:
             _ = predictor.learned_energy
@@ -106,12 +106,11 @@ def compare(predictors: Mapping[str, Predictor], model: Path, sizes: Sequence[Ma
             pace = host_pace if predictor.fitted.target.flavour.device == "cuda" else None
             run = predictor.run(model, dims=dims, host_pace=pace)
             energy = predictor.energy(run) if energy_known else None
-            for warning in (*run.prediction.warnings, *(energy.warnings if energy else ())):
-                if warning not in warned:
-                    log.warning("%s: %s", name, warning)
-                if name not in warned.setdefault(warning, []):
-                    warned[warning].append(name)
+            warnings.append((name, (*run.prediction.warnings, *(energy.warnings if energy else ()))))
             rows.append(row(name, run.prediction, energy, source_of(predictor), prices.get(name), limit_ms))
+    warned = cli.warned_of(warnings)
+    for warning, concerned in warned.items():
+        log.warning("%s: %s", cli.first_of(concerned), warning)
     return sorted(rows, key=lambda line: (
         line["fits"] == "no", line.get("a million items") or math.inf, line["latency (ms)"])), warned
 

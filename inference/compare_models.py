@@ -59,12 +59,12 @@ def main() -> int:
     pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, run_mode)
     runs = [predictor.run(model, dims=dims, static=args.static, run_mode=run_mode, host_pace=pace) for model, dims in (
         (a.model, a.sizes[0]), (b.model, b.sizes[0] | cli.one_size_dims(args.b_dim)))]
-    warned = {name: run.prediction.warnings for name, run in zip("AB", runs, strict=True)}
-    for warning in dict.fromkeys(warning for warnings in warned.values() for warning in warnings):
+    warned = cli.warned_of((name, run.prediction.warnings) for name, run in zip("AB", runs, strict=True))
+    for warning in warned:
         log.warning("%s", warning)
     difference = compare_runs(runs[0], runs[1], (str(a.model), str(b.model)), args.by)
     if args.html:
-        write_page(difference_page(difference, predictor.fitted, warned), args.html)
+        write_page(difference_page(difference, runs, (a.model, b.model), warned), args.html)
     if args.json:
         cli.print_json(difference)
         return 0

@@ -35,10 +35,10 @@ from inference.core.host_pace import PaceAsked
 from inference.core.predictor import Predictor
 from inference.core.run_modes import AS_USUAL
 from inference.llm.language_model import LanguageModel, language_model
-from inference.llm.predicting import measure_missing, predict_requests
+from inference.llm.predicting import measure_missing, requests_with_runs
 from inference.llm.report import print_answers, write_table
 from inference.llm.requests import Request, request_for
-from inference.reporting.language_models import requests_page, sweep_charts
+from inference.reporting.language_models import requests_page, sweep_charts, warned_requests
 from utils import cli
 from utils.logger import get_logger
 from utils.pages.plot_files import write_plot
@@ -116,19 +116,9 @@ def requests_of(args: argparse.Namespace, model: LanguageModel) -> list[Request]
             for batch in dict.fromkeys(batches) for prompt in dict.fromkeys(prompts)]
 
 
-def warned_of(answers: Sequence[LlmPrediction]) -> dict[str, list[str]]:
-    """What answers warn of, and the requests that do."""
-    warned: dict[str, list[str]] = {}
-    for answer in answers:
-        for warning in answer.warnings:
-            warned.setdefault(warning, []).append(f"batch {answer.batch}, prompt {answer.prompt}")
-    return warned
-
-
-def report(args: argparse.Namespace, answers: Sequence[LlmPrediction], predictor: Predictor) -> int:
-    """Prints, writes and draws the answers; returns the exit status."""
-    warned = warned_of(answers)
-    for warning in warned:
+def report(args: argparse.Namespace, answers: Sequence[LlmPrediction]) -> int:
+    """Prints the answers, writes and draws them; returns the exit status."""
+    for warning in warned_requests(answers):
         log.warning("%s", warning)
     if args.csv:
         write_table(answers, args.csv)
@@ -136,8 +126,6 @@ def report(args: argparse.Namespace, answers: Sequence[LlmPrediction], predictor
         rough = " (rough estimates among them)" if any(answer.rough_estimate for answer in answers) else ""
         write_plot(sweep_charts(answers), args.plot, f"{answers[0].model} on {answers[0].target}\n{answers[0].generate} tokens "
                    f"generated{rough}; × does not fit in the memory")
-    if args.html:
-        write_page(requests_page(answers, predictor.fitted, warned), args.html)
     if args.json:
         cli.print_json([answer.model_dump(mode="json") for answer in answers])
     else:
@@ -164,8 +152,11 @@ def main() -> int:
     if args.measure_missing:
         measure_missing(predictor, model, requests)
     pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, AS_USUAL)
-    answers = [answer.judged(args.ttft_ms, args.tpot_ms) for answer in predict_requests(predictor, model, requests, pace)]
-    return report(args, answers, predictor)
+    predicted = [(answer.judged(args.ttft_ms, args.tpot_ms), runs)
+                 for answer, runs in requests_with_runs(predictor, model, requests, pace)]
+    if args.html:
+        write_page(requests_page(model, predicted, predictor.fitted), args.html)
+    return report(args, [answer for answer, _ in predicted])
 
 
 if __name__ == "__main__":

@@ -79,7 +79,6 @@ from utils.paths import ROOT
 from utils.trace_events import MEASURED, document, read_processes
 
 if TYPE_CHECKING:
-    from inference.core.energy import EnergyPrediction
     from inference.core.model_run import PredictedRun
     from inference.core.predictor import LoadOptions
     from inference.core.sources import Precision
@@ -306,7 +305,8 @@ def answers_to(question: Question, args: argparse.Namespace, sources: LiveSource
 def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool, failed: Mapping[Path, str]) -> int:
     """Prints the answers, of one model or of several; returns the exit status. `failed`: why models have none."""
     predictions, energies = [answer.prediction for answer in answers], [answer.energy for answer in answers if answer.energy]
-    warned = warned_of([*predictions, *energies])
+    warned = cli.warned_of([*((one.model, one.warnings) for one in predictions),
+                            *((one.model, one.warnings) for one in energies)])
     for warning, models in warned.items():
         log.warning("%s%s", f"{cli.first_of(models)}: " if several and len(models) < len(predictions) else "", warning)
     advise_measuring(args, predictions)
@@ -333,16 +333,6 @@ def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool, f
     if args.fail_on_rough and any(one.rough_estimate for of_all in (predictions, energies) for one in of_all):
         return cli.EXIT_ROUGH
     return cli.EXIT_SLO_MISSED if any(answer.slo and not answer.slo.met for answer in answers) else 0
-
-
-def warned_of(answers: Sequence[Prediction | EnergyPrediction]) -> dict[str, list[str]]:
-    """What answers warn of, and the models that do, by their names."""
-    warned: dict[str, list[str]] = {}
-    for answer in answers:
-        for warning in answer.warnings:
-            if answer.model not in warned.setdefault(warning, []):
-                warned[warning].append(answer.model)
-    return warned
 
 
 def called(answer: Answer, others: Mapping[str, int]) -> str:

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from inference.evaluation.evaluated_models import EvaluatedModel
 from inference.sharing.co_runner import LoadSource
+from utils import cli
 from utils.frozen import Frozen
 from utils.timing import ErrorStatistics, error_statistics, summarize
 
@@ -248,8 +249,5 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 def warned_of(comparisons: Sequence[Comparison]) -> dict[str, list[str]]:
     """The models by warning of their predictions; the most frequent warning first."""
-    models: dict[str, dict[str, None]] = defaultdict(dict)
-    for comparison in comparisons:
-        for warning in comparison.warnings:
-            models[warning][comparison.model] = None
-    return {warning: list(models[warning]) for warning in sorted(models, key=lambda warning: -len(models[warning]))}
+    warned = cli.warned_of((comparison.model, comparison.warnings) for comparison in comparisons)
+    return dict(sorted(warned.items(), key=lambda item: -len(item[1])))

@@ -96,10 +96,12 @@ class Analysed:
 
 
 class Runs(NamedTuple):
-    """The predicted runs of a request: of the prompt, and of a token at each of some lengths of the cache."""
+    """The predicted runs of a request: of the prompt, of a token at each of some lengths of the cache, and among these of the
+    one in the middle of the generation; None where the prompt's run gives the only token."""
 
     prompt: PredictedRun
     tokens: dict[int, PredictedRun]
+    middle: PredictedRun | None
 
     @property
     def cuda_graph(self) -> bool:
@@ -149,7 +151,7 @@ def _path(name: str, given: object) -> Path:
 
 def predict_requests(predictor: Predictor, model: LanguageModel, requests: Sequence[Request],
                      host_pace: float | HostPace | None = None) -> list[LlmPrediction]:
-    """What requests to a language model take, in their order. Runs that several requests share are predicted once.
+    """What requests to a language model take, in their order.
 
     Args:
         predictor: for the target.
@@ -160,6 +162,12 @@ def predict_requests(predictor: Predictor, model: LanguageModel, requests: Seque
     Raises:
         UserError: the model, the predictors or the pace can't be used; the message says why.
     """
+    return [answer for answer, _ in requests_with_runs(predictor, model, requests, host_pace)]
+
+
+def requests_with_runs(predictor: Predictor, model: LanguageModel, requests: Sequence[Request],
+                       host_pace: float | HostPace | None = None) -> list[tuple[LlmPrediction, Runs]]:
+    """The same, each with the runs that it was made from. Runs that several requests share are predicted once."""
     analysed = Analysed(predictor, model)
     with optimized_once():
         asked = predicted_runs(analysed, requests, host_pace)
@@ -169,7 +177,7 @@ def predict_requests(predictor: Predictor, model: LanguageModel, requests: Seque
             key = request.batch, request.generate
             if key not in longest:
                 longest[key] = _longest_context(analysed, request)
-            answers.append(_prediction(analysed, request, runs, notices, longest[key]))
+            answers.append((_prediction(analysed, request, runs, notices, longest[key]), runs))
     return answers
 
 
@@ -215,7 +223,8 @@ def predicted_runs(analysed: Analysed, requests: Sequence[Request],
         loop_pace = next((run.prediction.host_pace for run in runs if run.prediction.host_pace), loop_pace)
         known |= {step: as_step(run._replace(prediction=prediction), step, analysed.file(step), analysed.learned, loop_pace)
                   for step, run, prediction in zip(of_phase, runs, in_order, strict=True)}
-    return [(Runs(known[prompt], as_sure({cached: known[step] for cached, step in of_request.items()}, request)), notices)
+    return [(Runs(known[prompt], as_sure({cached: known[step] for cached, step in of_request.items()}, request),
+                  known[of_request[request.middle]] if of_request else None), notices)
             for request, prompt, of_request in zip(requests, prompts, tokens, strict=True)]
 
 
@@ -290,7 +299,7 @@ def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Seque
             memory, request.batch, analysed.runs(request), model.shares_cache, device_mib),
         longest_context=longest, context_length=model.context_length, energy=energy,
         prompt_share=runs.prompt.prediction.time_share,
-        token_share=runs.tokens[request.middle].prediction.time_share if lengths else None,
+        token_share=runs.middle.prediction.time_share if runs.middle else None,
         host_pace=runs.prompt.prediction.host_pace, host_pace_source=runs.prompt.prediction.host_pace_source,
         rough_estimate=any(run.prediction.rough_estimate for run in runs.all), warnings=tuple(dict.fromkeys(warnings)))
 

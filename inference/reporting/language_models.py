@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from inference.llm.report import memory_row, sweep_row, time_row, verdict
 from inference.reporting.common import about, device_name, pace_of, sentence, target_basis
+from inference.reporting.runs import folded_run, operators_by_time
 from utils import cli
 from utils.pages.page import (
     COLOURS,
@@ -27,18 +28,30 @@ from utils.pages.scales import axis_for
 if TYPE_CHECKING:
     from inference.core.targets import Fitted
     from inference.llm.answers import LlmPrediction, Objective, Time
+    from inference.llm.language_model import LanguageModel
+    from inference.llm.predicting import Runs
 
 MIB_PER_GIB = 1024.0
 UNFIT = "does not fit in the memory"
 
 
-def requests_page(answers: Sequence[LlmPrediction], fitted: Fitted, warned: Mapping[str, Sequence[str]]) -> Page:
-    """The page of requests to one model on one target; `warned`: those that each warning concerns."""
-    first, device = answers[0], device_name(fitted)
-    warnings, basis = about(warned, len(answers)), _basis(first, fitted)
+def requests_page(model: LanguageModel, predicted: Sequence[tuple[LlmPrediction, Runs]], fitted: Fitted) -> Page:
+    """The page of requests to a model on one target.
+
+    Args:
+        model: the language model.
+        predicted: the requests' answers, each with the runs that it was made from.
+        fitted: what was learned for the target.
+    """
+    answers, (first, runs), device = [answer for answer, _ in predicted], predicted[0], device_name(fitted)
+    warnings, basis = about(warned_requests(answers), len(answers)), _basis(first, fitted)
     if len(answers) == 1:
+        shown = [("The prompt's run", runs.prompt, model.prefill.path)]
+        if runs.middle:
+            shown.append(("A token's run, in the middle of the generation", runs.middle, model.decode.path))
         return Page("Predicted request", f"{first.model}, batch {first.batch}, prompt {first.prompt}", _answer(first, device),
-                    [_more(first)], _facts(first), _sections(first), warnings, basis)
+                    [_more(first)], _facts(first), [*_sections(first), *(folded_run(*of_run) for of_run in shown)], warnings,
+                    basis, operators_by_time([run.prediction for _, run, _ in shown]))
     most = max(answers, key=lambda answer: answer.device_tokens_per_second if answer.fits_memory is not False else 0.0)
     said = (f"{first.model} on {device}: up to {cli.cell(most.device_tokens_per_second)} tokens per second, at batch "
             f"{most.batch} with prompts of {most.prompt} tokens.")
@@ -47,6 +60,11 @@ def requests_page(answers: Sequence[LlmPrediction], fitted: Fitted, warned: Mapp
     return Page("Predicted requests", f"{first.model}, {len(answers)} requests", said, more, (),
                 [Section("By batch and prompt", _grids(answers)), Section("With their intervals", sweep_charts(answers)),
                  Section("All requests", [Table([sweep_row(answer) for answer in answers], most=40)])], warnings, basis)
+
+
+def warned_requests(answers: Sequence[LlmPrediction]) -> dict[str, list[str]]:
+    """Which requests each warning concerns."""
+    return cli.warned_of((f"batch {answer.batch}, prompt {answer.prompt}", answer.warnings) for answer in answers)
 
 
 def sweep_charts(answers: Sequence[LlmPrediction]) -> list[Chart]:

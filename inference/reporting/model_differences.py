@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from inference.core.model_differences import said_of_difference
 from inference.reporting.common import about, sentence, target_basis
+from inference.reporting.runs import folded_run, operators_by_time
 from utils.pages.page import Axis, Bar, Bars, Fact, Page, Section, Table
 from utils.pages.scales import axis_for
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from inference.core.model_differences import ComparedModel, ModelDifference
-    from inference.core.targets import Fitted
+    from inference.core.model_run import PredictedRun
 
 
 def difference_rows(difference: ModelDifference) -> list[dict[str, Any]]:
@@ -37,13 +40,19 @@ def _percent(share: float | None) -> str | None:
     return None if share is None else f"{round(100 * share)}%"
 
 
-def difference_page(difference: ModelDifference, fitted: Fitted, warned: Mapping[str, Sequence[str]]) -> Page:
-    """The page of two models; `warned`: what the prediction of each warns of, by A and B."""
+def difference_page(difference: ModelDifference, runs: Sequence[PredictedRun], files: Sequence[Path],
+                    warned: Mapping[str, Sequence[str]]) -> Page:
+    """The page of two models.
+
+    Args:
+        difference: of their predictions.
+        runs, files: of A and B.
+        warned: which of A and B each warning concerns.
+    """
     a, b = difference.a, difference.b
     names = f"A = {a.model}, B = {b.model}"
     answer, *more = (sentence(line.removeprefix(f"{names}: ")) for line in said_of_difference(difference))
     rows = difference_rows(difference)
-    warnings = {text: [name for name, texts in warned.items() if text in texts] for texts in warned.values() for text in texts}
     latencies = [Bar(f"{name}: {one.model}", one.latency_ms, *one.interval_ms, "a rough estimate" if one.rough_estimate else "")
                  for name, one in (("A", a), ("B", b))]
     shift = [Bar(row["operator"], row["B - A (ms)"], note=row["what explains it"]) for row in rows if row["B - A (ms)"]]
@@ -53,11 +62,13 @@ def difference_page(difference: ModelDifference, fitted: Fitted, warned: Mapping
         [Section("Latency, with its interval", [Bars("Latency", axis_for("ms", [a.latency_ms, b.latency_ms]), latencies)]),
          Section("Operator by operator", [Bars("How much longer B takes", Axis("ms", zero=True), shift[:12]),
                                           Table(rows, "All of the difference", most=30)],
-                 "The rows add up to the difference of the latencies. A negative number means that B takes less.")],
-        about(warnings, 2),
-        {"A": _called(a), "B": _called(b), **target_basis(fitted),
+                 "The rows add up to the difference of the latencies. A negative number means that B takes less."),
+         *(folded_run(f"{name}: {one.model}", run, file)
+           for name, one, run, file in zip("AB", (a, b), runs, files, strict=True))],
+        about(warned, 2),
+        {"A": _called(a), "B": _called(b), **target_basis(runs[0].fitted),
          "run": "replayed as a CUDA graph" if difference.cuda_graph else "node by node",
-         "other work": "none"})
+         "other work": "none"}, operators_by_time([run.prediction for run in runs]))
 
 
 def _fact(name: str, one: ComparedModel) -> Fact:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from inference.core.best_batch import BestBatches, said_of_batches
 from inference.core.chances import said
-from inference.core.model_run import spans_of
 from inference.core.ranking import compared_ms, ranked_per_item, said_of_order
 from inference.core.report import kernel_rows, statistic, summary
 from inference.reporting.common import about, device_name, pace_of, target_basis
-from inference.reporting.layers import time_by_layer
+from inference.reporting.runs import operators_by_time, run_sections, where_time_goes
 from utils import cli
 from utils.pages.page import (
     COLOURS,
@@ -26,10 +25,7 @@ from utils.pages.page import (
     Section,
     Series,
     Shares,
-    Span,
     Table,
-    Timeline,
-    TreeMap,
 )
 from utils.pages.scales import axis_for
 
@@ -37,11 +33,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inference.core.answers import Prediction
-    from inference.core.model_run import PredictedRun
     from inference.core.report import Answer
 
 DETAILED = 12  # answers of a page that are shown in detail
-MOST_SPANS = 8000  # of a timeline: a page stays below 2 MB
 MIB_PER_GIB = 1024.0
 
 
@@ -63,8 +57,8 @@ def prediction_page(answers: Sequence[Answer], best: Sequence[BestBatches], warn
     stem = first.run.run.record.file_stem
     if len(answers) == 1:
         return Page("Predicted latency", first.prediction.model, _answer(first, device), _more(first), _facts(first),
-                    [*detail_sections(first), _kernels(first.prediction), _memory(first.prediction), *_failures(failed)],
-                    warnings, basis_of(answers), colours)
+                    [*run_sections(first.run, first.model), _kernels(first.prediction), _memory(first.prediction),
+                     *_failures(failed)], warnings, basis_of(answers), colours)
     said_of_all = [said_of_order(predictions)] if several else []
     for choice in best:  # of each, the batch within the objective first, where there is one
         said_of_all += reversed(said_of_batches(choice, predictions, [answer.slo for answer in answers],
@@ -74,19 +68,10 @@ def prediction_page(answers: Sequence[Answer], best: Sequence[BestBatches], warn
     text = "Open an answer to see its operators and layers."
     if len(answers) > DETAILED:
         text += f" The first {DETAILED} of {len(answers)} are here; ask for fewer at once to see the others."
-    details = [Section(_named(answer), _where(answer), folded=True) for answer in answers[:DETAILED]]
+    details = [Section(_named(answer), where_time_goes(answer.run, answer.model), folded=True) for answer in answers[:DETAILED]]
     return Page("Predicted latencies", title, f"{answer[0].upper()}{answer[1:]}" if several else answer, more, (),
                 [_compared(answers, best), *_failures(failed), Section("Where the time goes", (), text), *details], warnings,
                 basis_of(answers), colours)
-
-
-def operators_by_time(predictions: Sequence[Prediction]) -> list[str]:
-    """The kernel types with the most time in all of the predictions: they have a colour each."""
-    shares: dict[str, float] = {}
-    for prediction in predictions:
-        for kernel in prediction.kernels:
-            shares[kernel.type] = shares.get(kernel.type, 0.0) + kernel.share
-    return sorted(shares, key=lambda operator: -shares[operator])[:COLOURS]
 
 
 def _named(answer: Answer) -> str:
@@ -148,59 +133,6 @@ def _facts(answer: Answer) -> list[Fact]:
             *energy.interval_j) + f", {cli.cell(energy.mean_power_w)} W", "doubtful" if energy.rough_estimate else "",
             (energy.interval_j[0], energy.energy_j, energy.interval_j[1])))
     return facts
-
-
-def _where(answer: Answer) -> list[Piece]:
-    """Where an answer's time goes: what is measured, by operator, and by layer."""
-    prediction = answer.prediction
-    layers, layered = time_by_layer(answer.run, answer.model)
-    return [Shares("Where the kernels' times come from", {str(name): share for name, share in prediction.time_share.items()}),
-            Table(operator_rows(prediction), "By operator", bar="time (ms)", coloured="operator", most=10),
-            TreeMap("By layer of the model" if layered else "By operator and node", layers, "ms")]
-
-
-def operator_rows(prediction: Prediction) -> list[dict[str, object]]:
-    """A row for each kernel type, the one with the most time first."""
-    rows: dict[str, dict[str, float]] = {}
-    for kernel in prediction.kernels:
-        row = rows.setdefault(kernel.type, {"ms": 0.0, "share": 0.0, "runs": 0, "kernels": 0, "measured": 0.0})
-        row["ms"] += kernel.total_ms
-        row["share"] += kernel.share
-        row["runs"] += kernel.count
-        row["kernels"] += 1
-        row["measured"] += kernel.total_ms if kernel.provenance == "measured" else 0.0
-    return [{"operator": operator, "time (ms)": row["ms"], "share": f"{row['share']:.1%}", "runs": int(row["runs"]),
-             "kernels": int(row["kernels"]), "measured": f"{row['measured'] / row['ms'] if row['ms'] else 0:.0%}"}
-            for operator, row in sorted(rows.items(), key=lambda item: -item[1]["ms"])]
-
-
-def detail_sections(answer: Answer) -> list[Section]:
-    """Where an answer's time goes, and its run over time."""
-    prediction = answer.prediction
-    text = f"The kernels of its {sum(prediction.kernel_count.values())} nodes take {prediction.kernel_sum_ms:.4g} ms together."
-    timeline, said_of_it = run_over_time(answer.run)
-    return [Section("Where the time goes", _where(answer), text), Section("The run over time", [timeline], said_of_it)]
-
-
-def run_over_time(run: PredictedRun) -> tuple[Timeline, str]:
-    """The tracks of a run, and sentences about them."""
-    record, spans = run.run.record, spans_of(run)
-    nodes = [record.nodes[place] for place in run.run.order]
-    tracks: dict[str, list[Span]] = {"host": [], "GPU": []} if run.run.costs else {"kernels": []}
-    for node, span in zip(nodes[:MOST_SPANS], spans, strict=False):
-        operator = record.kernel_of(node).type
-        for name, when in zip(tracks, span, strict=False):
-            if when is not None:
-                tracks[name].append(Span(*when, f"{node.name} ({operator})", operator))
-    text = "Nodes one after another, each as long as its kernel; what the host does between them is in the latency only."
-    if run.run.costs:
-        gpu_ms = sum(end - begin for _, when in spans if when for begin, end in [when])
-        busy = gpu_ms / run.alone_ms if run.alone_ms else 0.0
-        text = (f"The host launches node after node, and the GPU works through them: it is busy for {min(busy, 1):.0%} of the "
-                "run. Where it pauses, it waits for the host.")
-    if len(nodes) > MOST_SPANS:
-        text += f" The first {MOST_SPANS} of {len(nodes)} nodes are shown."
-    return Timeline("Host and GPU" if run.run.costs else "Kernels", tracks), text
 
 
 def _kernels(prediction: Prediction) -> Section:

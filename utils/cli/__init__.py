@@ -47,6 +47,7 @@ from utils.cli.printing import (
     print_rows,
     print_table,
     progress,
+    warned_of,
 )
 from utils.cli.running import EXIT_ROUGH, EXIT_SLO_MISSED, LEFT_OUT, explain, is_command, run, user_can_mend
 
@@ -101,5 +102,6 @@ __all__ = [
     "run",
     "start",
     "user_can_mend",
+    "warned_of",
     "whole",
 ]

@@ -28,8 +28,29 @@ def distinct(texts: Iterable[str]) -> list[str]:
     """The first of those texts that differ in nothing but numbers."""
     first: dict[str, str] = {}
     for text in texts:
-        first.setdefault(re.sub(r"\d[\d.,]*", "#", text), text)
+        first.setdefault(_without_numbers(text), text)
     return list(first.values())
+
+
+def warned_of(warnings: Iterable[tuple[str, Iterable[str]]]) -> dict[str, list[str]]:
+    """Whom each warning concerns, by its text.
+
+    Warnings that differ in nothing but numbers are one: its text is that of the first, and how many other texts there are.
+
+    Args:
+        warnings: names, each with the texts of its warnings; a name may come several times.
+    """
+    texts, names = dict[str, dict[str, None]](), dict[str, dict[str, None]]()
+    for name, of_name in warnings:
+        for text in of_name:
+            texts.setdefault(_without_numbers(text), {})[text] = None
+            names.setdefault(_without_numbers(text), {})[name] = None
+    return {first + (f" (and {len(others)} like it with other numbers)" if others else ""): list(names[alike])
+            for alike, (first, *others) in texts.items()}
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d[\d.,]*", "#", text)
 
 
 def print_json(value: Any) -> None:
