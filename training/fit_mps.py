@@ -26,8 +26,8 @@ from training.kernels.saved_form import save_estimator
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from training.kernels.training_set import read_training_set
-from training.sharing.mps import STEM, MpsErrors, MpsSharing, mps_path, write_mps
-from training.sharing.mps_fit import GPU_BOUND, MeasuredWay, MpsFit, fit_widths, host_slowdown, read_way, records_of
+from training.sharing.mps import GPU_BOUND, STEM, MpsErrors, MpsSharing, mps_path, write_mps
+from training.sharing.mps_fit import MeasuredWay, MpsFit, fit_widths, host_slowdown, read_way, records_of
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError

@@ -250,7 +250,12 @@ def load_span(sharing: Sharing, load_source: str) -> Span:
     """How far predictions under load were off, for models and co-runners that were held out, by the source of the load."""
     by_source = {"probe": sharing.probed, "prediction": sharing.paired}
     errors: SharingErrors | None = by_source.get(load_source, sharing.from_metrics)
-    return Span(1.0 / UNKNOWN, UNKNOWN) if errors is None else _within(NORMAL_90 * errors.mean)
+    return span_of_error(errors.mean if errors else None)
+
+
+def span_of_error(mean_error: float | None) -> Span:
+    """The factors by which nine of ten latencies are off whose mean error (a ratio) is known; None: nothing is known of it."""
+    return Span(1.0 / UNKNOWN, UNKNOWN) if mean_error is None else _within(NORMAL_90 * mean_error)
 
 
 def kernels_under_load_span(predictors: Predictors, label: str) -> Span:

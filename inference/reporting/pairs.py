@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def share_chart(pairs: Sequence[Pair]) -> Chart:
-    """Mean and 95th percentile of both models over the share of the threads that the first may use.
+    """The mean with its interval, and the 95th percentile, of both models over the share of the threads that the first may use.
 
     Args:
         pairs: the same two models under different ways; those with a share for each model are points, and each other way is a
@@ -29,9 +29,12 @@ def share_chart(pairs: Sequence[Pair]) -> Chart:
     alike = len({model.model for model in pairs[0].models}) == 1
     for place, model in enumerate(pairs[0].models):
         name = f"{model.model}, {('first', 'second')[place]}" if alike else model.model
-        loads = [pair.models[place].under_load for _, pair in shared]
-        series += [Series(f"{name}: mean", shares, [load.mean_ms for load in loads]),
-                   Series(f"{name}: p95", shares, [load.percentile_ms(PERCENTILE) for load in loads], dash="dashed")]
+        points = [pair.models[place] for _, pair in shared]
+        means = [point.under_load.mean_ms for point in points]
+        lows, highs = ([mean * point.interval_ratios[end] for mean, point in zip(means, points, strict=True)] for end in (0, 1))
+        series += [Series(f"{name}: mean", shares, means, lows, highs),
+                   Series(f"{name}: p95", shares, [point.under_load.percentile_ms(PERCENTILE) for point in points],
+                          dash="dashed")]
     limits = [Limit(f"the first, {'in time slices' if pair.sharing == SLICES else f'through {pair.sharing}'}",
                     pair.models[0].under_load.mean_ms) for way, pair in ways if len(way.percents) == 1]
     values = [value for one in series for value in one.y] + [limit.y for limit in limits]

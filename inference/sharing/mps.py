@@ -9,6 +9,7 @@ import numpy as np
 
 from graph_model.simulation.mps import MpsProcess, mps_runs_ms, with_share
 from graph_model.simulation.pipeline import pipeline_ms
+from inference.core.uncertainty import span_of_error
 from inference.sharing.co_runner import SEED, UnderLoad
 from inference.sharing.shared_models import OneOfTwo, Pair, one_of_two
 from training.sharing.mps import FIT
@@ -16,7 +17,7 @@ from utils.errors import UserError
 from utils.sharing_mode import ALL_THREADS, SetSharing
 
 if TYPE_CHECKING:
-    from graph_model.simulation.pipeline import Floats
+    from graph_model.simulation.pipeline import Floats, Tracks
     from inference.core.model_run import PredictedRun
     from inference.core.targets import Fitted
     from training.sharing.mps import LearnedMps
@@ -64,11 +65,20 @@ class ThroughMps:
         runs = mps_runs_ms(process, [self._process(other, other_percent)], rules, np.random.default_rng(SEED))
         return alone_ms, UnderLoad.of(runs, 1.0, "prediction").later_by(alone_ms - by_itself)
 
+    def mean_error(self, model: PredictedRun, percent: int, alone_ms: float) -> float | None:
+        """The mean error (a ratio) of latencies of models like this one beside others; None where none was measured."""
+        gpu_ms = float(self._with_share(self._process(model, percent)).gpu_ms.sum())
+        errors = self._learned.sharing.errors_of(gpu_ms, alone_ms, percent < ALL_THREADS)
+        return errors.mean if errors else None
+
+    def _with_share(self, process: MpsProcess) -> Tracks:
+        return with_share(process.tracks, process.grids, process.share, self._learned.sharing.rules)
+
     def _process(self, run: PredictedRun, percent: int) -> MpsProcess:
         return mps_process(run, self._learned, percent)
 
     def _alone_ms(self, model: PredictedRun, process: MpsProcess) -> float:
-        fewer = with_share(process.tracks, process.grids, process.share, self._learned.sharing.rules)
+        fewer = self._with_share(process)
         usual_ms = pipeline_ms(process.tracks, model.run.costs) if model.run.costs else 0.0
         return model.alone_ms + pipeline_ms(fewer, process.costs) - usual_ms
 
@@ -113,7 +123,9 @@ def pair_through_mps(first: PredictedRun, second: PredictedRun, sharing: SetShar
     through = ThroughMps(learned, shares=True)
 
     def of_pair(run: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> OneOfTwo:
-        return one_of_two(run.prediction, other.prediction, *through.alone_and_beside(run, percent, other, other_percent))
+        alone_ms, under_load = through.alone_and_beside(run, percent, other, other_percent)
+        return one_of_two(run.prediction, other.prediction, alone_ms, under_load,
+                          span_of_error(through.mean_error(run, percent, alone_ms)))
 
     return Pair(target=first.fitted.target.name, sharing=str(sharing),
                 models=(of_pair(first, percents[0], second, percents[1]), of_pair(second, percents[1], first, percents[0])),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from inference.core.chances import chance_within, in_words
 from inference.core.run_modes import AS_USUAL
+from inference.core.uncertainty import CERTAIN, Span, joined, load_span
 from inference.sharing.co_runner import LoadSource, NotShared, UnderLoad, check_mode_here, under_load
 from training.sharing.learned import Sharing, co_runner_guessed, in_a_loop
 from utils.errors import UserError
@@ -82,6 +83,8 @@ class OneOfTwo(Frozen):
         model, dims: the record's name, and the sizes given to its dynamic dimensions.
         idle_ms: its latency alone.
         under_load: the distribution beside the other.
+        interval_ratios: the ends of the 90 % interval of each latency beside the other, as ratios of it: those of the
+            prediction for an idle device, and how far off such latencies of held-out models were, together.
         rough_estimate: whether the prediction of either model is one.
         estimated_operators: as in `Prediction`.
     """
@@ -90,6 +93,7 @@ class OneOfTwo(Frozen):
     dims: dict[str, int]
     idle_ms: float
     under_load: UnderLoad
+    interval_ratios: tuple[float, float]
     rough_estimate: bool = False
     estimated_operators: tuple[str, ...] = ()
 
@@ -118,12 +122,20 @@ def pair(first: SharedModel, second: SharedModel) -> Pair:
 
 def _of_pair(model: SharedModel, neighbour: SharedModel) -> OneOfTwo:
     return one_of_two(model.prediction, neighbour.prediction, model.alone_ms,
-                      model.next_to(neighbour.in_a_loop(model), "prediction"))
+                      model.next_to(neighbour.in_a_loop(model), "prediction"), load_span(model.sharing, "prediction"))
 
 
-def one_of_two(of: Prediction, neighbour: Prediction, alone_ms: float, under_load: UnderLoad) -> OneOfTwo:
-    """What is said of a model of a pair, by its prediction and the neighbour's."""
+def one_of_two(of: Prediction, neighbour: Prediction, alone_ms: float, under_load: UnderLoad, errors: Span) -> OneOfTwo:
+    """What is said of a model of a pair, by its prediction and the neighbour's.
+
+    Args:
+        of, neighbour: the predictions.
+        alone_ms, under_load: its latency alone, and beside the neighbour.
+        errors: the factors by which latencies beside others are off where the run alone is right.
+    """
+    alone = Span(*(end / of.latency_ms for end in of.interval_ms)) if of.latency_ms else CERTAIN
     return OneOfTwo(model=of.model, dims=of.dims, idle_ms=alone_ms, under_load=under_load,
+                    interval_ratios=tuple(joined([alone, errors])),
                     rough_estimate=of.rough_estimate or neighbour.rough_estimate, estimated_operators=of.estimated_operators)
 
 

@@ -131,8 +131,11 @@ def test_two_models_that_share_the_gpu(model: SharedModel, workspace: Workspace)
     assert report == pair.model_dump(mode="json")
     header, *rows = (line.split("\t") for line in stdout_of(
         shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx")).splitlines())
-    assert header == ["model", "beside", "alone (ms)", "mean (ms)", "p50 (ms)", "p95 (ms)", "p99 (ms)", "mean / alone"]
+    assert header == ["model", "beside", "alone (ms)", "mean (ms)", "p50 (ms)", "p95 (ms)", "p99 (ms)",
+                      "mean 90 % between (ms)", "mean / alone"]
     assert rows == [rows[0]] * 2
+    low, high = model.prediction.interval_ms  # alone; beside another model less is known
+    assert first.interval_ratios[0] < low / model.alone_ms < high / model.alone_ms < first.interval_ratios[1]
 
 
 def test_each_model_waits_for_the_other_ones_turns(model: SharedModel) -> None:

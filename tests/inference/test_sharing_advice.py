@@ -219,6 +219,9 @@ def test_two_models_over_their_shares(through_mps: Predictor, tmp_path: Path) ->
         ([25.0, 75.0], [little.under_load.mean_ms, much.under_load.mean_ms])]
     assert [series.name for series in chart.series] == [f"resnet18@batch={batch},dynamic{what}" for batch in (16, 4)
                                                         for what in (": mean", ": p95")]
+    low, high = much.interval_ratios
+    assert low < 0.95 < 1.05 < high
+    assert (chart.series[0].low[1], chart.series[0].high[1]) == (low * much.under_load.mean_ms, high * much.under_load.mean_ms)
     assert [limit.y for limit in chart.limits] == [slices.under_load.mean_ms]
     assert plot.read_text().startswith("<svg")
 

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 MPS_VERSION = 1
 FILE = "mps.json"
+WITHOUT_SHARES, WITH_SHARES = "without shares", "with shares"  # of the threads: a key of errors
 STEM = f"{MPS_PREFIX}width"  # of the file of the estimator of widths
 FIT = "python training/fit_mps.py"
+GPU_BOUND = 0.8  # a model is GPU-bound if its kernels take this share of its latency or more
 
 
 class MpsErrors(Frozen):
@@ -61,6 +63,12 @@ class MpsSharing(Frozen):
     width_error: float
     gpu_bound: dict[str, MpsErrors]
     host_bound: dict[str, MpsErrors]
+
+    def errors_of(self, gpu_ms: float, alone_ms: float, shares: bool) -> MpsErrors | None:
+        """The errors of models like one whose kernels take `gpu_ms` of its latency alone, with or without a share of the
+        threads; None where no such model was measured."""
+        of_kind = self.gpu_bound if gpu_ms >= GPU_BOUND * alone_ms else self.host_bound
+        return of_kind.get(WITH_SHARES if shares else WITHOUT_SHARES)
 
 
 def mps_path(folder: Path) -> Path:

@@ -25,7 +25,7 @@ from records.measurement import GPU_LABEL
 from records.probe_reading import ALWAYS
 from training.kernels.estimators import KernelModel, fit_factors, predict_rows
 from training.kernels.settings import XgboostSettings
-from training.sharing.mps import MpsErrors, grids_of
+from training.sharing.mps import GPU_BOUND, WITH_SHARES, WITHOUT_SHARES, MpsErrors, grids_of
 from training.sharing.shared_runs import looped_models
 from utils import cli
 from utils.errors import UserError
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 SHARE_SLOWDOWN = 0.85  # of a kernel that fills the GPU, by its times with a quarter, a half and three quarters of the threads
 LEAST_LONGER = 0.02  # a kernel that takes less longer under a share is not wider than the share
-GPU_BOUND = 0.8  # a model is GPU-bound if its kernels take this share of its latency or more
 SEED = 7
 STATISTICS = ("Latency_ms", "median_ms", "p95_ms")  # columns of the table of models
 FITTED_RUNS = 6
@@ -278,7 +277,7 @@ class MpsFit:
 
         def of(kept: npt.NDArray[np.bool_]) -> dict[str, MpsErrors]:
             return {name: _errors(predicted[kept & of_kind], self.measured[kept & of_kind])
-                    for name, of_kind in (("without shares", ~shares), ("with shares", shares)) if (kept & of_kind).any()}
+                    for name, of_kind in ((WITHOUT_SHARES, ~shares), (WITH_SHARES, shares)) if (kept & of_kind).any()}
 
         return of(bound), of(~bound)
 
