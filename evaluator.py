@@ -22,7 +22,7 @@ from inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, EvaluationLoads
 from inference.evaluation.plot import Point
 from inference.evaluation.plot import draw as draw_points
 from inference.live.load import CONFIG_FILE, InferenceConfig
-from inference.reporting.evaluations import called, evaluation_page, scatter
+from inference.reporting.evaluations import called, evaluation_page, interval_of, scatter
 from utils import cli, files
 from utils.config import read_config
 from utils.locks import sole_writer
@@ -46,7 +46,7 @@ python evaluator.py resnet18.onnx --dim batch=16 --under-load recipes/h200/live.
 
 def draw(evaluation: Evaluation, folder: Path) -> Path:
     """Draws the plot of an evaluation, as a PNG; as an SVG where matplotlib is not installed. Returns its path."""
-    points = [Point(called(c), c.measured_ms, c.predicted_ms, c.held_out) for c in evaluation.comparisons]
+    points = [Point(called(c), c.measured_ms, c.predicted_ms, c.held_out, interval_of(c)) for c in evaluation.comparisons]
     predicted, strict, measured = zip(*((c.predicted_ms, c.strict_ms, c.measured_ms) for c in evaluation.comparisons),
                                       strict=True)
     title = (f"{evaluation.target}\n{len(points)} {'latency' if len(points) == 1 else 'latencies'}: mean error "

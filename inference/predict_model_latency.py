@@ -3,12 +3,12 @@
 Reads the model (any ONNX file; a bare name is also looked for in model_zoo), or its graph as dag_critical_path.py wrote it
 (--dag), what training learned for the target, and inference/config.yaml. Prints the latency, where it comes from and which
 kernels dominate. With several sizes of a dynamic dimension it prints one row per size, which helps to choose a batch; --sizes
-names sizes that go together. Writes nothing, except with --html a page to look at, with --trace the predicted timeline, and with
---beside a real run in the same file.
+names sizes that go together. Writes nothing, except with --html a page to look at, with --trace the predicted timeline, and
+with --beside a real run in the same file.
 
-Answers hold for one GPU or one CPU, and for the version of ONNX Runtime that each names, with its CPU and CUDA providers; not for
-TensorRT or other providers. Tensors may be float32, float16, bfloat16, float64 or integers; other types are refused. More in
-docs/questions.md, "What is not answered".
+Answers hold for one GPU or one CPU, and for the version of ONNX Runtime that each names, with its CPU and CUDA providers; not
+for TensorRT or other providers. Tensors may be float32, float16, bfloat16, float64 or integers; other types are refused. More
+in docs/questions.md, "What is not answered".
 
 Several models (files, folders, patterns; --model may be repeated) have a row each, the fastest first: by latency, or by latency
 per item where batches differ; a line below says which. Each takes those sizes of --dim that it has. A model that can't be

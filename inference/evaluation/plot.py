@@ -23,12 +23,14 @@ CLEARANCE = 1.0  # free space around a number, in sizes of a number
 
 
 class Point(NamedTuple):
-    """One latency: its name, predicted and measured (ms), and whether its group was held out of all fits."""
+    """One latency: its name, measured and predicted (ms), whether its group was held out of all fits, and the interval of the
+    prediction (ms)."""
 
     name: str
     measured_ms: float
     predicted_ms: float
     held_out: bool
+    between_ms: tuple[float, float]
 
     @property
     def error(self) -> float:
@@ -42,9 +44,9 @@ def worst(points: Sequence[Point], count: int = NAMED) -> list[Point]:
 
 
 def draw(points: Sequence[Point], title: str, path: Path) -> None:
-    """Writes the plot (a .png): logarithmic axes, the line of equality, and a band of ±10 % around it."""
+    """Writes the plot (a .png): logarithmic axes, the line of equality, a band of ±10 % around it, and intervals."""
     matplotlib.use("Agg")
-    values = [value for point in points for value in (point.measured_ms, point.predicted_ms)]
+    values = [value for point in points for value in (point.measured_ms, point.predicted_ms, *point.between_ms)]
     ends = [min(values) / 1.3, max(values) * 1.3]
     figure, (axes, below) = matplotlib.pyplot.subplots(2, figsize=(8, 9.6), height_ratios=(8, 1.5), layout="constrained")
     axes.fill_between(ends, [(1 - BAND) * end for end in ends], [(1 + BAND) * end for end in ends], color="0.92",
@@ -53,6 +55,8 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     for held_out, colour, label in ((False, "tab:blue", "families in the fit"), (True, "tab:orange", "families in no fit")):
         group = [point for point in points if point.held_out == held_out]
         if group:
+            lows, highs = zip(*(point.between_ms for point in group), strict=True)
+            axes.vlines([point.measured_ms for point in group], lows, highs, color=colour, alpha=0.4, linewidth=1, zorder=2)
             axes.scatter([point.measured_ms for point in group], [point.predicted_ms for point in group], s=30, alpha=0.75,
                          edgecolors="white", linewidths=0.6, color=colour, label=label, zorder=3)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")

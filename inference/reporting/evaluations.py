@@ -23,7 +23,7 @@ def evaluation_page(evaluation: Evaluation) -> Page:
     """The page of an evaluation."""
     rows, models = evaluation.comparisons, len({row.model for row in evaluation.comparisons})
     errors = [abs(row.error) for row in rows]
-    held = sum(low <= row.measured_ms <= high for row in rows for low, high in [_ends(row)]) / len(rows)
+    held = sum(low <= row.measured_ms <= high for row in rows for low, high in [interval_of(row)]) / len(rows)
     near = sum(error <= BAND for error in errors) / len(rows)
     mean, strict = sum(errors) / len(rows), sum(abs(row.strict_error) for row in rows) / len(rows)
     worst = max(rows, key=lambda row: abs(row.error))
@@ -65,8 +65,8 @@ def called(row: Comparison) -> str:
     return row.model + (f" ({' '.join(filter(None, (f'load {row.level:g}', row.background)))})" if row.level else "")
 
 
-def _ends(row: Comparison) -> tuple[float, float]:
-    """The interval of a prediction; the prediction itself where the comparison has none."""
+def interval_of(row: Comparison) -> tuple[float, float]:
+    """The interval of a comparison's prediction, ms; the prediction itself where the comparison has none."""
     return row.interval_low_ms or row.predicted_ms, row.interval_high_ms or row.predicted_ms
 
 
@@ -76,7 +76,7 @@ def scatter(rows: Sequence[Comparison]) -> Chart:
     for held_out, name in GROUPS:
         group = [row for row in rows if row.held_out == held_out]
         if group:
-            low, high = zip(*map(_ends, group), strict=True)
+            low, high = zip(*map(interval_of, group), strict=True)
             series.append(Series(name, [row.measured_ms for row in group], [row.predicted_ms for row in group], low, high,
                                  [called(row) for row in group], line=False))
     return Chart("Predicted over measured latency", Axis("measured (ms)", log=True), Axis("predicted (ms)", log=True), series,
@@ -87,7 +87,7 @@ def _worst(rows: Sequence[Comparison]) -> Bars:
     """The models with the largest errors, and where their intervals would have put the error."""
     bars = []
     for row in sorted(rows, key=lambda row: -abs(row.error))[:WORST]:
-        low, high = (100 * (end / row.measured_ms - 1) for end in _ends(row))
+        low, high = (100 * (end / row.measured_ms - 1) for end in interval_of(row))
         bars.append(Bar(called(row), 100 * row.error, low, high,
                         f"predicted {row.predicted_ms:.4g} ms, measured {row.measured_ms:.4g} ms"))
     return Bars("Errors, with the prediction's interval", Axis("error (%)", zero=True), bars)

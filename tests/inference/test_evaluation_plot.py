@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 
 import matplotlib as mpl
+import matplotlib.image
+import numpy as np
 import pytest
 
 from inference.evaluation.plot import NAMED, Point, draw, number_points, worst
@@ -16,8 +18,8 @@ from utils.pages.scales import LEAST_TICKS, log_ticks
 def made(count: int, low_ms: float = 1.0, decades: float = 2.0) -> list[Point]:
     chance = random.Random(1)
     measured = [low_ms * 10 ** chance.uniform(0, decades) for _ in range(count)]
-    return [Point(f"model_{number}", time_ms, time_ms * (1 + chance.gauss(0, 0.08)), number % 5 == 0)
-            for number, time_ms in enumerate(measured)]
+    return [Point(f"model_{number}", time_ms, time_ms * (1 + chance.gauss(0, 0.08)), number % 5 == 0,
+                  (0.9 * time_ms, 1.1 * time_ms)) for number, time_ms in enumerate(measured)]
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [
@@ -29,7 +31,8 @@ def test_ticks_are_few_and_round(low: float, high: float, expected: list[float])
 
 
 def test_the_worst_come_first() -> None:
-    points = [Point("a", 1.0, 1.1, False), Point("b", 1.0, 0.5, False), Point("c", 1.0, 1.0, False)]
+    points = [Point("a", 1.0, 1.1, False, (1.0, 1.2)), Point("b", 1.0, 0.5, False, (0.4, 0.6)),
+              Point("c", 1.0, 1.0, False, (0.9, 1.1))]
     assert [point.name for point in worst(points, 2)] == ["b", "a"]
 
 
@@ -37,6 +40,19 @@ def test_the_worst_come_first() -> None:
 def test_a_picture(points: list[Point], tmp_path: Path) -> None:
     draw(points, "a target", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_intervals_are_drawn(tmp_path: Path) -> None:
+    """A prediction without an interval and one with a wide one: only the second picture has ink above and below its point."""
+    files = [tmp_path / "none.png", tmp_path / "wide.png"]
+    for file, between_ms in zip(files, ((1.0, 1.0), (0.5, 2.0)), strict=True):
+        draw([Point("a", 1.0, 1.0, False, between_ms), Point("b", 0.1, 0.1, False, (0.1, 0.1)),
+              Point("c", 10.0, 10.0, False, (10.0, 10.0))], "a target", file)
+    none, wide = (mpl.image.imread(file) for file in files)
+    assert none.shape == wide.shape
+    down, across = np.nonzero((none != wide).any(axis=2))
+    assert across.max() - across.min() < 8
+    assert down.max() - down.min() > 50
 
 
 def test_numbers_cover_no_point_and_no_other_number() -> None:
