@@ -1,4 +1,5 @@
-"""Makes the pictures of pages in docs/ anew: a prediction, two models compared, and a load curve, all of models of `make demo`.
+"""Makes the pictures of pages in docs/ anew: a prediction, two models compared, and a load curve, all of models of `make demo`;
+and with --recorded an evaluation.
 
 Runs the commands with --html, opens their pages in Chromium, and writes what it shows as WebP. With --phone, each picture is as
 wide as a phone, to look at; docs/ has none of these.
@@ -30,11 +31,12 @@ QUALITY = 70  # of the WebP
 EXAMPLES = """
 python recipes/page_pictures.py --workspace out/demo --out docs  # needs make demo
 python recipes/page_pictures.py --workspace out/demo --out out/pictures --phone  # needs make demo
+python recipes/page_pictures.py --workspace out/demo --out docs --recorded out/h200  # and recipes/h200/learn.sh
 """
 
 
 class Picture(NamedTuple):
-    """A page: the command that makes it, and how much of it the picture shows, in pixels from its top."""
+    """A page: the command that makes it with --html, and how much of it the picture shows, in pixels from its top."""
 
     command: str
     height: int
@@ -45,12 +47,30 @@ PICTURES = {
     "compared": Picture(f"inference/compare_models.py {MNASNET} {RESNET} --dim batch=8", 1960),
     "load": Picture(f"inference/load_curve.py --model {RESNET} --slo-ms 2", 1400),
 }
+EVALUATION_HEIGHT = 1900  # pixels
+
+
+def pictures(target: str, recorded: Path | None) -> dict[str, Picture]:
+    """The pictures to make, by the page's name.
+
+    Args:
+        target: of the answers.
+        recorded: a workspace with the target's dataset and predictors; None: no evaluation.
+    """
+    of_demo = {name: Picture(f"{picture.command} --workspace {DEMO} --target {target}", picture.height)
+               for name, picture in PICTURES.items()}
+    if recorded is None:
+        return of_demo
+    return of_demo | {"evaluation": Picture(
+        f"evaluator.py --workspace {recorded.resolve()} --recorded --target {target}", EVALUATION_HEIGHT)}
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", default="nvidia-h200", metavar="NAME", help="of the answers (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for <page>_page.webp")
+    parser.add_argument("--recorded", type=Path, metavar="DIR",
+                        help="also the evaluation of the target's dataset in this workspace, with its predictors")
     parser.add_argument("--phone", action="store_true", help="as a phone shows them, in full")
     args = parser.parse_args()
     workspace = cli.start(args)
@@ -60,10 +80,9 @@ def main() -> int:
     with temporary_folder() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": PHONE_WIDTH if args.phone else WIDTH, "height": 900})
-        for name, picture in cli.progress(PICTURES.items(), "pictures"):
+        for name, picture in cli.progress(pictures(args.target, args.recorded).items(), "pictures"):
             page = folder / f"{name}.html"
-            answer(f"python {picture.command} --workspace {DEMO} --target {args.target} --quiet --html {page}",
-                   workspace.root.resolve())
+            answer(f"python {picture.command} --quiet --html {page}", workspace.root.resolve())
             tab.goto(page.as_uri())
             shown: Image.Image = Image.open(io.BytesIO(tab.screenshot(full_page=True, animations="disabled")))
             if not args.phone:

@@ -86,7 +86,7 @@ def test_a_sweep_of_a_language_model(folder: Path, browser: Browser, tmp_path: P
     page.locator("th button", has_text="prompt").first.click()
     assert numbers(page, 0, "prompt") == sorted((answer["prompt"] for answer in answers), reverse=True)
     texts, words = list({text for answer in answers for text in answer["warnings"]}), page.locator("body").text_content()
-    said = cli.distinct(texts)  # texts that differ in nothing but numbers are one
+    said = cli.distinct(texts)  # texts that differ in nothing but numbers, and in names with numbers, are one
     assert len(said) < len(texts)
     assert (page.locator(".warnings details").count() == 1) == (len(said) > 8)
     assert words is not None

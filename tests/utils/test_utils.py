@@ -537,3 +537,11 @@ def test_a_clock_that_jumps_back_ends_no_pause(monkeypatch: pytest.MonkeyPatch) 
     began_s = time.monotonic()
     timing.pause(0.05)
     assert 0.04 < time.monotonic() - began_s < 2.0
+
+
+def test_warnings_that_differ_in_nothing_but_numbers_are_one() -> None:
+    of_a = ["3 of its kernels, 4.8%, are less sure: Conv_3x3_in1x64 …", "Relu: never measured"]
+    of_b = ["12 of its kernels, 20%, are less sure: Gemm_in1x8_fp32_0c2d …", "Tanh: never measured"]
+    assert cli.warned_of([("a", of_a), ("b", of_b), ("a", of_a)]) == {
+        f"{of_a[0]} (and 1 like it)": ["a", "b"], "Relu: never measured": ["a"], "Tanh: never measured": ["b"]}
+    assert cli.distinct([*of_a, *of_b]) == [*of_a, of_b[1]]

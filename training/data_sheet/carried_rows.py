@@ -21,8 +21,10 @@ from training.kernels.settings import LAUNCHES
 from training.kernels.sidecar import Carried
 from training.kernels.training_set import TrainingSet, read_training_set
 from utils.errors import UserError
+from utils.logger import get_logger
 from utils.paths import Workspace
 
+log = get_logger("train")
 PAIRS = 1500  # kernels that both cards have: so many correct what the data sheets say of the ratio, the others judge that
 
 
@@ -61,6 +63,7 @@ def with_carried(rows: TrainingSet, workspace: Workspace, tables: Path) -> WithC
     ratios, errors = ratios_between(base, gpu, next((table for table in read_tables(tables) if table.name == OWN), None))
     times_ms = ratios.times_ms(work, other.times_ms[GPU_LABEL], base, gpu)
     drawn = np.random.default_rng(0).choice(errors, len(other))
+    log.info("%d kernels of %s are carried over to %s; %s", len(kernels), base.name, gpu.name, said_of(errors))
     return WithCarried(_joined(rows, other, times_ms, drawn), kernels, Carried(
         card=base.name, kernels=len(kernels), dataset_sha256=other.sha256))
 
@@ -82,6 +85,14 @@ def ratios_between(base: Gpu, gpu: Gpu, table: Table | None) -> tuple[AdjustedRa
     ratios = adjust(read_sheet()[1], table.work.rows(learned), begin_ms[learned], end_ms[learned], base, gpu)
     carried_ms = ratios.times_ms(table.work.rows(judged), begin_ms[judged], base, gpu)
     return ratios, np.log(end_ms[judged] / carried_ms)
+
+
+def said_of(errors: Floats) -> str:
+    """How far off kernels are that are carried over, in words, by the logarithms of measured over carried times of kernels that
+    both cards measured."""
+    (low, high), middle = np.expm1(np.quantile(errors, (0.05, 0.95))), np.median(np.abs(np.expm1(errors)))
+    return (f"of {len(errors)} others that both measured, half are within {middle:.1%}, nine of ten within {low:+.0%} and "
+            f"{high:+.0%}")
 
 
 def _joined(rows: TrainingSet, other: TrainingSet, times_ms: Floats, errors: Floats) -> TrainingSet:

@@ -25,7 +25,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def distinct(texts: Iterable[str]) -> list[str]:
-    """The first of those texts that differ in nothing but numbers."""
+    """The first of those texts that differ in nothing but numbers, and names that have numbers in them, such as kernels'."""
     first: dict[str, str] = {}
     for text in texts:
         first.setdefault(_without_numbers(text), text)
@@ -35,7 +35,7 @@ def distinct(texts: Iterable[str]) -> list[str]:
 def warned_of(warnings: Iterable[tuple[str, Iterable[str]]]) -> dict[str, list[str]]:
     """Whom each warning concerns, by its text.
 
-    Warnings that differ in nothing but numbers are one: its text is that of the first, and how many other texts there are.
+    Warnings that are one to `distinct` have the text of the first, and how many others there are.
 
     Args:
         warnings: names, each with the texts of its warnings; a name may come several times.
@@ -45,12 +45,12 @@ def warned_of(warnings: Iterable[tuple[str, Iterable[str]]]) -> dict[str, list[s
         for text in of_name:
             texts.setdefault(_without_numbers(text), {})[text] = None
             names.setdefault(_without_numbers(text), {})[name] = None
-    return {first + (f" (and {len(others)} like it with other numbers)" if others else ""): list(names[alike])
+    return {first + (f" (and {len(others)} like it)" if others else ""): list(names[alike])
             for alike, (first, *others) in texts.items()}
 
 
 def _without_numbers(text: str) -> str:
-    return re.sub(r"\d[\d.,]*", "#", text)
+    return re.sub(r"[\w.-]*\d[\w.,-]*", "#", text)
 
 
 def print_json(value: Any) -> None:
