@@ -18,7 +18,6 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from inference.core.predictor import Predictor
 from inference.reporting.pairs import share_chart
-from inference.sharing.shared_models import OneOfTwo
 from utils import cli
 from utils.logger import get_logger
 from utils.pages.plot_files import write_plot
@@ -77,13 +76,11 @@ def main() -> int:
     if args.json:
         cli.print_json(pairs[0] if len(pairs) == 1 else [pair.model_dump(mode="json") for pair in pairs])
         return 0
-    def between(model: OneOfTwo) -> str:
-        return "{:.4g} and {:.4g}".format(*(end * model.under_load.mean_ms for end in model.interval_ratios))
-
     cli.print_table([
         {**({"sharing": pair.sharing} if len(pairs) > 1 else {}), "model": model.model, "beside": neighbour.model,
          "alone (ms)": model.idle_ms, **model.under_load.columns(),
-         "mean 90 % between (ms)": between(model), "mean / alone": model.under_load.mean_ms / model.idle_ms,
+         "mean 90 % between (ms)": "{:.4g} and {:.4g}".format(*model.mean_interval_ms),
+         "mean / alone": model.under_load.mean_ms / model.idle_ms,
          **({"rough estimate": "yes"} if model.rough_estimate else {})}
         for pair in pairs for model, neighbour in (pair.models, pair.models[::-1])],
         f"side by side on {pairs[0].target}" + (f", {pairs[0].sharing}" if len(pairs) == 1 else ""))

@@ -75,17 +75,22 @@ def predicted(table: Table, gpu: Gpu, ratios: CardRatios, counts: Sequence[int] 
     both = np.isfinite(table.ms[BASE]) & np.isfinite(table.ms[gpu.slug])
     work, base_ms, measured_ms = table.work.rows(both), table.ms[BASE][both], table.ms[gpu.slug][both]
     replayed = {}
-    pool = np.random.default_rng(0).choice(len(base_ms), min(POOL, len(base_ms) // 2), replace=False)
-    of_pool = work.rows(pool), base_ms[pool]
-    order = pool[most_useful(*of_pool, *of_pool, base, max(counts, default=0))]
+    to_measure = _to_measure(work, base_ms, base, max(counts)) if counts else np.zeros(0, dtype=int)
     for count in counts:
         chosen = np.zeros(len(base_ms), dtype=bool)
-        chosen[order[:count]] = True
+        chosen[to_measure[:count]] = True
         adjusted = adjust(ratios, work.rows(chosen), base_ms[chosen], measured_ms[chosen], base, gpu, table.name)
         replayed[count] = Replayed(measured_ms[~chosen], adjusted.times_ms(work.rows(~chosen), base_ms[~chosen], base, gpu,
                                                                           table.name))
     return LeftOut(table.name, gpu, measured_ms, ratios.times_ms(work, base_ms, base, gpu, table.name),
                    base_ms * naive_ratio(work, base, gpu), replayed)
+
+
+def _to_measure(work: Work, base_ms: Floats, base: Gpu, count: int) -> npt.NDArray[np.int_]:
+    """The places of the kernels to measure, the most useful one first, among some that are drawn at random."""
+    pool = np.random.default_rng(0).choice(len(base_ms), min(POOL, len(base_ms) // 2), replace=False)
+    of_pool = work.rows(pool), base_ms[pool]
+    return np.asarray(pool[most_useful(*of_pool, *of_pool, base, count)])
 
 
 def row(left_out: LeftOut, others: Sequence[LeftOut]) -> dict[str, Any]:

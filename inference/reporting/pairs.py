@@ -30,9 +30,8 @@ def share_chart(pairs: Sequence[Pair]) -> Chart:
     for place, model in enumerate(pairs[0].models):
         name = f"{model.model}, {('first', 'second')[place]}" if alike else model.model
         points = [pair.models[place] for _, pair in shared]
-        means = [point.under_load.mean_ms for point in points]
-        lows, highs = ([mean * point.interval_ratios[end] for mean, point in zip(means, points, strict=True)] for end in (0, 1))
-        series += [Series(f"{name}: mean", shares, means, lows, highs),
+        lows, highs = ([point.mean_interval_ms[end] for point in points] for end in (0, 1))
+        series += [Series(f"{name}: mean", shares, [point.under_load.mean_ms for point in points], lows, highs),
                    Series(f"{name}: p95", shares, [point.under_load.percentile_ms(PERCENTILE) for point in points],
                           dash="dashed")]
     limits = [Limit(f"the first, {'in time slices' if pair.sharing == SLICES else f'through {pair.sharing}'}",

@@ -97,6 +97,12 @@ class OneOfTwo(Frozen):
     rough_estimate: bool = False
     estimated_operators: tuple[str, ...] = ()
 
+    @property
+    def mean_interval_ms(self) -> tuple[float, float]:
+        """The 90 % interval of the mean beside the other."""
+        low, high = self.interval_ratios
+        return low * self.under_load.mean_ms, high * self.under_load.mean_ms
+
 
 class Pair(Frozen):
     """Two models on one GPU.

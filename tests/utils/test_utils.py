@@ -545,3 +545,5 @@ def test_warnings_that_differ_in_nothing_but_numbers_are_one() -> None:
     assert cli.warned_of([("a", of_a), ("b", of_b), ("a", of_a)]) == {
         f"{of_a[0]} (and 1 like it)": ["a", "b"], "Relu: never measured": ["a"], "Tanh: never measured": ["b"]}
     assert cli.distinct([*of_a, *of_b]) == [*of_a, of_b[1]]
+    others = ["float16: never measured", "bfloat16: never measured", "Col2Im: never measured", "Im2Col: never measured"]
+    assert cli.distinct(others) == others

@@ -25,7 +25,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def distinct(texts: Iterable[str]) -> list[str]:
-    """The first of those texts that differ in nothing but numbers, and names that have numbers in them, such as kernels'."""
+    """The first of those texts that differ in nothing but numbers and names of kernels."""
     first: dict[str, str] = {}
     for text in texts:
         first.setdefault(_without_numbers(text), text)
@@ -50,7 +50,9 @@ def warned_of(warnings: Iterable[tuple[str, Iterable[str]]]) -> dict[str, list[s
 
 
 def _without_numbers(text: str) -> str:
-    return re.sub(r"[\w.-]*\d[\w.,-]*", "#", text)
+    """A text without numbers, and without names such as `Conv_3x3_in1x64_fp32_0c2d`; `float16` and `Col2Im` stay apart from
+    others."""
+    return re.sub(r"\w+_[\w.-]*\d[\w.-]*|\d[\d.,]*", "#", text)
 
 
 def print_json(value: Any) -> None:
