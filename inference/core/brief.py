@@ -31,12 +31,13 @@ from inference.core.uncertainty import (
     hosts_between,
 )
 from training.composition.fitted import latency_ms
-from training.composition.intervals import ALWAYS, LARGEST_LOG
+from training.composition.intervals import ALWAYS, LARGEST_LOG, PACE
 from utils.errors import UserError
 
 if TYPE_CHECKING:
     from graph_model.simulation.pipeline import PipelineCosts
     from inference.core.conditions import Conditions
+    from inference.core.host_pace import HostPace
     from inference.core.model_run import PredictedRun
     from inference.core.sources import Source
     from records.kernel_record import ModelRecord
@@ -197,9 +198,11 @@ class _Composed:
                                         np.where(kernels, columns[f"launches_{end}"], 1.0)) for end in ("low", "high")))
 
     def moved_by_host(self) -> _Spans | None:
-        """The factors by which they move with the host's pace (`model_run.hosts_span`); None where it does not matter."""
-        pace, usual = self._conditions.pace, self._conditions.usual_costs
-        if pace is None or usual is None or self._conditions.used.assumed:
+        """The factors by which they move with the host's pace (`model_run.hosts_span`); None where it does not matter, or the
+        calibrated interval holds it."""
+        pace, usual, used = self._conditions.pace, self._conditions.usual_costs, self._conditions.used
+        if pace is None or usual is None or used.assumed or (
+                used.calibrated and used.calibrated.holds_paces and pace.ratio is not None):
             return None
         ends_ms = [self.at(usual.at_pace(end)) for end in hosts_between(pace.ratio)]
         return self._relative(np.minimum.reduce(ends_ms), np.maximum.reduce(ends_ms))
@@ -213,7 +216,8 @@ def _latencies(batch: Batch, conditions: Conditions) -> _Latencies:
     everything = np.ones(len(columns["time_ms"]), dtype=bool)
     of_kernels, by_rough = composed.moved_by(everything), composed.moved_by(columns.mask("rough"))
     if used.calibrated is not None:
-        fit, moved = _calibrated(batch, used.calibrated, latency), composed.moved_by(~columns.mask("calibrated"))
+        fit = _calibrated(batch, used.calibrated, latency, conditions.pace)
+        moved = composed.moved_by(~columns.mask("calibrated"))
     else:
         fit, moved = _fitted(batch, conditions), of_kernels
     hosts = composed.moved_by_host()
@@ -241,7 +245,7 @@ def _joined(spans: Sequence[_Spans]) -> _Spans:
     return _Spans(np.exp(-low), np.exp(np.sqrt(sum(np.log(np.maximum(span.high, 1.0)) ** 2 for span in spans))))
 
 
-def _calibrated(batch: Batch, interval: CalibratedInterval, latency: Floats) -> _Spans:
+def _calibrated(batch: Batch, interval: CalibratedInterval, latency: Floats, pace: HostPace | None) -> _Spans:
     """The calibrated interval of each model, as `intervals.CalibratedInterval.ends` and `intervals.sources` have it."""
     columns = batch.columns
     gpu_ms = columns.kernels().gpu_ms
@@ -249,7 +253,8 @@ def _calibrated(batch: Batch, interval: CalibratedInterval, latency: Floats) -> 
     busy = (total_ms > 0) & (latency > 0)
     within = np.minimum(1.0, np.divide(total_ms, latency, out=np.zeros_like(latency), where=busy))
     per_ms = np.divide(within, total_ms, out=np.zeros_like(latency), where=busy)
-    amounts = {"predicted": _totals(batch, gpu_ms * columns["known"]) * per_ms, "host": 1.0 - total_ms * per_ms, **{
+    host, off = 1.0 - total_ms * per_ms, abs(math.log(pace.ratio)) if pace and pace.ratio else 0.0
+    amounts = {"predicted": _totals(batch, gpu_ms * columns["known"]) * per_ms, "host": host, PACE: host * off, **{
         name: _totals(batch, gpu_ms * columns[name]) * per_ms for name in ("unmeasured", "other_form", "beyond", "doubt")}}
     scale = np.sqrt(interval.reach.get(ALWAYS, 0.0) ** 2 + sum(
         (interval.reach.get(name, 0.0) * amount) ** 2 for name, amount in amounts.items()))

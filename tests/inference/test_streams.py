@@ -20,6 +20,7 @@ from inference import Predictor
 from inference.core import kernel_table, targets
 from inference.core.brief import BriefPrediction
 from inference.core.run_modes import RunMode
+from inference.llm.steps import learned_of
 from inference.search import ofa
 from recipes.same_predictions.questions import CPU_WORKSPACE, RECORDS
 from records.kernel_record import ModelRecord
@@ -146,6 +147,19 @@ def test_a_model_may_come_in_any_company() -> None:
             answer.model for answer in together]
         assert all(close(one.latency_ms, other.latency_ms)
                    for one, other in zip(predictor.predict_briefly(records, batch=2), together, strict=True))
+
+
+def test_brief_answers_have_the_interval_of_language_models() -> None:
+    """It was fitted to runs at many paces, so a known pace counts in it, and not beside it."""
+    predictor = Predictor(target=H200)
+    composition = learned_of(predictor).compositions["token"]
+    records = [candidate(number, CUDA) for number in range(3)]
+    for pace in (None, 1.0, 1.7):
+        options: dict[str, Any] = {"composition": composition, **({"host_pace": pace} if pace else {})}
+        for brief, record in zip(predictor.predict_briefly(records, **options), records, strict=True):
+            check_same(predictor, brief._replace(
+                peak_memory_mib=(whole := predictor.predict(record, **options)).peak_memory_mib,
+                fits_memory=whole.fits_memory), record, **options)
 
 
 def test_models_are_taken_when_they_are_needed() -> None:
