@@ -16,9 +16,11 @@ UNSTABLE_SPREAD = 0.10  # (p75 − p25) / median above which a timing counts as 
 
 
 def pause(seconds: float) -> None:
-    """Waits for so many seconds; not at all for a negative number. Where the clock jumps back meanwhile, as in a restored
-    virtual machine, `time.sleep` may fail; a lock's time limit does not."""
-    seconds = max(seconds, 0.0)
+    """Waits for so many seconds; not at all for 0 or a negative number, where `time.sleep` would give up the core: a virtual
+    machine may get it back after milliseconds. Where the clock jumps back meanwhile, as in a restored virtual machine,
+    `time.sleep` may fail; a lock's time limit does not."""
+    if seconds <= 0.0:
+        return
     try:
         time.sleep(seconds)
     except OSError:

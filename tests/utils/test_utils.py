@@ -532,11 +532,19 @@ def test_a_clock_that_jumps_back_ends_no_pause(monkeypatch: pytest.MonkeyPatch) 
     def fails(seconds: float) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    timing.pause(-1.0)
     monkeypatch.setattr(time, "sleep", fails)
     began_s = time.monotonic()
     timing.pause(0.05)
     assert 0.04 < time.monotonic() - began_s < 2.0
+
+
+def test_no_time_left_to_wait_keeps_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(seconds: float) -> None:
+        raise AssertionError(f"it slept for {seconds:g} s")
+
+    monkeypatch.setattr(time, "sleep", fails)
+    timing.pause(0.0)
+    timing.pause(-1.0)
 
 
 def test_warnings_that_differ_in_nothing_but_numbers_are_one() -> None:
