@@ -21,13 +21,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from records.dataset_files import collected_targets, read_header
+from records.measurement import GPU_LABEL
 from training.composition.fitted import read_composition
+from training.kernels.predictors import read_predictors
 from training.kernels.saved_form import save_estimator
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from training.kernels.training_set import read_training_set
 from training.sharing.mps import GPU_BOUND, STEM, MpsErrors, MpsSharing, mps_path, write_mps
-from training.sharing.mps_fit import MeasuredWay, MpsFit, fit_widths, host_slowdown, read_way, records_of
+from training.sharing.mps_fit import MeasuredWay, MpsFit, bytes_per_ms, fit_widths, host_slowdown, read_way, records_of
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
@@ -108,7 +110,10 @@ def fit_target(workspace: Workspace, measured: Workspace, target: str, config: T
     fit = of_card.fit(costs)
     rules, gpu_bound, host_bound = fit.fit(jobs)
     width, width_error = fit_widths(read_training_set(of_card.first, of_card.card), fit.widths, config.seed)
-    return MpsSharing(learned_on=of_card.card, rules=rules, bytes_per_ms=fit.bytes_per_ms,
+    kernels = {kernel.id: kernel for record in of_card.records.values() for kernel in record.kernels.values()}
+    gpu_ms = read_predictors(workspace.predictors(target)).predict(list(kernels.values()), {}, GPU_LABEL).latency_ms
+    fastest = bytes_per_ms(of_card.records.values(), dict(zip(kernels, gpu_ms, strict=True)))
+    return MpsSharing(learned_on=of_card.card, rules=rules, bytes_per_ms=fastest,
                       host_slowdown=host_slowdown(of_card.ways), width_error=width_error, gpu_bound=gpu_bound,
                       host_bound=host_bound, width=save_estimator(workspace.predictors(target), STEM, width))
 

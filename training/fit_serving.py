@@ -1,7 +1,8 @@
 """Learns how a host's pace changes while it serves requests: from run to run, and after it was idle.
 
-Reads the predictors and the composition of a GPU target, and a workspace (--served) with models that were served alone in time
-slices (benchmark/served_sets.py), their kernel records, and readings of the host's pace meanwhile in its folder `host_pace`.
+Reads the predictors and the composition of a GPU target, and a workspace (--served) with models that were served in time slices
+(benchmark/served_sets.py), their kernel records, and, where the servers did not read the host's pace, readings meanwhile in its
+folder `host_pace`. Models that were served alone count; without any, the runs of sets that met no other model's.
 The target whose host it was may be another one. Writes training/predictors/<target>/serving.json, by which
 inference/sharing_advice.py simulates requests. Models count where the host is the slower track.
 """
@@ -48,7 +49,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", required=True, help="name of a target in training/predictors")
     parser.add_argument("--served", type=Path, required=True, metavar="WORKSPACE",
-                        help="workspace with models that were served alone, their records, and readings of the host's pace")
+                        help="workspace with models that were served, their records, and readings of the host's pace")
     args = parser.parse_args()
     workspace = cli.start(args)
     if not args.served.is_dir():

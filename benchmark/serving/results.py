@@ -22,6 +22,7 @@ from utils.sharing_mode import SetSharingText
 from utils.timing import Floats
 
 KEY_DIGITS = 16
+ARRAYS = ("arrivals_s", "starts_s", "ends_s", "counts")  # of Requests, in the file of each result
 
 
 class Times(Frozen):
@@ -100,6 +101,37 @@ class Requests(Frozen):
         return cls(arrivals_s=tuple(arrivals_s.tolist()), starts_s=tuple(starts_s.tolist()), ends_s=tuple(ends_s.tolist()),
                    counts=reply.counts, alone_ms=warm.alone_ms if warm else None,
                    paces=tuple(each.pace for each in (warm, reply) if each and each.pace))
+
+    def begun_at_once(self, batch: int) -> Self:
+        """The same arrivals and times of runs, where a run that finds requests waiting begins as soon as the one before has
+        ended: what a server does that takes no time between runs. Where the recorded runs are too few for all requests, since
+        the others waited together, the last ones are left out.
+
+        Args:
+            batch: the most requests in a run.
+        """
+        arrivals_s, counts = np.asarray(self.arrivals_s), np.asarray(self.counts, dtype=int)
+        firsts = np.cumsum(counts) - counts
+        starts_s, ends_s = np.asarray(self.starts_s)[firsts], np.asarray(self.ends_s)[firsts]
+        before_s = np.append(-np.inf, ends_s[:-1])
+        late_s = np.where(arrivals_s[firsts] > before_s, starts_s - arrivals_s[firsts], 0.0)  # a process that wakes up
+        begun_s, ended_s, taken = list[float](), list[float](), list[int]()
+        end_s, answered = -np.inf, 0
+        for took_s, waking_s in zip((ends_s - starts_s).tolist(), late_s.tolist(), strict=True):
+            if answered == counts.sum():
+                break
+            first_s = float(arrivals_s[answered])
+            start_s = first_s + waking_s if first_s > end_s else end_s
+            waiting = int(np.searchsorted(arrivals_s[:counts.sum()], start_s, side="right")) - answered
+            end_s = start_s + took_s
+            begun_s.append(start_s)
+            ended_s.append(end_s)
+            taken.append(max(1, min(waiting, batch)))
+            answered += taken[-1]
+        kept = len(arrivals_s) if answered == counts.sum() else answered
+        return self.model_copy(update={
+            "arrivals_s": self.arrivals_s[:kept], "starts_s": tuple(np.repeat(begun_s, taken).tolist()),
+            "ends_s": tuple(np.repeat(ended_s, taken).tolist()), "counts": tuple(taken)})
 
     def result(self, slo_ms: float, seconds: float) -> ModelResult:
         """Their statistics over the counted time."""
@@ -200,11 +232,27 @@ def samples_path(path: Path, key: str) -> Path:
     return path.parent / path.name.removesuffix(".jsonl") / f"{key}.npz"
 
 
+def read_requests(path: Path, result: SetResult) -> list[Requests]:
+    """The requests to each model of a result, whose line is in the file of results `path`.
+
+    Raises:
+        UserError: their file is missing.
+    """
+    samples = samples_path(path, result.key)
+    try:
+        with np.load(samples) as arrays:
+            return [Requests(**{name: tuple(arrays[f"{name}_{place}"].tolist()) for name in ARRAYS},
+                             alone_ms=of_model.alone_ms) for place, of_model in enumerate(result.results)]
+    except FileNotFoundError:
+        raise UserError(f"{samples}: missing, though {path.name} has a line for it; copy the folder {samples.parent.name}, "
+                        "too") from None
+
+
 def add_result(path: Path, result: SetResult, requests: Sequence[Requests]) -> None:
     """Writes the requests of a set, and then its line, so that what has a line is complete."""
     if requests:
-        arrays = {f"{name}_{place}": np.asarray(values) for place, of_model in enumerate(requests)
-                  for name, values in of_model.model_dump(exclude={"alone_ms", "paces"}).items()}
+        arrays = {f"{name}_{place}": np.asarray(getattr(of_model, name)) for place, of_model in enumerate(requests)
+                  for name in ARRAYS}
         packed = io.BytesIO()
         np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
         files.write_bytes(samples_path(path, result.key), packed.getvalue())

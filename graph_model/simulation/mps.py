@@ -132,11 +132,17 @@ class _Process:
         self.place, self.begin, self.latencies = 0, 0.0, list[float]()
         self.waiting = 0.0  # room that the blocks take which have not started
         self.running = 0.0  # the same of those that run
-        self.bandwidth = 0.0  # of the kernel that runs
+
+    @property
+    def bandwidth(self) -> float:
+        """The share of the memory's bandwidth that its blocks ask for: less where fewer of them run than would fit."""
+        if not self.running:
+            return 0.0
+        return self.launches.bandwidth[self.place] * min(1.0, self.running / min(1.0, self.launches.room[self.place]))
 
     def ended(self, now: float) -> None:
         """The launch that ran has ended: on to the next, which may be of the next run."""
-        self.place, self.bandwidth = self.place + 1, 0.0
+        self.place += 1
         if self.place == len(self.launches.room):
             end = max(now, self.begin + self.launches.dispatched_ms) + self.end_ms
             self.latencies.append(end - self.begin)
@@ -189,10 +195,10 @@ def mps_runs_ms(model: MpsProcess, co_runners: Sequence[MpsProcess], rules: MpsR
                 if free < ROOM:
                     break
                 continue
-            others_bandwidth = sum(other.bandwidth for other in processes if other is not queued)
-            place, queued.bandwidth = queued.place, queued.launches.bandwidth[queued.place]
-            longer = 1.0 + others_bandwidth * (rules.slowdown + rules.bandwidth_slowdown * queued.bandwidth)
-            heapq.heappush(events, (now + queued.launches.block_ms[place] * longer, count, number_of[id(queued)], started))
+            others_bandwidth = min(1.0, sum(other.bandwidth for other in processes if other is not queued))
+            place, launches = queued.place, queued.launches
+            longer = 1.0 + others_bandwidth * (rules.slowdown + rules.bandwidth_slowdown * launches.bandwidth[place])
+            heapq.heappush(events, (now + launches.block_ms[place] * longer, count, number_of[id(queued)], started))
             count += 1
             free, queued.running, queued.waiting = free - started, queued.running + started, queued.waiting - started
             if queued.waiting < ROOM:

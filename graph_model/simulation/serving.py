@@ -2,14 +2,14 @@
 
 Requests of a model arrive as a Poisson process. One server takes them: whenever it is free, it runs all that wait, up to
 `batch`, first come, first served. A run takes the time of a full one, however many requests are in it. While other models run
-it goes on more slowly, by a factor for each of them (`Case`). The host's pace changes meanwhile, and a host that was idle takes
-longer at first (`Host`).
+it goes on more slowly, by a factor for each set of them (`Case`). The host's pace changes meanwhile, and a host that was idle
+takes longer at first (`Host`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,15 +65,19 @@ class Case(NamedTuple):
         rates_per_s: of the requests, one each model.
         batches: the most requests in a run, one each model.
         runs_ms: how long a run takes alone, for each model: at each of PACES, or one value where the host does not matter.
-        slowdowns: models × models × samples: how many times as long a run of the first takes while the second runs again and
-            again. Each run has one of the samples, which are equally likely; without the last axis, runs are all alike. The
-            effects of several others add up.
+        slowdowns: models × sets × samples: how many times as long a run of a model takes while those of a set (`set_of`) run
+            again and again, itself not counted. Each run has one of the samples, which are equally likely.
     """
 
     rates_per_s: Sequence[float]
     batches: Sequence[int]
     runs_ms: Sequence[Floats]
     slowdowns: Floats
+
+
+def set_of(models: Iterable[int]) -> int:
+    """The number of a set of models, which are given by their places: each is a bit of it."""
+    return sum(1 << place for place in models)
 
 
 class Served(NamedTuple):
@@ -164,16 +168,16 @@ class _Simulated:
             of_rows = np.append(of_rows, np.full((rows, max(max(case.batches) for case in cases)), np.inf), axis=1)
             self.arrivals.append(of_rows)
         self.batches = np.array([case.batches for case in cases])[self.case_of]
-        self.slowdowns = np.array([case.slowdowns for case in cases]).reshape(len(cases), models, models, -1) - 1.0
-        self.slowdowns[:, np.arange(models), np.arange(models)] = 0.0
-        self.more = np.zeros((rows, models, models))  # what runs of others add to the run that goes on
+        self.slowdowns = np.maximum([case.slowdowns for case in cases], LEAST_SLOWDOWN)  # cases × models × sets × samples
+        self.sample = np.zeros((rows, models), dtype=int)  # of the run that goes on
+        self.models, self.bits = np.arange(models), 1 << np.arange(models)
         self.runs_ms = np.array([[np.broadcast_to(run_ms, len(PACES)) for run_ms in case.runs_ms] for case in cases])
         usual, slower = (self.runs_ms[..., PACES.index(pace)] for pace in (1.0, SLOWER))
         # of a run, in which the host is the slower track
         self.host_share = np.clip((slower / usual - 1.0) / (SLOWER - 1.0), 0.0, 1.0)
         self.now, self.idle_since = np.zeros(rows), np.full((rows, models), -np.inf)
         self.pace, self.pace_ends = np.zeros(rows), np.zeros(rows)
-        self.busy = np.zeros((rows, models))
+        self.busy = np.zeros((rows, models), dtype=bool)
         self.left = np.full((rows, models), np.inf)  # of the run that goes on, as if it were alone
         self.next = np.stack([arrivals[:, 0] for arrivals in self.arrivals], axis=1)  # the first that has not begun
         self.first, self.count = np.zeros((rows, models), dtype=int), np.zeros((rows, models), dtype=int)
@@ -183,8 +187,8 @@ class _Simulated:
     def step(self, last_ms: float) -> bool:
         """Goes to the next event of each row, if it comes until `last_ms`: the end of a run, or a request for a model that is
         free. False where there is none left."""
-        slowdowns = np.maximum(1.0 + np.einsum("rij,rj->ri", self.more, self.busy), LEAST_SLOWDOWN)
-        running = self.busy > 0.0
+        running = self.busy.copy()
+        slowdowns = self.slowdowns[self.case_of[:, None], self.models, (running @ self.bits)[:, None], self.sample]
         ends = np.where(running, self.now[:, None] + self.left * slowdowns, np.inf)
         events = np.minimum(ends, np.where(running, np.inf, np.maximum(self.next, self.now[:, None])))
         after = events.min(axis=1)
@@ -199,7 +203,7 @@ class _Simulated:
         for model in range(self.busy.shape[1]):
             if (rows := np.flatnonzero(ended[:, model])).size:
                 self._end(model, rows)
-            rows = np.flatnonzero((self.busy[:, model] == 0.0) & (self.next[:, model] <= until))
+            rows = np.flatnonzero(~self.busy[:, model] & (self.next[:, model] <= until))
             if rows.size:
                 self._begin(model, rows, until[rows])
         return True
@@ -209,7 +213,7 @@ class _Simulated:
         first, count = self.first[rows, model], self.count[rows, model]
         self.log[model].append((rows, first, count, self.began[rows, model], self.now[rows]))
         self.first[rows, model] += count
-        self.busy[rows, model], self.left[rows, model], self.idle_since[rows, model] = 0.0, np.inf, self.now[rows]
+        self.busy[rows, model], self.left[rows, model], self.idle_since[rows, model] = False, np.inf, self.now[rows]
         self.next[rows, model] = self.arrivals[model][rows, self.first[rows, model]]
 
     def _begin(self, model: int, rows: Ints, until: Floats) -> None:
@@ -219,9 +223,8 @@ class _Simulated:
         come = self.arrivals[model][rows[:, None], first[:, None] + places] <= until[:, None]
         self.count[rows, model] = np.minimum(come.sum(axis=1), most)
         self.left[rows, model] = self._alone_ms(model, rows)
-        sample = self.generator.integers(0, self.slowdowns.shape[-1], rows.size)
-        self.more[rows, model] = self.slowdowns[self.case_of[rows], model, :, sample]
-        self.busy[rows, model], self.began[rows, model] = 1.0, self.now[rows]
+        self.sample[rows, model] = self.generator.integers(0, self.slowdowns.shape[-1], rows.size)
+        self.busy[rows, model], self.began[rows, model] = True, self.now[rows]
 
     def _alone_ms(self, model: int, rows: Ints) -> Floats:
         """How long a run of a model that begins now takes alone, at the pace that the host has."""

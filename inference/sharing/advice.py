@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import product
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from benchmark.serving.config import BATCH, ServedModel
-from graph_model.simulation.serving import PACES, STEADY, Case, Served, served
+from graph_model.simulation.serving import PACES, STEADY, Case, Served, served, set_of
 from inference.core.chances import chance_within, in_words
 from inference.core.host_pace import HostPace
 from inference.sharing.co_runner import SAMPLES, NotShared
@@ -156,6 +156,14 @@ class Plan(NamedTuple):
     batches: tuple[int, ...]
 
 
+class PlacedModel(NamedTuple):
+    """A model of a plan: its place among the models, its batch, and its share of the GPU's threads in per cent."""
+
+    place: int
+    batch: int
+    percent: int
+
+
 class Question:
     """What is asked: models with their requests, and the predictions that answer it."""
 
@@ -185,7 +193,7 @@ class Question:
             raise NotShared(self.fitted.target.name)
         self.alone_ms: Callable[[str, int, int, int], float] = cache(self._alone_ms)
         self.at_paces_ms: Callable[[str, int, int, int], Floats] = cache(self._at_paces_ms)
-        self.slowdowns: Callable[[str, tuple[int, int, int], tuple[int, int, int]], Floats] = cache(self._slowdowns)
+        self.slowdowns: Callable[[str, PlacedModel, tuple[PlacedModel, ...]], Floats] = cache(self._slowdowns)
 
     def plans(self) -> list[Plan]:
         """Every way with every choice of shares. Each batch is the smallest with room for the requests, where one has."""
@@ -202,18 +210,29 @@ class Question:
                 plans.append(Plan(way, sharing, tuple(batches)))
         return plans
 
-    def case(self, plan: Plan, end: int | None = None) -> Case:
-        """A plan to simulate: with runs as predicted, or all at the lower (0) or the upper (1) end of their intervals."""
-        of_models = [(place, batch, plan.sharing.percent_of(place)) for place, batch in enumerate(plan.batches)]
+    def case(self, plan: Plan, end: int | None = None, adding: bool = False) -> Case:
+        """A plan to simulate.
+
+        Args:
+            plan: what to simulate.
+            end: with all runs at the lower (0) or the upper (1) end of their intervals; None: as predicted.
+            adding: whether the effects of several others add up, which saves simulating each set of them; under MPS they are
+                larger beside models that fill the GPU.
+        """
+        of_models = [PlacedModel(place, batch, plan.sharing.percent_of(place)) for place, batch in enumerate(plan.batches)]
         runs_ms = []
         for place, batch, percent in of_models:
             prediction = self.runs[place][batch].prediction
             ratio = 1.0 if end is None else prediction.interval_ms[end] / prediction.latency_ms
             runs_ms.append(ratio * self.at_paces_ms(plan.way, place, batch, percent))
-        slowdowns = np.ones((len(of_models), len(of_models), SAMPLES))
-        for (first, model), (second, other) in product(enumerate(of_models), repeat=2):
-            if first != second:
-                slowdowns[first, second] = self.slowdowns(plan.way, model, other)
+        slowdowns = np.ones((len(of_models), 1 << len(of_models), SAMPLES))
+        for model in of_models:
+            others = [other for other in of_models if other != model]
+            for some in chain.from_iterable(combinations(others, count) for count in range(1, len(of_models))):
+                number = set_of(other.place for other in some)
+                of_sets = [(other,) for other in some] if adding else [some]
+                together = 1.0 + sum(self.slowdowns(plan.way, model, of_set) - 1.0 for of_set in of_sets)
+                slowdowns[model.place, [number, number | set_of([model.place])]] = together
         return Case([model.rate_per_s for model in self.models], plan.batches, runs_ms, slowdowns)
 
     def simulated(self, cases: Sequence[Case], effort: tuple[int, int]) -> list[list[Served]]:
@@ -249,10 +268,12 @@ class Question:
         run = self.serving[place][batch]
         return np.array([self.ways[way].alone_ms(run.at_pace(pace), percent) for pace in PACES])
 
-    def _slowdowns(self, way: str, model: tuple[int, int, int], other: tuple[int, int, int]) -> Floats:
-        (place, batch, percent), (other_place, other_batch, other_percent) = model, other
-        return self.ways[way].slowdowns(self.serving[place][batch], percent, self.serving[other_place][other_batch],
-                                        other_percent)
+    def _slowdowns(self, way: str, model: PlacedModel, others: tuple[PlacedModel, ...]) -> Floats:
+        """How many times as long as alone, with the same share, runs take while the others run in loops: equally likely ratios,
+        SAMPLES of them."""
+        (run, percent), *beside = ((self.serving[of.place][of.batch], of.percent) for of in (model, *others))
+        alone_ms, under_load = self.ways[way].beside(run, percent, beside)
+        return under_load.slowdowns(alone_ms)
 
 
 def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
@@ -317,7 +338,8 @@ def _searched(question: Question) -> list[Plan]:
                 continue
             tried = [[plan._replace(batches=(*plan.batches[:place], batch, *plan.batches[place + 1:])) for batch in of_model]
                      for plan in plans]
-            found = iter(question.simulated([question.case(plan) for of_plan in tried for plan in of_plan], SEARCH))
+            found = iter(question.simulated(
+                [question.case(plan, adding=True) for of_plan in tried for plan in of_plan], SEARCH))
             plans = [max(((question.merit(next(found)), plan) for plan in of_plan), key=lambda each: each[0])[1]
                      for of_plan in tried]
         if plans == before:

@@ -9,15 +9,16 @@ import numpy as np
 
 from graph_model.simulation.mps import MpsProcess, mps_runs_ms, with_share
 from graph_model.simulation.pipeline import pipeline_ms
-from inference.core.uncertainty import span_of_error
+from inference.core.uncertainty import Span, span_of_error
 from inference.sharing.co_runner import SEED, UnderLoad
-from inference.sharing.shared_models import OneOfTwo, Pair, one_of_two
 from training.sharing.mps import FIT
 from utils.errors import UserError
 from utils.sharing_mode import ALL_THREADS, SetSharing
 
 if TYPE_CHECKING:
-    from graph_model.simulation.pipeline import Floats, Tracks
+    from collections.abc import Sequence
+
+    from graph_model.simulation.pipeline import Tracks
     from inference.core.model_run import PredictedRun
     from inference.core.targets import Fitted
     from training.sharing.mps import LearnedMps
@@ -49,27 +50,21 @@ class ThroughMps:
         """The latency of a run with a share of the threads, while nothing else runs."""
         return self._alone_ms(model, self._process(model, percent))
 
-    def slowdowns(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> Floats:
-        """How many times as long as alone, with the same share, runs take while the other model runs in a loop."""
-        alone_ms, under_load = self.alone_and_beside(model, percent, other, other_percent)
-        return under_load.slowdowns(alone_ms)
-
-    def alone_and_beside(self, model: PredictedRun, percent: int, other: PredictedRun,
-                         other_percent: int) -> tuple[float, UnderLoad]:
-        """A model's latency alone (ms), and its distribution while the other runs in a loop, each with its share."""
+    def beside(self, model: PredictedRun, percent: int, others: Sequence[tuple[PredictedRun, int]]) -> tuple[float, UnderLoad]:
+        """A model's latency alone (ms), and its distribution while the others run in loops, each with its share."""
         process, rules = self._process(model, percent), self._learned.sharing.rules
         alone_ms = self._alone_ms(model, process)
         if not np.any(process.tracks.launches > 0):
             return alone_ms, UnderLoad.of(np.array([alone_ms]), 1.0, "prediction")
         by_itself = float(np.median(mps_runs_ms(process, (), rules, np.random.default_rng(SEED), 2)))
-        runs = mps_runs_ms(process, [self._process(other, other_percent)], rules, np.random.default_rng(SEED))
+        runs = mps_runs_ms(process, [self._process(*other) for other in others], rules, np.random.default_rng(SEED))
         return alone_ms, UnderLoad.of(runs, 1.0, "prediction").later_by(alone_ms - by_itself)
 
-    def mean_error(self, model: PredictedRun, percent: int, alone_ms: float) -> float | None:
-        """The mean error (a ratio) of latencies of models like this one beside others; None where none was measured."""
+    def span(self, model: PredictedRun, percent: int, alone_ms: float) -> Span:
+        """The factors by which nine of ten latencies of models like this one are off beside others."""
         gpu_ms = float(self._with_share(self._process(model, percent)).gpu_ms.sum())
         errors = self._learned.sharing.errors_of(gpu_ms, alone_ms, percent < ALL_THREADS)
-        return errors.mean if errors else None
+        return span_of_error(errors.mean if errors else None)
 
     def _with_share(self, process: MpsProcess) -> Tracks:
         return with_share(process.tracks, process.grids, process.share, self._learned.sharing.rules)
@@ -105,29 +100,3 @@ def learned_elsewhere(fitted: Fitted) -> tuple[str, ...]:
     return (f"how kernels of several processes run at the same time through MPS was learned on "
             f"{fitted.mps.sharing.learned_on}, and never measured on {fitted.target.name}",)
 
-
-def pair_through_mps(first: PredictedRun, second: PredictedRun, sharing: SetSharing) -> Pair:
-    """Two models on one GPU through MPS, each in a process of its own that runs it again and again without a pause.
-
-    Raises:
-        NotThroughMps: nothing was learned of how the target is shared through MPS.
-        UserError: `sharing` has shares for another number of models.
-    """
-    learned = first.fitted.mps
-    if learned is None:
-        raise NotThroughMps(first.fitted.target.name)
-    if not sharing.fits(2):
-        raise UserError(f"two models share the GPU, and there are {len(sharing.percents)} shares of the threads: give one for "
-                        "both (mps:50) or one for each (mps:25/75)")
-    percents = sharing.percent_of(0), sharing.percent_of(1)
-    through = ThroughMps(learned, shares=True)
-
-    def of_pair(run: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> OneOfTwo:
-        alone_ms, under_load = through.alone_and_beside(run, percent, other, other_percent)
-        return one_of_two(run.prediction, other.prediction, alone_ms, under_load,
-                          span_of_error(through.mean_error(run, percent, alone_ms)))
-
-    return Pair(target=first.fitted.target.name, sharing=str(sharing),
-                models=(of_pair(first, percents[0], second, percents[1]), of_pair(second, percents[1], first, percents[0])),
-                warnings=tuple(dict.fromkeys((
-                    *first.prediction.warnings, *second.prediction.warnings, *learned_elsewhere(first.fitted)))))

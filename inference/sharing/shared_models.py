@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from inference.core.chances import chance_within, in_words
 from inference.core.run_modes import AS_USUAL
-from inference.core.uncertainty import CERTAIN, Span, joined, load_span
+from inference.core.uncertainty import CERTAIN, Span, joined
 from inference.sharing.co_runner import LoadSource, NotShared, UnderLoad, check_mode_here, under_load
 from training.sharing.learned import Sharing, co_runner_guessed, in_a_loop
 from utils.errors import UserError
@@ -15,6 +15,8 @@ from utils.frozen import Frozen
 from utils.sharing_mode import SLICES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from graph_model.simulation.pipeline import PipelineCosts, Tracks
     from graph_model.simulation.sharing import CoRunner
     from inference.core.answers import Prediction
@@ -52,9 +54,13 @@ class SharedModel:
         phases are those of `like`, or of an average background among those that were measured."""
         return self.next_to(co_runner_guessed(share, self.sharing, like), "share")
 
-    def in_a_loop(self, neighbour: SharedModel) -> CoRunner:
-        """This model, run without a pause, as the co-runner of `neighbour`."""
-        return in_a_loop((self.tracks, self.costs), (neighbour.tracks, neighbour.costs), self.sharing)
+    def co_runner(self, others: Sequence[SharedModel]) -> CoRunner:
+        """Other models, run without a pause, each in a process of its own, as the co-runner of this one."""
+        return in_a_loop([(other.tracks, other.costs) for other in others], (self.tracks, self.costs), self.sharing)
+
+    def beside(self, others: Sequence[SharedModel]) -> UnderLoad:
+        """The distribution of its latency while others run without a pause, each in a process of its own."""
+        return self.next_to(self.co_runner(others), "prediction")
 
 
 def shared_model_of(run: PredictedRun, as_here: bool = True) -> SharedModel:
@@ -118,17 +124,6 @@ class Pair(Frozen):
     sharing: str = SLICES
     models: tuple[OneOfTwo, OneOfTwo]
     warnings: tuple[str, ...]
-
-
-def pair(first: SharedModel, second: SharedModel) -> Pair:
-    """Two models on one GPU, each in a process of its own that runs it again and again without a pause."""
-    return Pair(target=first.prediction.target, models=(_of_pair(first, second), _of_pair(second, first)),
-                warnings=tuple(dict.fromkeys((*first.prediction.warnings, *second.prediction.warnings))))
-
-
-def _of_pair(model: SharedModel, neighbour: SharedModel) -> OneOfTwo:
-    return one_of_two(model.prediction, neighbour.prediction, model.alone_ms,
-                      model.next_to(neighbour.in_a_loop(model), "prediction"), load_span(model.sharing, "prediction"))
 
 
 def one_of_two(of: Prediction, neighbour: Prediction, alone_ms: float, under_load: UnderLoad, errors: Span) -> OneOfTwo:

@@ -3,7 +3,11 @@
 Reads the predictors of --workspace and --target, and of the workspace --served the sets of models that were measured under
 several ways of sharing (benchmark/served_sets.py), and their kernel records. Each set is predicted under each way as it was
 measured, at the pace that the host's probe had in the servers' own processes, or else at that of the readings in the folder
-`host_pace`; and with the stalls that models had which were served alone there, or else with those that the probe saw.
+`host_pace`; and with the stalls that models had which were served alone there, or else with those of these readings, or with
+those that the servers saw.
+
+The servers of the archives slept for some 50 µs between two runs, after which a virtual machine now and then goes on
+milliseconds later. They no longer do: with --begun-at-once latencies are those of the same runs without it.
 
 Prints the errors of a run beside the others, and of the mean and the 95th percentile of requests; and how often the way with
 the most predicted headroom met all objectives, of the sets in which any measured way did, and came within 5 % of the best
@@ -20,19 +24,18 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import math
 from collections.abc import Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmark.serving.results import ModelResult, SetResult, read_results
+from benchmark.serving.results import ModelResult, SetResult, read_requests, read_results
 from graph_model.simulation.serving import SLOWER, Served
 from inference.core.host_pace import given_pace, ratio_of
 from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.sharing.advice import FINAL, Plan, Question
 from inference.sharing.ways import MPS, MPS_SHARES
-from records.host_pace import Stalls
+from records.host_pace import Stalls, read_pace
 from training.sharing.serving_fit import host_pace_us, learned_from, served_record
 from utils import cli
 from utils.errors import UserError
@@ -96,26 +99,46 @@ def kind_of(sharing: SetSharing, models: int) -> str:
     return MPS if all(sharing.percent_of(place) == ALL_THREADS for place in range(models)) else MPS_SHARES
 
 
-def pace_us(results: Sequence[SetResult], served: Workspace) -> float:
-    """The time of the host's probe (µs): the median of what the servers read, or of the readings beside them."""
-    readings = [reading for result in results for of_model in result.results for reading in of_model.probe_us]
-    return median(readings) if readings else host_pace_us(served)
-
-
 def stalls_of(results: Sequence[SetResult], served: Workspace, predictor: Predictor) -> Stalls | None:
-    """The stalls of the host: of models that were served alone, or else those that the servers saw; None where they did not
-    watch."""
+    """The stalls of the host: of models that were served alone, or else those that its probe saw while nothing else ran, or
+    else those that it saw in the servers; None where nobody watched."""
     if any(len(result.models) == 1 for result in results):
         host = learned_from(served, predictor.workspace.predictors(predictor.fitted.target.name))
         return Stalls(host.stalls_per_s, host.stalls_ms)
+    readings = [read_pace(path) for path in sorted((served.root / "host_pace").glob("*.json"))]
+    if watched := [reading.stalls for reading in readings if reading.stalls]:
+        return Stalls(float(np.mean([stalls.per_s for stalls in watched])),
+                      [length_ms for stalls in watched for length_ms in stalls.lengths_ms])
     of_models = [of_model for result in results for of_model in result.results]
     dispatched_s = sum(of_model.dispatched_s for of_model in of_models)
     lengths_ms = [stall for of_model in of_models for stall in of_model.stalls_ms]
     return Stalls(len(lengths_ms) / dispatched_s, lengths_ms) if dispatched_s else None
 
 
-def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
+def measured_of(result: SetResult, path: Path, begun_at_once: bool) -> Sequence[ModelResult]:
+    """What was measured of the models of a set.
+
+    Args:
+        result: of the set.
+        path: the file of results.
+        begun_at_once: what it would be if each run had begun as soon as the one before had ended.
+
+    Raises:
+        UserError: the requests are missing.
+    """
+    if not begun_at_once:
+        return result.results
+    return [requests.begun_at_once(model.batch).result(model.slo_ms, result.seconds)
+            for requests, model in zip(read_requests(path, result), result.models, strict=True)]
+
+
+def judge(predictor: Predictor, served: Workspace, begun_at_once: bool = False) -> list[list[JudgedWay]]:
     """All sets of several models, each under the ways in which it was measured.
+
+    Args:
+        predictor: of the target.
+        served: the workspace with what was measured.
+        begun_at_once: see `measured_of`.
 
     Raises:
         UserError: nothing was measured on the target, or a record is missing.
@@ -125,7 +148,7 @@ def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
     results = [result for result in of_host if len(result.models) > 1]
     if not results:
         raise UserError(f"{path}: no set of several models was measured")
-    pace = given_pace(ratio_of(pace_us(results, served), predictor.fitted))
+    pace = given_pace(ratio_of(host_pace_us(results, served), predictor.fitted))
     stalls = stalls_of(of_host, served, predictor)
     found: dict[str, list[JudgedWay]] = {}
     questions: dict[str, Question] = {}
@@ -142,8 +165,8 @@ def judge(predictor: Predictor, served: Workspace) -> list[list[JudgedWay]]:
         found.setdefault(key, []).append(JudgedWay(result.way, tuple(
             Judged(model.model.stem, model.slo_ms, measured, of_model, question.between_ms(low, high),
                    _host_bound(of_batch[model.batch]))
-            for model, measured, of_model, low, high, of_batch in zip(models, result.results, predicted, *ends, question.runs,
-                                                                      strict=True))))
+            for model, measured, of_model, low, high, of_batch in zip(models, measured_of(result, path, begun_at_once),
+                                                                      predicted, *ends, question.runs, strict=True))))
     return list(found.values())
 
 
@@ -196,9 +219,10 @@ def main() -> int:
     parser.add_argument("--target", required=True, help="name of a target, as for a prediction")
     parser.add_argument("--served", type=Path, required=True, metavar="WORKSPACE",
                         help="workspace with measured sets, and the records of their models")
+    parser.add_argument("--begun-at-once", action="store_true", help="as if no server had paused between two runs")
     args = parser.parse_args()
     workspace = cli.start(args)
-    of_errors, of_advice = tables(judge(Predictor(workspace, args.target), Workspace(args.served)))
+    of_errors, of_advice = tables(judge(Predictor(workspace, args.target), Workspace(args.served), args.begun_at_once))
     if args.json:
         cli.print_json({"errors": of_errors, "advice": of_advice})
     else:

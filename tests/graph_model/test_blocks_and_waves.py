@@ -68,6 +68,22 @@ def test_bandwidth_is_shared() -> None:
     assert mean_ms(model, copies, rules=rules) == pytest.approx((1.0 + 0.2 + 0.4 * 0.5) * mean_ms(model), rel=0.05)
 
 
+def test_others_ask_for_no_more_than_the_bandwidth() -> None:
+    rules = RULES.model_copy(update={"slowdown": 0.6})
+    model, copies = process(0.5, 0.2, bandwidth=0.5), process(0.5, 0.2, bandwidth=1.0)
+    beside_one = mean_ms(model, copies, rules=rules)
+    assert mean_ms(model, copies, copies, rules=rules) == pytest.approx(beside_one, rel=0.03)
+
+
+def test_a_kernel_of_which_half_runs_asks_for_half_of_its_bandwidth() -> None:
+    """The copies fill the GPU and have half of it; narrow ones that run whole ask for all of theirs."""
+    rules = RULES.model_copy(update={"slowdown": 0.6})
+    model = process(0.5, 0.4, share=0.5)
+    wide, narrow = (process(0.5, width, bandwidth=0.8, share=0.5) for width in (1.0, 0.4))
+    assert mean_ms(model, wide, rules=rules) == pytest.approx((1.0 + 0.6 * 0.4) * mean_ms(model), rel=0.03)
+    assert mean_ms(model, narrow, rules=rules) == pytest.approx((1.0 + 0.6 * 0.8) * mean_ms(model), rel=0.03)
+
+
 def test_a_process_without_work_for_the_gpu_is_left_out() -> None:
     idle = process(0.0, 1.0)
     idle = idle._replace(tracks=idle.tracks._replace(launches=np.zeros(20)))

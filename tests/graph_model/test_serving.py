@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pytest
 
-from graph_model.simulation.serving import PACES, STEADY, Case, Host, Served, busy_share, served
+from graph_model.simulation.pipeline import Floats
+from graph_model.simulation.serving import PACES, STEADY, Case, Host, Served, busy_share, served, set_of
 
-ALONE = np.ones((1, 1))
+ALONE = np.ones((1, 2, 1))
+
+
+def beside(effects: Mapping[tuple[int, ...], Sequence[float]], models: int) -> Floats:
+    """How many times as long runs take: of the first model of each key beside the others of it; else they take no longer."""
+    slowdowns = np.ones((models, 1 << models, max(map(len, effects.values()), default=1)))
+    for (model, *others), samples in effects.items():
+        slowdowns[model, [set_of(others), set_of((model, *others))]] = samples
+    return slowdowns
 
 
 def one(rate_per_s: float, run_ms: float, batch: int = 1, requests: int = 20_000) -> Served:
@@ -65,8 +76,7 @@ def test_a_host_that_stalls() -> None:
 
 def test_a_slowdown_for_each_run() -> None:
     """Beside a model that is always busy, the runs take 2 and 6 ms by turns; in the mean 4 ms, and the slow ones decide p95."""
-    slowdowns = np.ones((2, 2, 2))
-    slowdowns[0, 1] = 1.0, 3.0
+    slowdowns = beside({(0, 1): [1.0, 3.0]}, 2)
     case = Case([1.0, 5000.0], [1, 1], [np.array([2.0]), np.array([3.0])], slowdowns)
     model, _ = served([case], np.random.default_rng(4))[0]
     assert model.run_ms == pytest.approx(4.0, rel=0.03)
@@ -112,14 +122,14 @@ def test_more_requests_than_can_be_served() -> None:
 
 def test_models_that_do_not_slow_each_other() -> None:
     alone = one(300.0, 2.0, requests=200_000)
-    case = Case([300.0, 900.0], [1, 8], [np.array([2.0]), np.array([4.0])], np.ones((2, 2)))
-    beside = served([case], np.random.default_rng(2), 200_000)[0][0]
-    assert beside.mean_ms == pytest.approx(alone.mean_ms, rel=0.03)
-    assert beside.percentile_ms(95) == pytest.approx(alone.percentile_ms(95), rel=0.03)
+    case = Case([300.0, 900.0], [1, 8], [np.array([2.0]), np.array([4.0])], beside({}, 2))
+    found = served([case], np.random.default_rng(2), 200_000)[0][0]
+    assert found.mean_ms == pytest.approx(alone.mean_ms, rel=0.03)
+    assert found.percentile_ms(95) == pytest.approx(alone.percentile_ms(95), rel=0.03)
 
 
 def test_models_that_are_alike_fare_alike() -> None:
-    case = Case([200.0, 200.0], [2, 2], [np.array([2.0])] * 2, np.array([[1.0, 2.0], [2.0, 1.0]]))
+    case = Case([200.0, 200.0], [2, 2], [np.array([2.0])] * 2, beside({(0, 1): [2.0], (1, 0): [2.0]}, 2))
     first, second = served([case], np.random.default_rng(3), 40_000)[0]
     assert first.mean_ms == pytest.approx(second.mean_ms, rel=0.02)
     assert first.percentile_ms(95) == pytest.approx(second.percentile_ms(95), rel=0.03)
@@ -128,18 +138,18 @@ def test_models_that_are_alike_fare_alike() -> None:
 
 def test_beside_one_that_is_always_busy() -> None:
     """The other one has more requests than it can serve: runs take as long as beside a loop."""
-    case = Case([100.0, 5000.0], [1, 1], [np.array([2.0]), np.array([3.0])], np.array([[1.0, 1.5], [1.0, 1.0]]))
+    case = Case([100.0, 5000.0], [1, 1], [np.array([2.0]), np.array([3.0])], beside({(0, 1): [1.5]}, 2))
     model, looped = served([case], np.random.default_rng(4))[0]
     assert model.run_ms == pytest.approx(3.0, rel=1e-3)
     assert model.mean_ms == pytest.approx(3.0 * (1.0 + 0.3 / 1.4), rel=0.03)
     assert (model.stable, looped.stable) == (True, False)
 
 
-def test_effects_add_up() -> None:
-    slowdowns = np.ones((3, 3))
-    slowdowns[0, 1:] = 1.5, 1.25
+def test_several_others_together() -> None:
+    """Beside both others a run takes 2.5 times as long, which is not the sum of what each of them adds."""
+    slowdowns = beside({(0, 1): [1.5], (0, 2): [1.25], (0, 1, 2): [2.5]}, 3)
     case = Case([50.0, 5000.0, 5000.0], [1, 1, 1], [np.array([2.0])] * 3, slowdowns)
-    assert served([case], np.random.default_rng(5))[0][0].run_ms == pytest.approx(3.5, rel=1e-3)
+    assert served([case], np.random.default_rng(5))[0][0].run_ms == pytest.approx(5.0, rel=1e-3)
 
 
 def test_cases_get_the_same_arrivals() -> None:

@@ -105,15 +105,15 @@ def test_a_slower_host_fills_its_queue_while_the_other_model_has_the_gpu() -> No
 def test_work_without_gpu_time_has_no_turns(model: SharedModel) -> None:
     nothing = Tracks(np.zeros(3), np.zeros(3), np.full(3, NodeKind.OWN))
     assert len(turns_ms(nothing, FREE, 2.16, 1.0)) == 0
-    assert replace(model, tracks=nothing).in_a_loop(model) == (0.0, 1.0, pytest.approx([]))
+    assert model.co_runner([replace(model, tracks=nothing)]) == (0.0, 1.0, pytest.approx([]))
 
 
 def test_waits_beside_a_model_in_a_loop_are_those_of_an_h200(model: SharedModel) -> None:
     """Beside 3.1 ms of work on the GPU, 2.42 and 1.2 ms in turn; beside bursts of 0.5 ms, 0.76."""
-    met = working(model, 3.1).in_a_loop(model)
+    met = model.co_runner([working(model, 3.1)])
     assert (met.busy_ms, met.quiet_ms) == (1.0, 0.0)
     assert met.waits_ms == pytest.approx(np.tile([2.42, 1.2], 30))
-    assert working(model, 0.5).in_a_loop(model).waits_ms == pytest.approx(np.full(30, 0.76))
+    assert model.co_runner([working(model, 0.5)]).waits_ms == pytest.approx(np.full(30, 0.76))
 
 
 # two models ----------------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_two_models_that_share_the_gpu(model: SharedModel, workspace: Workspace)
     assert first.idle_ms == predict("resnet18.onnx", target=TARGET, workspace=workspace).latency_ms
     assert first.under_load.mean_ms > first.idle_ms
     assert pair.warnings == model.prediction.warnings
-    assert first.under_load == model.next_to(model.in_a_loop(model), "prediction")
+    assert first.under_load == model.beside([model])
     report = json.loads(stdout_of(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx", "--json")))
     assert report == pair.model_dump(mode="json")
     header, *rows = (line.split("\t") for line in stdout_of(
@@ -141,8 +141,9 @@ def test_two_models_that_share_the_gpu(model: SharedModel, workspace: Workspace)
 def test_each_model_waits_for_the_other_ones_turns(model: SharedModel) -> None:
     """1 ms of work waits once, for the other model's 0.5 ms and a switch; 5 ms waits three times (slices of 2 ms)."""
     short, middle, long = (working(model, gpu_ms) for gpu_ms in (0.5, 1.0, 5.0))
-    assert middle.next_to(short.in_a_loop(middle), "prediction").percentiles_ms[50] == pytest.approx(1.0 + 0.76, abs=0.05)
-    assert long.next_to(short.in_a_loop(long), "prediction").percentiles_ms[50] == pytest.approx(5.0 + 3 * 0.76, abs=0.05)
+    assert middle.beside([short]).percentiles_ms[50] == pytest.approx(1.0 + 0.76, abs=0.05)
+    assert long.beside([short]).percentiles_ms[50] == pytest.approx(5.0 + 3 * 0.76, abs=0.05)
+    assert middle.beside([short, short]).percentiles_ms[50] == pytest.approx(1.0 + 2 * 0.76, abs=0.05)
 
 
 def test_a_target_whose_sharing_is_not_known(torch_models: dict[str, Path], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,14 +16,14 @@ import yaml
 from command import run_script
 
 from benchmark.serving.config import BATCH, ServedModel
-from graph_model.simulation.pipeline import Floats
 from graph_model.simulation.serving import Case, served
 from inference.core.host_pace import HostPace
 from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
+from inference.core.uncertainty import CERTAIN, Span
 from inference.reporting.pairs import share_chart
 from inference.sharing.advice import FINAL, SEED, SPREADS, SharingAdvice, advise, verdict
-from inference.sharing.co_runner import SAMPLES, NotShared
+from inference.sharing.co_runner import SAMPLES, NotShared, UnderLoad
 from inference.sharing.mps import NotThroughMps
 from inference.sharing.shared_models import Pair
 from inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes
@@ -58,8 +58,12 @@ class MadeUp:
     def alone_ms(self, model: PredictedRun, percent: int) -> float:
         return self._alone_ms[percent]
 
-    def slowdowns(self, model: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> Floats:
-        return np.full(SAMPLES, self._slowdown)
+    def beside(self, model: PredictedRun, percent: int, others: Sequence[tuple[PredictedRun, int]]) -> tuple[float, UnderLoad]:
+        alone_ms = self.alone_ms(model, percent)
+        return alone_ms, UnderLoad.of(np.array([alone_ms * self._slowdown]), 1.0, "prediction")
+
+    def span(self, model: PredictedRun, percent: int, alone_ms: float) -> Span:
+        return CERTAIN
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +110,7 @@ def test_a_model_alone(predictor: Predictor) -> None:
     advice = advise(predictor, [net(100.0, 5.0)], [[1]])
     only, = advice.ways[0].models
     run = predictor.run(NET, dims={"batch": 1})
-    case = Case([100.0], [1], [np.array([run.alone_ms])], np.ones((1, 1, SAMPLES)))
+    case = Case([100.0], [1], [np.array([run.alone_ms])], np.ones((1, 2, SAMPLES)))
     alone = served([case], np.random.default_rng(SEED), *FINAL)[0][0]
     assert (only.alone_ms, only.run_ms) == pytest.approx((run.alone_ms, run.alone_ms))
     assert only.p95_ms == only.latency_ms == pytest.approx(alone.percentile_ms(95))
@@ -165,7 +169,8 @@ def test_two_models_in_time_slices(predictor: Predictor) -> None:
     for model, of_pair in zip(advice.ways[0].models, pair.models, strict=True):
         assert of_pair.idle_ms == model.alone_ms < model.run_ms < of_pair.under_load.mean_ms
     slices, (first, second) = TimeSlices(), (predictor.run(NET, dims={"batch": batch}) for batch in (4, 1))
-    slowdowns = slices.slowdowns(first, 100, second, 100)
+    alone_ms, under_load = slices.beside(first, 100, [(second, 100)])
+    slowdowns = under_load.slowdowns(alone_ms)
     assert slowdowns.mean() == pytest.approx(pair.models[0].under_load.mean_ms / pair.models[0].idle_ms)
     assert slowdowns.min() < slowdowns.mean() < slowdowns.max()
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shutil
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmark.serving.results import Requests
+from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
+from records.host_pace import Stalls
 from training.sharing.serving import read_serving
-from training.sharing.serving_fit import ServedRuns, learned_from, learned_host, served_alone
+from training.sharing.serving_fit import ServedRuns, learned_from, learned_host, served_in_slices, served_runs
 from utils.errors import UserError
 from utils.paths import SHIPPED, Workspace
 
@@ -74,14 +78,34 @@ def test_what_ships_was_learned_from_an_h100(served: Workspace, tmp_path: Path) 
     assert learned.stalls_ms == pytest.approx(shipped.stalls_ms)
     assert 0.9 < learned.middle < 1.3
     assert learned.host().paces.mean() == pytest.approx(1.0, abs=0.1)
+    assert learned.host(Stalls(0.0, ())).stalls_per_s == learned.host().stalls_per_s == learned.stalls_per_s
+    assert learned.host(Stalls(9.0, (8.0,))).stalls_ms.tolist() == [8.0]
 
 
-def test_a_workspace_without_models_that_were_served_alone(served: Workspace, tmp_path: Path) -> None:
+def test_a_workspace_without_served_models(served: Workspace, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="served sets of 0 targets"):
-        served_alone(Workspace(tmp_path))
+        served_in_slices(Workspace(tmp_path))
     path = tmp_path / "benchmark/served_sets/some.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text("")
-    with pytest.raises(UserError, match="no model was served alone"):
-        served_alone(Workspace(tmp_path))
-    assert len(served_alone(served)) == 56
+    with pytest.raises(UserError, match="no model was served in time slices"):
+        served_in_slices(Workspace(tmp_path))
+    assert len(served_in_slices(served)[1]) == 56
+
+
+def test_runs_that_meet_no_other_count() -> None:
+    """Of the first model's runs, the second and the third meet one of the other model's, of which the last meets none."""
+    tracks = Tracks(np.full(4, 0.1), np.ones(4), np.full(4, NodeKind.OWN))
+    costs = PipelineCosts(node_ms=0.5, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=0.0, lead_ms=0.0, end_ms=0.0)
+
+    def requests(starts_s: Sequence[float], took_s: float) -> Requests:
+        starts = tuple(starts_s)
+        return Requests(arrivals_s=starts, starts_s=starts, ends_s=tuple(start + took_s for start in starts),
+                        counts=(1,) * len(starts))
+
+    first, other = served_runs([requests([0.0, 0.01, 0.02, 0.03], 0.004), requests([0.008, 0.023, 0.04], 0.003)],
+                               [tracks, tracks], costs)
+    assert first.starts_ms == pytest.approx([0.0, 30.0])
+    assert first.idle_ms == pytest.approx([np.inf, 6.0])
+    assert first.paces == pytest.approx(2.0, rel=0.1)  # four nodes of 0.5 ms in 4 ms
+    assert other.starts_ms == pytest.approx([40.0])

@@ -316,7 +316,7 @@ def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() ->
     def next_to(place: int, switch_ms: float) -> npt.NDArray[np.float64]:
         sharing = learned.model_copy(update={"switch_ms": switch_ms})
         model, looped_model = models[runs[place].model], models[looped[runs[place].background]]
-        return model.next_to(in_a_loop(looped_model.run, model.run, sharing), sharing.slice_ms)
+        return model.next_to(in_a_loop([looped_model.run], model.run, sharing), sharing.slice_ms)
 
     measured = np.array([next_to(0, 0.1), next_to(1, 0.1), next_to(2, 0.3), next_to(3, 0.3)])
     pairs = Pairs(runs, measured, models, {"a": "a", "b": "b"}, looped, [learned] * 4)
@@ -334,11 +334,27 @@ def test_turns_of_a_model_in_a_loop() -> None:
     def run(gpu_ms: float) -> TracksAndCosts:
         return track(gpu_ms), COSTS.model_copy(update={"gap_ms": 0.0})
 
-    short, long = (in_a_loop(run(gpu_ms), run(1.0), sharing) for gpu_ms in (0.5, 3.0))
+    short, long = (in_a_loop([run(gpu_ms)], run(1.0), sharing) for gpu_ms in (0.5, 3.0))
     assert (short.busy_ms, short.quiet_ms) == (1.0, 0.0)
     assert short.waits_ms.max() == pytest.approx(0.5 + 0.2, rel=0.05)
     assert long.waits_ms.max() == pytest.approx(2.4)
     assert long.waits_ms.min() == pytest.approx(0.8 + 0.2, rel=0.05)
     assert gpu_work_ms(*run(3.0)) == pytest.approx(3.0)
     brief = sharing.model_copy(update={"longest_wait_ms": 0.15})  # all measured waits were shorter than a switch
-    assert in_a_loop(run(3.0), run(1.0), brief).waits_ms.max() == pytest.approx(0.4)
+    assert in_a_loop([run(3.0)], run(1.0), brief).waits_ms.max() == pytest.approx(0.4)
+
+
+def test_several_models_in_loops() -> None:
+    """A run waits for a turn of each; so do they, whose turns are as long where the GPU is their slower track."""
+    sharing = SHARING.model_copy(update={"slice_ms": 2.0, "longest_wait_ms": 2.4, "switch_ms": 0.2})
+
+    def run(gpu_ms: float) -> TracksAndCosts:
+        return track(gpu_ms), COSTS.model_copy(update={"gap_ms": 0.0})
+
+    short, long, idle = run(0.5), run(3.0), run(0.0)
+    one, other = (in_a_loop([of], run(1.0), sharing).waits_ms for of in (short, long))
+    both = in_a_loop([short, long], run(1.0), sharing)
+    assert both.waits_ms.mean() == pytest.approx(one.mean() + other.mean(), rel=0.02)
+    assert both.waits_ms.max() == pytest.approx(one.max() + other.max(), rel=0.02)
+    assert len(set(both.waits_ms.round(3).tolist())) == 2  # 0.7 ms and one of the longer model's turns
+    assert in_a_loop([short, idle], run(1.0), sharing).waits_ms == pytest.approx(one)

@@ -8,7 +8,7 @@ say that the GPU is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,7 @@ from utils.sharing_mode import check_sharing_mode
 SHARING_VERSION = 3
 FIT = "python training/fit_sharing.py"
 FILE = "sharing.json"
+SEED = 7  # of the order of turns of several processes
 DEFAULT_SWITCH_MS = 0.2  # fitted to an H200 (the shipped sharing.json); used where no model was measured next to a looped one
 Floats = npt.NDArray[np.float64]
 # Fields that say how busy a GPU is, with their value for a GPU that is never idle. The first one that is known is used, since
@@ -148,13 +149,19 @@ def co_runner_guessed(share: float, sharing: Sharing, like: CoRunner | None = No
     return CoRunner(share * cycle_ms, (1.0 - share) * cycle_ms, waits)
 
 
-def in_a_loop(looped: TracksAndCosts, model: TracksAndCosts, sharing: Sharing) -> CoRunner:
-    """The model `looped`, which runs without a pause, as the co-runner of `model`.
+def in_a_loop(looped: Sequence[TracksAndCosts], model: TracksAndCosts, sharing: Sharing) -> CoRunner:
+    """Models that run without a pause, each in a process of its own, as the co-runner of `model`.
 
-    It always has work, and each wait is one of its turns plus a switch. Between its turns it is away from the GPU for as long
-    as the other model works in one slice, plus a switch; it goes on dispatching meanwhile.
+    They always have work, and each wait is a turn of each of them, plus a switch for each. Between its turns, a process is away
+    from the GPU for as long as all others work in one slice, plus their switches; it goes on dispatching meanwhile.
     """
-    away_ms = min(gpu_work_ms(*model), sharing.slice_ms) + sharing.switch_ms
+    slices_ms = [min(gpu_work_ms(*run), sharing.slice_ms) + sharing.switch_ms for run in (model, *looped)]
     longest_ms = max(sharing.longest_wait_ms - sharing.switch_ms, sharing.switch_ms)  # where all waits were short
-    turns = turns_ms(*looped, longest_ms, away_ms)
-    return CoRunner(1.0, 0.0, turns + sharing.switch_ms) if len(turns) else CoRunner(0.0, 1.0, turns)
+    turns = [of_process + sharing.switch_ms for run, own_ms in zip(looped, slices_ms[1:], strict=True)
+             if len(of_process := turns_ms(*run, longest_ms, sum(slices_ms) - own_ms))]
+    if not turns:
+        return CoRunner(0.0, 1.0, np.zeros(0))
+    shuffled = np.random.default_rng(SEED)  # where each process is in its run has nothing to do with where the others are
+    longest = max(map(len, turns))
+    first, *others = (np.resize(of_process, longest) for of_process in turns)
+    return CoRunner(1.0, 0.0, sum((shuffled.permutation(of_process) for of_process in others), first))

@@ -46,7 +46,7 @@ class MpsSharing(Frozen):
     Attributes:
         learned_on: the target whose GPU was measured; it may be another one.
         rules: of the simulation.
-        bytes_per_ms: the memory's bandwidth.
+        bytes_per_ms: the bandwidth of the target's memory.
         host_slowdown: how many times as long the host takes for a run through MPS as in time slices.
         width: the estimator of how wide kernels are.
         width_error: the mean error (a ratio) of widths of kernels whose family was left out; each counts by its time.

@@ -47,8 +47,9 @@ SEED = 7
 STATISTICS = ("Latency_ms", "median_ms", "p95_ms")  # columns of the table of models
 FITTED_RUNS = 6
 FOLDS = 5  # of kernels, by family, that judge the widths
-WAVES_MS, LAST_WAVES, SLOWDOWNS = (0.01, 0.02, 0.04), (0.7, 0.85, 1.0), (0.2, 0.4, 0.6)
-BANDWIDTH_SLOWDOWNS, SWITCHES_MS = (0.0, 0.3, 0.6), (0.0005, 0.0015, 0.0025)
+FASTEST = 98  # per cent: the quantile of kernels' rates that stands for the memory's bandwidth
+WAVES_MS, LAST_WAVES, SLOWDOWNS = (0.01, 0.02, 0.04), (0.7, 0.85, 1.0), (0.6, 0.8, 1.0)
+BANDWIDTH_SLOWDOWNS, SWITCHES_MS = (0.3, 0.9, 1.5), (0.0005, 0.0015, 0.0025)
 WIDTH_SETTINGS = XgboostSettings(trees=200, depth=6, learning_rate=0.06, min_leaf_weight=4.0, objective="squarederror",
                                  own_predictors="none")
 
@@ -102,6 +103,19 @@ def _medians(table: pd.DataFrame, by: str, column: str) -> dict[str, float]:
     """The median of a column for each name in another; names without any value are omitted."""
     found = table.groupby(by)[column].median().dropna()
     return dict(zip(map(str, found.index), map(float, found.to_numpy()), strict=True))
+
+
+def bytes_per_ms(records: Iterable[ModelRecord], gpu_ms: Mapping[str, float]) -> float:
+    """The bandwidth of a GPU's memory, which the kernels of models reach that use it most.
+
+    Args:
+        records: of the models.
+        gpu_ms: the GPU's time of their kernels, by id; those without one do not count.
+    """
+    kernels = {kernel.id: kernel for record in records for kernel in record.kernels.values()}
+    rates = [(kernel.bytes_read + kernel.bytes_written) / gpu_ms[name] for name, kernel in kernels.items()
+             if gpu_ms.get(name, 0.0) > 0.0]
+    return float(np.percentile(rates, FASTEST))
 
 
 def host_slowdown(ways: Sequence[MeasuredWay]) -> float:
@@ -175,10 +189,7 @@ class MpsFit:
         self._ways, self._records = ways, records
         self.widths = measured_widths(ways)
         whole = next(way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS)
-        moved = {kernel.id: float(kernel.bytes_read + kernel.bytes_written)
-                 for record in records.values() for kernel in record.kernels.values()}
-        rates = [moved[name] / time_ms for name, time_ms in whole.gpu_ms.items() if time_ms > 0.0 and name in moved]
-        self.bytes_per_ms = float(np.percentile(rates, 98))
+        self.bytes_per_ms = bytes_per_ms(records.values(), whole.gpu_ms)
         self._models = {name: self._model(record, whole) for name, record in records.items()}
         self._costs = [costs.at_pace(self._pace(way, costs)) for way in ways]
         self.cases = [Case(place, model, background, *way.looped[background]) for place, way in enumerate(ways)
@@ -239,9 +250,14 @@ class MpsFit:
         nodes = self._records[case.model].nodes
         return sum(way.gpu_ms.get(node.kernel_id, 0.0) for node in nodes) >= GPU_BOUND * way.idle_ms[case.model]
 
+    @property
+    def _have_shares(self) -> npt.NDArray[np.bool_]:
+        return np.array([self._ways[case.way].sharing.percent < ALL_THREADS for case in self.cases])
+
     def fit(self, jobs: int) -> tuple[MpsRules, dict[str, MpsErrors], dict[str, MpsErrors]]:
         """The best rules for all cases; and the errors for models that are GPU-bound and for the others, each case predicted by
-        the rules that are best for the GPU-bound models of other families beside other models.
+        the rules that are best for the GPU-bound models of other families beside other models. The rules are best that err
+        least on average, where cases with shares and without, however many there are, count alike.
 
         Raises:
             UserError: no model was measured beside a model in a loop.
@@ -255,8 +271,11 @@ class MpsFit:
         measured, bound = self.measured, np.array([self.is_gpu_bound(case) for case in self.cases])
         errors = np.abs(np.log(predicted / measured)).mean(axis=2)  # rules × cases
 
+        shares = self._have_shares
+
         def best(kept: npt.NDArray[np.bool_]) -> int:
-            return int(errors[:, kept & bound].mean(axis=1).argmin())
+            kinds = [kind for of in (shares, ~shares) if (kind := kept & bound & of).any()]
+            return int(sum(errors[:, kind].mean(axis=1) for kind in kinds).argmin())
 
         families = np.array([self._records[case.model].group for case in self.cases])
         looped = np.array([case.looped for case in self.cases])
@@ -272,8 +291,7 @@ class MpsFit:
         Args:
             predicted: of each case, as `MpsFit.predicted` returns it.
         """
-        bound = np.array([self.is_gpu_bound(case) for case in self.cases])
-        shares = np.array([self._ways[case.way].sharing.percent < ALL_THREADS for case in self.cases])
+        bound, shares = np.array([self.is_gpu_bound(case) for case in self.cases]), self._have_shares
 
         def of(kept: npt.NDArray[np.bool_]) -> dict[str, MpsErrors]:
             return {name: _errors(predicted[kept & of_kind], self.measured[kept & of_kind])

@@ -47,8 +47,14 @@ class ServingHost(Frozen):
         return float(np.median(self.paces))
 
     def host(self, stalls: Stalls | None = None) -> Host:
-        """As the simulation takes it, for runs that are predicted at the `middle`; with other stalls, where they are known."""
-        per_s, lengths_ms = stalls or Stalls(self.stalls_per_s, self.stalls_ms)
+        """As the simulation takes it, for runs that are predicted at the `middle`.
+
+        Args:
+            stalls: that the host's probe saw while nothing else ran. They count where they are more frequent than those that
+                were learned: a host that did not stall at all before stalled once a second while it served.
+        """
+        learned = Stalls(self.stalls_per_s, self.stalls_ms)
+        per_s, lengths_ms = max(learned, stalls or learned, key=lambda of: of.per_s)
         return Host(np.array(self.paces) / self.middle, self.lasts_ms, np.array(self.idle_ms), np.array(self.slower),
                     per_s, np.array(lengths_ms))
 

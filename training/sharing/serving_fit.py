@@ -1,12 +1,13 @@
 """Fits how the pace of a host changes while it serves requests.
 
-Models were served alone (benchmark/served_sets.py). Where the host is the slower track, the time of a run says how fast the
-host was: the pace at which the simulated run takes as long.
+Models were served alone (benchmark/served_sets.py), or beside others in time slices, of which the runs count that met no other
+model's. Where the host is the slower track, the time of a run says how fast the host was: the pace at which the simulated run
+takes as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.serving.config import BATCH, ServedModel
-from benchmark.serving.results import SetResult, read_results, samples_path
+from benchmark.serving.results import Requests, SetResult, read_requests, read_results
 from graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
 from graph_model.simulation.serving import SLOWER
 from records.host_pace import STALL_S, read_pace
@@ -41,18 +42,19 @@ HOST_BOUND = 1.3  # a model counts if it takes so many times as long where the h
 IDLE_MS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # borders between classes of idle times
 LEAST_IDLE_MS, MOST_IDLE_MS = 1.0, 48.0  # that stand for the first class and the last
 QUANTILES = 12  # of the paces and stalls that are kept
+LEAST_RUNS = 20  # of a model in a set; fewer do not count
 MUCH_LONGER = 1.5  # a stalled run takes more than so many times the median longer
 APART_MS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # borders between classes of the time between two runs
 LASTS_MS = (1.0, 3.0, 10.0, 20.0, 30.0, 50.0, 70.0, 100.0, 200.0)  # to choose from
 
 
 class ServedRuns(NamedTuple):
-    """The runs of a model that was served alone, in order.
+    """The runs of a model that had the device to themselves, in order.
 
     Attributes:
         starts_ms: of each.
         times_ms: of each.
-        idle_ms: from the end of the run before to its start; infinite for the first.
+        idle_ms: from the end of the model's run before to its start; infinite for the first.
         paces: of the host, at which a simulated run takes as long; ratios to the usual pace.
         of_host: whether the host is the slower track, so that runs tell its pace.
     """
@@ -71,13 +73,17 @@ class ServedRuns(NamedTuple):
 
     def without_stalls(self) -> ServedRuns:
         """Only the runs that the host did not hold up."""
-        kept = self.stalled_ms == 0.0
+        return self.only(self.stalled_ms == 0.0)
+
+    def only(self, kept: npt.NDArray[np.bool_]) -> ServedRuns:
+        """Some of the runs."""
         return self._replace(starts_ms=self.starts_ms[kept], times_ms=self.times_ms[kept], idle_ms=self.idle_ms[kept],
                              paces=self.paces[kept])
 
 
-def served_alone(workspace: Workspace) -> list[tuple[SetResult, Path]]:
-    """The models of a workspace that were served alone, with the files of their requests.
+def served_in_slices(workspace: Workspace) -> tuple[Path, list[SetResult]]:
+    """What a workspace has of models that were served in time slices: its file of results, and those of models that were served
+    alone, or all where none was.
 
     Raises:
         UserError: there are none, or several targets.
@@ -86,20 +92,21 @@ def served_alone(workspace: Workspace) -> list[tuple[SetResult, Path]]:
     if len(paths) != 1:
         raise UserError(f"{workspace.root}: served sets of {len(paths)} targets, where those of one are needed; measure with: "
                         "recipes/h200/measure_served_sets.sh")
-    alone = [(result, samples_path(paths[0], result.key)) for result in read_results(paths[0]).values()
-             if len(result.models) == 1 and result.way == SLICES and result.status == "ok"]
-    if not alone:
-        raise UserError(f"{paths[0]}: no model was served alone in time slices: add sets of one model to the config")
-    return alone
+    results = [result for result in read_results(paths[0]).values() if result.way == SLICES and result.status == "ok"]
+    if not results:
+        raise UserError(f"{paths[0]}: no model was served in time slices: add {SLICES} to the ways of the config")
+    return paths[0], [result for result in results if len(result.models) == 1] or results
 
 
-def host_pace_us(workspace: Workspace) -> float:
-    """The median of the readings of the host's probe (µs) in a workspace's folder `host_pace`.
+def host_pace_us(results: Iterable[SetResult], workspace: Workspace) -> float:
+    """The time of the host's probe (µs): the median of what the servers of some results read, or else of the readings in the
+    workspace's folder `host_pace`.
 
     Raises:
         UserError: there are none, or one is damaged.
     """
-    readings = [read_pace(path).probe_us for path in sorted((workspace.root / "host_pace").glob("*.json"))]
+    readings = ([reading for result in results for of_model in result.results for reading in of_model.probe_us]
+                or [read_pace(path).probe_us for path in sorted((workspace.root / "host_pace").glob("*.json"))])
     if not readings:
         raise UserError(f"{workspace.root / 'host_pace'}: no reading of the host's pace; make some while models are served: "
                         "python benchmark/host_pace.py --out FILE")
@@ -120,54 +127,70 @@ def served_record(served: ServedModel, workspace: Workspace, flavour: Flavour) -
     return read_model_record(path)
 
 
-def tracks_of_served(result: SetResult, workspace: Workspace, predictors: Predictors) -> Tracks:
-    """The tracks of a run of a model that was served alone.
+def tracks_of_served(served: ServedModel, workspace: Workspace, predictors: Predictors) -> Tracks:
+    """The tracks of a run of a served model.
 
     Raises:
         UserError: its record is missing or damaged.
     """
-    record = served_record(result.models[0], workspace, predictors.sidecar.target.flavour)
+    record = served_record(served, workspace, predictors.sidecar.target.flavour)
     kernels = list(record.kernels.values())
     gpu_ms, launches = (dict(zip(record.kernels, predictors.predict(kernels, {}, label).latency_ms, strict=True))
                         for label in (GPU_LABEL, LAUNCHES))
     return tracks(MeasuredModel(record, record.group, np.nan), gpu_ms, launches).tracks
 
 
-def served_runs(requests: Path, tracks_of_run: Tracks, costs: PipelineCosts) -> ServedRuns:
-    """The runs in a file of requests of a model that was served alone."""
-    at_paces_ms = np.array([pipeline_ms(tracks_of_run, costs.at_pace(pace)) for pace in PACES])
-    usual_ms, slower_ms = np.interp((1.0, SLOWER), PACES, at_paces_ms)
-    with np.load(requests) as samples:
-        firsts = np.cumsum([0, *samples["counts_0"][:-1]]).astype(int)
-        starts_ms, ends_ms = (1e3 * samples[f"{name}_0"][firsts] for name in ("starts_s", "ends_s"))
-    idle_ms = np.append(np.inf, starts_ms[1:] - ends_ms[:-1])
-    times_ms = ends_ms - starts_ms
-    return ServedRuns(starts_ms, times_ms, idle_ms, np.interp(times_ms, at_paces_ms, PACES),
-                      bool(slower_ms >= HOST_BOUND * usual_ms))
+def served_runs(requests: Sequence[Requests], of_models: Sequence[Tracks], costs: PipelineCosts) -> list[ServedRuns]:
+    """For each model of a set, the runs that met no other model's.
+
+    Args:
+        requests: to each model.
+        of_models: the tracks of a run of each.
+        costs: of the target.
+    """
+    spans_ms = []  # the starts and ends of each model's runs
+    for of_model in requests:
+        firsts = np.cumsum([0, *of_model.counts[:-1]]).astype(int)
+        spans_ms.append([1e3 * np.asarray(moments_s)[firsts] for moments_s in (of_model.starts_s, of_model.ends_s)])
+    found = []
+    for place, ((starts_ms, ends_ms), tracks_of_run) in enumerate(zip(spans_ms, of_models, strict=True)):
+        at_paces_ms = np.array([pipeline_ms(tracks_of_run, costs.at_pace(pace)) for pace in PACES])
+        usual_ms, slower_ms = np.interp((1.0, SLOWER), PACES, at_paces_ms)
+        times_ms = ends_ms - starts_ms
+        runs = ServedRuns(starts_ms, times_ms, np.append(np.inf, starts_ms[1:] - ends_ms[:-1]),
+                          np.interp(times_ms, at_paces_ms, PACES), bool(slower_ms >= HOST_BOUND * usual_ms))
+        alone = np.ones(len(starts_ms), dtype=bool)
+        for other_starts_ms, other_ends_ms in spans_ms[:place] + spans_ms[place + 1:]:
+            ended_before = np.searchsorted(other_ends_ms, starts_ms, side="right")
+            alone &= ended_before == np.searchsorted(other_starts_ms, ends_ms, side="left")  # as many had begun by its end
+        found.append(runs.only(alone))
+    return found
 
 
 def learned_from(measured: Workspace, folder: Path) -> ServingHost:
-    """What models that were served alone say of the host of a target, whose predictors are in the folder with its name.
+    """What served models say of the host of a target, whose predictors are in the folder with its name.
 
     Raises:
-        UserError: the composition is not a GPU's two tracks, no host's pace was recorded, nothing was served alone, no model
-            of it is bound by the host, or a record is missing.
+        UserError: the composition is not a GPU's two tracks, no host's pace was recorded, nothing was served in time slices, no
+            model of it is bound by the host, or a record is missing.
     """
     composition, predictors = read_composition(folder), read_predictors(folder)
     if composition.costs is None or composition.probe_us is None:
         raise UserError(f"{folder.name}: its composition knows no host's pace; it can only be learned for a GPU's two tracks "
                         "(composition pipeline)")
-    alone = served_alone(measured)
-    runs = [served_runs(requests, tracks_of_served(result, measured, predictors), composition.costs)
-            for result, requests in alone]
-    return learned_host(runs, alone[0][0].machine.device_name, host_pace_us(measured) / composition.probe_us)
+    path, results = served_in_slices(measured)
+    runs = [of_model for result in results
+            for of_model in served_runs(read_requests(path, result), [tracks_of_served(model, measured, predictors)
+                                                                      for model in result.models], composition.costs)
+            if len(of_model.times_ms) >= LEAST_RUNS]
+    return learned_host(runs, results[0].machine.device_name, host_pace_us(results, measured) / composition.probe_us)
 
 
 def learned_host(of_models: Sequence[ServedRuns], learned_on: str, pace: float) -> ServingHost:
     """What the runs of several models, one after another on the same host, say of it. Stalled runs count as stalls alone.
 
     Args:
-        of_models: that were served alone.
+        of_models: that had the device to themselves.
         learned_on: the device.
         pace: of the host by its probe, a ratio to the usual one.
 
@@ -178,8 +201,8 @@ def learned_host(of_models: Sequence[ServedRuns], learned_on: str, pace: float) 
     busy_s = sum(float(runs.times_ms.sum()) for runs in of_models) / 1e3
     of_models = [runs.without_stalls() for runs in of_models if runs.of_host]
     if not of_models:
-        raise UserError("the GPU is the slower track of all models that were served alone, so they say nothing of the host: "
-                        "serve smaller ones")
+        raise UserError("the GPU is the slower track of all models that were served, so they say nothing of the host: serve "
+                        "smaller ones")
     weights = np.concatenate([np.full(len(runs.paces), 1.0 / len(runs.paces)) for runs in of_models])  # each model alike
     paces, idle_ms = (np.concatenate([getattr(runs, name) for runs in of_models]) for name in ("paces", "idle_ms"))
     warm = idle_ms < LEAST_IDLE_MS

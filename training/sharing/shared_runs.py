@@ -296,7 +296,7 @@ class Pairs:
 
 def _next_to_loop(model: Simulated, looped: Simulated, sharing: Sharing) -> Floats:
     """Statistics of a model's latency (ms) while the other one runs in a loop."""
-    return model.next_to(in_a_loop(looped.run, model.run, sharing), sharing.slice_ms)
+    return model.next_to(in_a_loop([looped.run], model.run, sharing), sharing.slice_ms)
 
 
 def measured_under_load(workspace: Workspace, target: str) -> TrainingSet | None:
