@@ -38,7 +38,6 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from graph_model.simulation.mps import MpsRules
     from graph_model.simulation.pipeline import PipelineCosts
     from records.kernel_record import ModelRecord
 
@@ -118,16 +117,6 @@ def fit_target(workspace: Workspace, measured: Workspace, target: str, config: T
                       host_bound=host_bound, width=save_estimator(workspace.predictors(target), STEM, width))
 
 
-def judged(workspace: Workspace, target: str, rules: MpsRules, measured: Workspace) -> list[dict[str, Any]]:
-    """The errors of rules for another measurement, which nothing was learned from, in a table.
-
-    Raises:
-        UserError: as `costs_of` and `read_measured`.
-    """
-    fit = read_measured(measured).fit(costs_of(workspace, target))
-    return table(*fit.errors(fit.predicted(rules)))
-
-
 def table(gpu_bound: Mapping[str, MpsErrors], host_bound: Mapping[str, MpsErrors]) -> list[dict[str, Any]]:
     """The errors in per cent, one row for each kind of model and way."""
     def row(models: str, way: str, errors: MpsErrors) -> dict[str, Any]:
@@ -143,15 +132,12 @@ def main() -> int:
     add_options(parser, "name of a target in training/predictors (default: all)")
     parser.add_argument("--ways", type=Path, required=True, metavar="WORKSPACE",
                         help="workspace with the models' records, and in it a workspace for each way of sharing")
-    parser.add_argument("--judged", type=Path, metavar="WORKSPACE",
-                        help="another measurement, as --ways: also show the errors there; nothing is learned from it")
     parser.add_argument("--jobs", type=cli.count, default=2, metavar="N", help="processes that simulate (default: 2)")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = read_config(args.config, TrainingConfig, args.changes)
-    for option, path in (("--ways", args.ways), ("--judged", args.judged)):
-        if path is not None and not path.is_dir():
-            raise UserError(f"{option} {path}: no such folder; measure with: recipes/h200/measure_sharing.sh {path}")
+    if not args.ways.is_dir():
+        raise UserError(f"--ways {args.ways}: no such folder; measure with: recipes/h200/measure_sharing.sh {args.ways}")
 
     def fit(target: str, show: Show) -> dict[str, Any]:
         learned = fit_target(workspace, Workspace(args.ways), target, config, args.jobs)
@@ -162,11 +148,7 @@ def main() -> int:
         show(table(learned.gpu_bound, learned.host_bound),
              f"{target}: latencies beside models in loops under MPS, measured on {learned.learned_on} "
              f"(GPU-bound: kernels take {GPU_BOUND:.0%} of the latency or more)")
-        answer: dict[str, Any] = {"mps": learned.model_dump(mode="json")}
-        if args.judged:
-            answer["judged"] = judged(workspace, target, learned.rules, Workspace(args.judged))
-            show(answer["judged"], f"{target}: the same in {args.judged}, which nothing was learned from")
-        return answer
+        return {"mps": learned.model_dump(mode="json")}
 
     with sole_writer(workspace.predictors("")):
         results = for_each_target([args.target] if args.target else trained_targets(workspace), fit, args.json)

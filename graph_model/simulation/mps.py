@@ -132,13 +132,18 @@ class _Process:
         self.place, self.begin, self.latencies = 0, 0.0, list[float]()
         self.waiting = 0.0  # room that the blocks take which have not started
         self.running = 0.0  # the same of those that run
+        self.bandwidth = 0.0  # that they ask for, as a share of the memory's
 
-    @property
-    def bandwidth(self) -> float:
-        """The share of the memory's bandwidth that its blocks ask for: less where fewer of them run than would fit."""
-        if not self.running:
-            return 0.0
-        return self.launches.bandwidth[self.place] * min(1.0, self.running / min(1.0, self.launches.room[self.place]))
+    def run(self, room: float) -> float:
+        """Lets blocks run that take so much more room (less, if it is negative). Returns how much more bandwidth they ask for:
+        all of the kernel's, or less where fewer of them run than would fit."""
+        before, self.running = self.bandwidth, self.running + room
+        if self.running < ROOM:
+            self.running = self.bandwidth = 0.0
+        else:
+            whole = min(1.0, self.launches.room[self.place])
+            self.bandwidth = self.launches.bandwidth[self.place] * min(1.0, self.running / whole)
+        return self.bandwidth - before
 
     def ended(self, now: float) -> None:
         """The launch that ran has ended: on to the next, which may be of the next run."""
@@ -173,7 +178,7 @@ def mps_runs_ms(model: MpsProcess, co_runners: Sequence[MpsProcess], rules: MpsR
         process.begin = generator.uniform(0.0, 1.0) if number else 0.0
         heapq.heappush(events, (process.ready, count, number, 0.0))
         count += 1
-    free = 1.0
+    free, asked = 1.0, 0.0  # room, and bandwidth
     queue: list[_Process] = []
     number_of = {id(process): number for number, process in enumerate(processes)}
     while len(processes[0].latencies) < runs + FIRST_RUNS:
@@ -183,9 +188,8 @@ def mps_runs_ms(model: MpsProcess, co_runners: Sequence[MpsProcess], rules: MpsR
             process.waiting = process.launches.room[process.place]
             queue.append(process)
         else:
-            free, process.running = free + room, process.running - room
-            if process.running < ROOM and not process.waiting:
-                process.running = 0.0
+            free, asked = free + room, asked + process.run(-room)
+            if not process.running and not process.waiting:
                 process.ended(now)
                 heapq.heappush(events, (max(now + process.gap_ms, process.ready), count, number, 0.0))
                 count += 1
@@ -195,12 +199,11 @@ def mps_runs_ms(model: MpsProcess, co_runners: Sequence[MpsProcess], rules: MpsR
                 if free < ROOM:
                     break
                 continue
-            others_bandwidth = min(1.0, sum(other.bandwidth for other in processes if other is not queued))
-            place, launches = queued.place, queued.launches
+            place, launches, others_bandwidth = queued.place, queued.launches, min(1.0, asked - queued.bandwidth)
             longer = 1.0 + others_bandwidth * (rules.slowdown + rules.bandwidth_slowdown * launches.bandwidth[place])
             heapq.heappush(events, (now + launches.block_ms[place] * longer, count, number_of[id(queued)], started))
             count += 1
-            free, queued.running, queued.waiting = free - started, queued.running + started, queued.waiting - started
+            free, asked, queued.waiting = free - started, asked + queued.run(started), queued.waiting - started
             if queued.waiting < ROOM:
                 queued.waiting = 0.0
                 queue.remove(queued)

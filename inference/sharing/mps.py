@@ -98,5 +98,5 @@ def learned_elsewhere(fitted: Fitted) -> tuple[str, ...]:
     if fitted.mps is None or fitted.mps.sharing.learned_on == fitted.target.name:
         return ()
     return (f"how kernels of several processes run at the same time through MPS was learned on "
-            f"{fitted.mps.sharing.learned_on}, and never measured on {fitted.target.name}",)
+            f"{fitted.mps.sharing.learned_on}, and not on {fitted.target.name}",)
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Learns an H100's predictors from what H100s measured, and compares advice on sharing the GPU with sets of models that were served.
-# Usage: recipes/h200/judge_advice.sh [workspace]     A quarter of an hour on two cores. Nothing that is judged is learned from, but
-# for models that were served alone: they tell how a host serves requests. Time slices are those of an H200.
+# Compares what is said of sharing a GPU with measurements: models beside models in loops, and sets of models that were served.
+# Usage: recipes/h200/judge_advice.sh [workspace]     Three quarters of an hour on two cores.
+# First on H200s, with the predictors that come with Hase; nothing was learned from what is judged. Then on H100s, whose predictors
+# are learned here; of what is judged only models that were served alone are learned from, which tell how a host serves requests.
+# Time slices are those of an H200.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-$here/../../out/judged}")
@@ -14,13 +16,19 @@ unpack() { # archive folder
 }
 hase() { python "$1" --workspace "$out/learned" --target "$target" "${@:2}"; } # script option…
 
+unpack "$here/pairs-nvidia-h200.tar.xz" pairs-h200
+unpack "$here/served-nvidia-h200.tar.xz" served-h200
+judge=(--workspace "$out" --target nvidia-h200-cuda-ort1.31-all)
+python recipes/h200/judge_pairs.py "${judge[@]}" --measured "$out/pairs-h200"
+python recipes/h200/judge_advice.py "${judge[@]}" --served "$out/served-h200" --begun-at-once
+
 unpack recipes/gpus/nvidia-h100.tar.xz learned
-for name in sharing sharing-paced served served-again served-four; do unpack "$here/$name-nvidia-h100.tar.xz" "$name"; done
+for name in sharing served served-again served-four; do unpack "$here/$name-nvidia-h100.tar.xz" "$name"; done
 hase training/train_kernel_model.py
 hase training/fit_composition.py
-hase training/fit_mps.py --ways "$out/sharing" --judged "$out/sharing-paced"
+hase training/fit_mps.py --ways "$out/sharing"
 hase training/fit_serving.py --served "$out/served"
 cp training/shipped/nvidia-h200-cuda-ort1.31-all/sharing.json "$out/learned/training/predictors/$target/"
 for name in served served-again served-four; do
-  hase recipes/h200/judge_advice.py --served "$out/$name"
+  hase recipes/h200/judge_advice.py --served "$out/$name" --begun-at-once
 done

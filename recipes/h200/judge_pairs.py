@@ -51,18 +51,24 @@ class Case(NamedTuple):
 
     Attributes:
         way: of sharing the GPU, without its shares.
+        sharing: the way with them, as the collector takes it.
+        model, background: which ran, and beside what.
         processes: beside it.
         of_gpu: whether its kernels take GPU_BOUND of its latency alone, or more.
-        alone: the predicted latency alone over the measured one.
-        beside: the same for the STATISTICS beside the processes.
+        alone_ms: the latency alone, predicted and measured.
+        predicted_ms, measured_ms: the STATISTICS beside the processes.
         in_interval: whether the mean lies within its 90 % interval.
     """
 
     way: str
+    sharing: str
+    model: str
+    background: str
     processes: int
     of_gpu: bool
-    alone: float
-    beside: Floats
+    alone_ms: tuple[float, float]
+    predicted_ms: Floats
+    measured_ms: Floats
     in_interval: bool
 
 
@@ -112,7 +118,7 @@ def cases_of(measured: Measured, run_of: Callable[[str, float], PredictedRun]) -
     """
     way = measured.way
     sharing, shares = way.sharing, (way.sharing.percent, way.sharing.co_runner_percent)
-    pair = SetSharing(sharing.mps, shares)
+    pair = SetSharing(sharing.mps, shares) if min(shares) < ALL_THREADS else SetSharing(sharing.mps)
     for (model, background), measured_ms in way.beside.items():
         looped, processes = way.looped[background]
         alone_us = way.probe_us.get(model, np.nan)
@@ -123,12 +129,11 @@ def cases_of(measured: Measured, run_of: Callable[[str, float], PredictedRun]) -
         low_ms, high_ms = one_of_two(run.prediction, other.prediction, alone_ms, found,
                                      times.span(run, shares[0], alone_ms)).mean_interval_ms
         predicted_ms = np.array([found.mean_ms, *map(found.percentile_ms, (50, 95, 95))])
-        of_all_ms = np.append(measured_ms, measured.unstalled_ms[model, background])
         yield Case(
-            SLICES if not sharing.mps else MPS if min(shares) == ALL_THREADS else MPS_SHARES, processes,
-            float(run.run.tracks.gpu_ms.sum()) >= GPU_BOUND * run.alone_ms,
-            times.alone_ms(before, shares[0]) / way.idle_ms[model], predicted_ms / of_all_ms,
-            low_ms <= measured_ms[0] <= high_ms)
+            SLICES if not sharing.mps else MPS if min(shares) == ALL_THREADS else MPS_SHARES, str(pair), model, background,
+            processes, float(run.run.tracks.gpu_ms.sum()) >= GPU_BOUND * run.alone_ms,
+            (times.alone_ms(before, shares[0]), way.idle_ms[model]), predicted_ms,
+            np.append(measured_ms, measured.unstalled_ms[model, background]), low_ms <= measured_ms[0] <= high_ms)
 
 
 def judge(predictor: Predictor, measured: Workspace) -> list[Case]:
@@ -153,9 +158,10 @@ def errors(name: str, cases: Sequence[Case]) -> dict[str, Any]:
     """Errors in per cent, those beside others each with its bias (of the geometric mean); and how often the mean lies within
     its interval."""
     row: dict[str, Any] = {"of": name, "cases": len(cases),
-                           "alone_%": 100 * float(np.mean([abs(case.alone - 1.0) for case in cases]))}
+                           "alone_%": 100 * float(np.mean([abs(predicted / alone - 1.0) for predicted, alone in
+                                                         (case.alone_ms for case in cases)]))}
     for place, what in enumerate(STATISTICS):
-        ratios = np.array([case.beside[place] for case in cases])
+        ratios = np.array([case.predicted_ms[place] / case.measured_ms[place] for case in cases])
         row |= {f"{what}_%": 100 * float(np.abs(ratios - 1.0).mean()),
                 f"{what}_bias_%": 100 * float(np.expm1(np.log(ratios).mean()))}
     return row | {"mean_in_90_%": 100 * sum(case.in_interval for case in cases) / len(cases)}
@@ -173,20 +179,32 @@ def table(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return rows
 
 
+def row(case: Case) -> dict[str, Any]:
+    """A case in a table, in ms."""
+    alone_ms, measured_ms = case.alone_ms
+    return {"sharing": case.sharing, "model": case.model, "beside": case.background, "alone": measured_ms,
+            "alone_predicted": alone_ms,
+            **{f"{what}{suffix}": float(values[place]) for place, what in enumerate(STATISTICS)
+               for suffix, values in (("", case.measured_ms), ("_predicted", case.predicted_ms))}}
+
+
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", required=True, help="name of a target, as for a prediction")
     parser.add_argument("--measured", type=Path, required=True, metavar="WORKSPACE",
                         help="workspace with the models' records, and in it a workspace for each way of sharing")
+    parser.add_argument("--cases", action="store_true", help="also print each model beside each background, in ms")
     args = parser.parse_args()
     workspace = cli.start(args)
     if not args.measured.is_dir():
         raise UserError(f"--measured {args.measured}: no such folder; measure with: recipes/h200/measure_sharing.sh")
-    rows = table(judge(Predictor(workspace, args.target), Workspace(args.measured)))
+    cases = judge(Predictor(workspace, args.target), Workspace(args.measured))
     if args.json:
-        cli.print_json(rows)
-    else:
-        cli.print_table(rows)
+        cli.print_json({"errors": table(cases)} | ({"cases": [row(case) for case in cases]} if args.cases else {}))
+        return 0
+    if args.cases:
+        cli.print_table([row(case) for case in cases])
+    cli.print_table(table(cases))
     return 0
 
 

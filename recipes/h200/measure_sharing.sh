@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Models beside co-runners and their kernels alone, under several ways of sharing this machine's GPU. Started again, it goes on.
+# CONFIG=recipes/h200/processes.yaml measures models alone and beside one to three processes that run a model in a loop.
 # Usage: recipes/h200/measure_sharing.sh [workspace] [way of sharing...]     Eight minutes for each way.
 #   recipes/h200/measure_sharing.sh out/sharing                       # slices mps mps:50 mps:25/75 mps:75/25
 #   recipes/h200/measure_sharing.sh out/sharing mps:50 mps:25/75      # halves, then a quarter beside three quarters
@@ -35,5 +36,5 @@ for way in "${ways[@]}"; do
   folder=$out/$(tr ':/' '-_' <<< "$way") # mps:25/75 in mps-25_75
   mkdir -p "$folder"
   for made in model_zoo ort_analysis kernel_model; do ln -sfn "../$made" "$folder/$made"; done
-  python benchmark/collector.py --workspace "$folder" --config recipes/h200/sharing.yaml --set "sharing=$way"
+  python benchmark/collector.py --workspace "$folder" --config "${CONFIG:-recipes/h200/sharing.yaml}" --set "sharing=$way"
 done

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from inference.core.predictor import Predictor
-from recipes.h200.judge_pairs import Case, judge, table
+from recipes.h200.judge_pairs import Case, judge, row, table
 from utils.errors import UserError
 from utils.paths import Workspace
 
@@ -20,9 +21,14 @@ WAY = "mps-25_75"
 
 
 def test_errors_by_way_and_kind() -> None:
-    cases = [Case("mps", 1, True, 1.0, np.array([1.1, 1.0, 0.8, 0.9]), True),
-             Case("mps", 1, False, 0.9, np.array([0.9, 1.0, 0.8, 1.0]), False),
-             Case("mps with shares", 3, False, 1.0, np.array([1.2, 1.0, 0.5, 1.0]), True)]
+    def case(way: str, processes: int, of_gpu: bool, alone: float, beside: Sequence[float], in_interval: bool) -> Case:
+        """Predicted to be so many times what was measured: 2 ms alone, and 4 ms beside others."""
+        return Case(way, way, "net", "loop", processes, of_gpu, (2.0 * alone, 2.0), 4.0 * np.array(beside), np.full(4, 4.0),
+                    in_interval)
+
+    cases = [case("mps", 1, True, 1.0, [1.1, 1.0, 0.8, 0.9], True), case("mps", 1, False, 0.9, [0.9, 1.0, 0.8, 1.0], False),
+             case("mps with shares", 3, False, 1.0, [1.2, 1.0, 0.5, 1.0], True)]
+    assert row(cases[0]) | {"alone_predicted": 2.0, "mean_predicted": pytest.approx(4.4)} == row(cases[0])
     rows = {row["of"]: row for row in table(cases)}
     assert {name: row["cases"] for name, row in rows.items()} == {
         "mps": 2, "mps, beside 1, the GPU is the slower track": 1, "mps, beside 1, the host is the slower track": 1,
@@ -46,4 +52,5 @@ def test_measured_pairs(tmp_path: Path) -> None:
     cases = judge(Predictor(target=TARGET), measured)
     assert {(case.way, case.processes) for case in cases} == {("mps with shares", 1), ("mps with shares", 2)}
     assert len(cases) == 17 * 3
-    assert 0.7 < min(case.beside[0] for case in cases) < max(case.beside[0] for case in cases) < 1.5
+    ratios = [case.predicted_ms[0] / case.measured_ms[0] for case in cases]
+    assert 0.7 < min(ratios) < max(ratios) < 1.5

@@ -85,12 +85,12 @@ def test_the_shipped_rules_hold_for_what_an_h100_measured(measured: Path) -> Non
     assert composition.costs
     header = read_header(Workspace(measured / "mps").dataset(CARD))
     fit = MpsFit(ways, records_of(Workspace(measured), header.target, ways[0].idle_ms), composition.costs)
-    assert fit.bytes_per_ms == pytest.approx(shipped.bytes_per_ms)
+    assert shipped.bytes_per_ms == pytest.approx(1.12 * fit.bytes_per_ms, rel=0.01)  # that of the H200's memory
     errors = np.abs(fit.predicted(shipped.rules) / fit.measured - 1.0)[:, 0]
     without = np.array([ways[case.way].sharing.percent == 100 for case in fit.cases])
     bound = np.array([fit.is_gpu_bound(case) for case in fit.cases])
-    assert errors[bound & without].mean() == pytest.approx(0.076, abs=0.005)
-    assert errors[bound & ~without].mean() == pytest.approx(0.055, abs=0.005)
+    assert errors[bound & without].mean() == pytest.approx(0.033, abs=0.005)
+    assert errors[bound & ~without].mean() == pytest.approx(0.056, abs=0.005)
 
 
 def test_a_workspace_without_all_threads_is_refused(tmp_path: Path, measured: Path) -> None:

@@ -210,17 +210,10 @@ class MpsFit:
         return float(np.median([way.host_ms[name] / float(dispatched_ms(model.tracks, costs)[-1])
                                 for name, model in self._models.items() if way.host_ms.get(name, 0.0) > 0.0]))
 
-    def process(self, way: int, name: str, percent: int, pace: float = 1.0) -> MpsProcess:
-        """A model in a process with a share of the threads, at so many times the host's pace under a way."""
+    def process(self, way: int, name: str, percent: int) -> MpsProcess:
+        """A model in a process with a share of the threads, at the host's pace under a way."""
         model = self._models[name]
-        return MpsProcess(model.tracks, self._costs[way].at_pace(pace), model.grids, percent / ALL_THREADS)
-
-    def pace_beside(self, case: Case) -> float:
-        """How many times as long the host took beside the looped model as while nothing else ran, by its probe; 1 where that
-        was not read."""
-        way = self._ways[case.way]
-        beside_us, alone_us = way.beside_probe_us.get((case.model, case.background)), way.probe_us.get(case.model)
-        return beside_us / alone_us if beside_us and alone_us else 1.0
+        return MpsProcess(model.tracks, self._costs[way], model.grids, percent / ALL_THREADS)
 
     def predicted(self, rules: MpsRules) -> Floats:
         """Mean, median and 95th percentile (ms) of each case with some rules, from the measured latency alone; shape
@@ -229,12 +222,12 @@ class MpsFit:
         found = []
         for case in self.cases:
             way = self._ways[case.way]
-            key, pace = (case.way, case.model), self.pace_beside(case)
+            key = case.way, case.model
             if key not in alone:
                 by_itself = self.process(case.way, case.model, way.sharing.percent)
                 alone[key] = float(np.median(mps_runs_ms(by_itself, (), rules, np.random.default_rng(SEED), 2)))
-            model = self.process(case.way, case.model, way.sharing.percent, pace)
-            others = [self.process(case.way, case.looped, way.sharing.co_runner_percent, pace)] * case.processes
+            model = self.process(case.way, case.model, way.sharing.percent)
+            others = [self.process(case.way, case.looped, way.sharing.co_runner_percent)] * case.processes
             runs = mps_runs_ms(model, others, rules, np.random.default_rng(SEED), FITTED_RUNS)
             found.append(np.array([runs.mean(), *np.percentile(runs, (50, 95))]) * way.idle_ms[case.model] / alone[key])
         return np.array(found)
