@@ -16,13 +16,13 @@ import yaml
 from command import run_script
 
 from benchmark.serving.config import BATCH, ServedModel
-from graph_model.simulation.serving import Case, served
+from graph_model.simulation.serving import Case, served, set_of
 from inference.core.host_pace import HostPace
 from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.core.uncertainty import CERTAIN, Span
 from inference.reporting.pairs import share_chart
-from inference.sharing.advice import FINAL, SEED, SPREADS, SharingAdvice, advise, verdict
+from inference.sharing.advice import FINAL, SEED, SPREADS, Question, SharingAdvice, advise, verdict
 from inference.sharing.co_runner import SAMPLES, NotShared, UnderLoad
 from inference.sharing.mps import NotThroughMps
 from inference.sharing.shared_models import Pair
@@ -103,6 +103,26 @@ def net(rate_per_s: float, slo_ms: float) -> ServedModel:
 
 def with_ways(monkeypatch: pytest.MonkeyPatch, ways: Mapping[str, WayTimes | None]) -> None:
     monkeypatch.setattr("inference.sharing.advice.ways_of", lambda fitted: dict(ways))
+
+
+class Crowding(MadeUp):
+    """A way in which runs beside `count` others take count² times longer than alone, in addition."""
+
+    def beside(self, model: PredictedRun, percent: int, others: Sequence[tuple[PredictedRun, int]]) -> tuple[float, UnderLoad]:
+        alone_ms = self.alone_ms(model, percent)
+        return alone_ms, UnderLoad.of(np.array([alone_ms * (1.0 + len(others) ** 2)]), 1.0, "prediction")
+
+
+def test_effects_of_several_others(monkeypatch: pytest.MonkeyPatch, predictor: Predictor) -> None:
+    """For the answer, each set of others is predicted by itself; while batches are searched, the effects of each are added."""
+    with_ways(monkeypatch, {SLICES: Crowding({100: 2.0}, 1.0, SetSharing())})
+    runs = [{1: predictor.run(NET, dims={"batch": 1})}] * 3
+    question = Question(predictor.fitted, [net(10.0, 20.0)] * 3, runs)
+    plan, = question.plans()
+    exact, added = (question.case(plan, adding=adding).slowdowns for adding in (False, True))
+    assert exact.shape == (3, 8, SAMPLES)
+    assert [exact[0, set_of(some), 0] for some in ([], [0], [1], [0, 2], [1, 2], [0, 1, 2])] == [1.0, 1.0, 2.0, 2.0, 5.0, 5.0]
+    assert [added[0, set_of(some), 0] for some in ([1], [1, 2])] == [2.0, 3.0]
 
 
 def test_a_model_alone(predictor: Predictor) -> None:

@@ -155,7 +155,8 @@ def in_a_loop(looped: Sequence[TracksAndCosts], model: TracksAndCosts, sharing: 
     They always have work, and each wait is a turn of each of them, plus a switch for each. Between its turns, a process is away
     from the GPU for as long as all others work in one slice, plus their switches; it goes on dispatching meanwhile.
     """
-    slices_ms = [min(gpu_work_ms(*run), sharing.slice_ms) + sharing.switch_ms for run in (model, *looped)]
+    slices_ms = [min(work_ms, sharing.slice_ms) + sharing.switch_ms if place == 0 or work_ms else 0.0
+                 for place, work_ms in enumerate(gpu_work_ms(*run) for run in (model, *looped))]
     longest_ms = max(sharing.longest_wait_ms - sharing.switch_ms, sharing.switch_ms)  # where all waits were short
     turns = [of_process + sharing.switch_ms for run, own_ms in zip(looped, slices_ms[1:], strict=True)
              if len(of_process := turns_ms(*run, longest_ms, sum(slices_ms) - own_ms))]
