@@ -102,6 +102,13 @@ class Requests(Frozen):
                    counts=reply.counts, alone_ms=warm.alone_ms if warm else None,
                    paces=tuple(each.pace for each in (warm, reply) if each and each.pace))
 
+    @property
+    def runs_s(self) -> tuple[Floats, Floats]:
+        """When each run started and ended, in order."""
+        counts = np.asarray(self.counts, dtype=int)
+        firsts = np.cumsum(counts) - counts
+        return np.asarray(self.starts_s)[firsts], np.asarray(self.ends_s)[firsts]
+
     def begun_at_once(self, batch: int) -> Self:
         """The same arrivals and times of runs, where a run that finds requests waiting begins as soon as the one before has
         ended: what a server does that takes no time between runs. Where the recorded runs are too few for all requests, since
@@ -111,8 +118,7 @@ class Requests(Frozen):
             batch: the most requests in a run.
         """
         arrivals_s, counts = np.asarray(self.arrivals_s), np.asarray(self.counts, dtype=int)
-        firsts = np.cumsum(counts) - counts
-        starts_s, ends_s = np.asarray(self.starts_s)[firsts], np.asarray(self.ends_s)[firsts]
+        firsts, (starts_s, ends_s) = np.cumsum(counts) - counts, self.runs_s
         before_s = np.append(-np.inf, ends_s[:-1])
         late_s = np.where(arrivals_s[firsts] > before_s, starts_s - arrivals_s[firsts], 0.0)  # a process that wakes up
         begun_s, ended_s, taken = list[float](), list[float](), list[int]()
@@ -136,11 +142,9 @@ class Requests(Frozen):
     def result(self, slo_ms: float, seconds: float) -> ModelResult:
         """Their statistics over the counted time."""
         arrivals_s, served = np.asarray(self.arrivals_s), len(self.starts_s)
-        starts_s, ends_s = np.asarray(self.starts_s), np.asarray(self.ends_s)
         counted = arrivals_s >= 0.0
-        latencies_s = (ends_s - arrivals_s[:served])[counted[:served]]
-        firsts = np.cumsum([0, *self.counts[:-1]]) if self.counts else np.zeros(0, dtype=int)
-        run_starts_s, run_ends_s, counts = starts_s[firsts], ends_s[firsts], np.asarray(self.counts, dtype=int)
+        latencies_s = (np.asarray(self.ends_s) - arrivals_s[:served])[counted[:served]]
+        (run_starts_s, run_ends_s), counts = self.runs_s, np.asarray(self.counts, dtype=int)
         inside_s = np.clip(run_ends_s, 0.0, seconds) - np.clip(run_starts_s, 0.0, seconds)
         inside = run_starts_s >= 0.0
         requests = int(counted.sum())

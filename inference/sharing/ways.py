@@ -13,7 +13,7 @@ from inference.sharing.co_runner import NotShared, UnderLoad, shared_as_here
 from inference.sharing.mps import NotThroughMps, ThroughMps, learned_elsewhere
 from inference.sharing.shared_models import OneOfTwo, Pair, one_of_two, shared_model_of
 from utils.errors import UserError
-from utils.sharing_mode import SLICES, SetSharing
+from utils.sharing_mode import ALL_THREADS, SLICES, SetSharing
 
 if TYPE_CHECKING:
     from inference.core.model_run import PredictedRun
@@ -64,6 +64,13 @@ def ways_of(fitted: Fitted) -> dict[str, WayTimes | None]:
         MPS_SHARES: ThroughMps(fitted.mps, shares=True) if fitted.mps else None,
         MIG: None,
     }
+
+
+def kind_of(sharing: SetSharing, models: int) -> str:
+    """The name of a way in which so many models share a GPU, without its shares."""
+    if not sharing.mps:
+        return SLICES
+    return MPS if all(sharing.percent_of(place) == ALL_THREADS for place in range(models)) else MPS_SHARES
 
 
 def times_under(fitted: Fitted, sharing: SetSharing) -> WayTimes:

@@ -34,13 +34,13 @@ from inference.core.host_pace import given_pace, ratio_of
 from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.sharing.advice import FINAL, Plan, Question
-from inference.sharing.ways import MPS, MPS_SHARES
-from records.host_pace import Stalls, read_pace
-from training.sharing.serving_fit import host_pace_us, learned_from, served_record
+from inference.sharing.ways import MPS, MPS_SHARES, kind_of
+from records.host_pace import Stalls
+from training.sharing.serving_fit import host_pace_us, learned_from, paces_beside, served_record
 from utils import cli
 from utils.errors import UserError
 from utils.paths import Workspace
-from utils.sharing_mode import ALL_THREADS, SLICES, SetSharing
+from utils.sharing_mode import SLICES, SetSharing
 
 MOST_UNSERVED = 0.02  # of the requests: with more the percentiles are not known
 CLOSE = 0.05  # of the objective: headrooms that count as alike
@@ -92,21 +92,13 @@ class JudgedWay(NamedTuple):
         return min(1.0 - model.predicted.percentile_ms(PERCENT) / model.slo_ms for model in self.models)
 
 
-def kind_of(sharing: SetSharing, models: int) -> str:
-    """The way of sharing without its shares."""
-    if not sharing.mps:
-        return SLICES
-    return MPS if all(sharing.percent_of(place) == ALL_THREADS for place in range(models)) else MPS_SHARES
-
-
 def stalls_of(results: Sequence[SetResult], served: Workspace, predictor: Predictor) -> Stalls | None:
     """The stalls of the host: of models that were served alone, or else those that its probe saw while nothing else ran, or
     else those that it saw in the servers; None where nobody watched."""
     if any(len(result.models) == 1 for result in results):
         host = learned_from(served, predictor.workspace.predictors(predictor.fitted.target.name))
         return Stalls(host.stalls_per_s, host.stalls_ms)
-    readings = [read_pace(path) for path in sorted((served.root / "host_pace").glob("*.json"))]
-    if watched := [reading.stalls for reading in readings if reading.stalls]:
+    if watched := [reading.stalls for reading in paces_beside(served) if reading.stalls]:
         return Stalls(float(np.mean([stalls.per_s for stalls in watched])),
                       [length_ms for stalls in watched for length_ms in stalls.lengths_ms])
     of_models = [of_model for result in results for of_model in result.results]

@@ -28,7 +28,7 @@ from inference.core.host_pace import UNKNOWN, given_pace, ratio_of
 from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.sharing.shared_models import one_of_two
-from inference.sharing.ways import MPS, MPS_SHARES, times_under
+from inference.sharing.ways import MPS, MPS_SHARES, kind_of, times_under
 from records.dataset_files import read_journal
 from records.host_pace import STALL_S
 from training.sharing.mps import GPU_BOUND
@@ -130,8 +130,8 @@ def cases_of(measured: Measured, run_of: Callable[[str, float], PredictedRun]) -
                                      times.span(run, shares[0], alone_ms)).mean_interval_ms
         predicted_ms = np.array([found.mean_ms, *map(found.percentile_ms, (50, 95, 95))])
         yield Case(
-            SLICES if not sharing.mps else MPS if min(shares) == ALL_THREADS else MPS_SHARES, str(pair), model, background,
-            processes, float(run.run.tracks.gpu_ms.sum()) >= GPU_BOUND * run.alone_ms,
+            kind_of(pair, len(shares)), str(pair), model, background, processes,
+            float(run.run.tracks.gpu_ms.sum()) >= GPU_BOUND * run.alone_ms,
             (times.alone_ms(before, shares[0]), way.idle_ms[model]), predicted_ms,
             np.append(measured_ms, measured.unstalled_ms[model, background]), low_ms <= measured_ms[0] <= high_ms)
 

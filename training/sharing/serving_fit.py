@@ -19,7 +19,7 @@ from benchmark.serving.config import BATCH, ServedModel
 from benchmark.serving.results import Requests, SetResult, read_requests, read_results
 from graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
 from graph_model.simulation.serving import SLOWER
-from records.host_pace import STALL_S, read_pace
+from records.host_pace import STALL_S, MachinePace, read_pace
 from records.kernel_record import record_name
 from records.kernel_record_files import read_model_record, record_path
 from records.measurement import GPU_LABEL
@@ -98,6 +98,15 @@ def served_in_slices(workspace: Workspace) -> tuple[Path, list[SetResult]]:
     return paths[0], [result for result in results if len(result.models) == 1] or results
 
 
+def paces_beside(workspace: Workspace) -> list[MachinePace]:
+    """The readings of the host's pace in a workspace's folder `host_pace`, which were made around the served sets.
+
+    Raises:
+        UserError: one is damaged.
+    """
+    return [read_pace(path) for path in sorted((workspace.root / "host_pace").glob("*.json"))]
+
+
 def host_pace_us(results: Iterable[SetResult], workspace: Workspace) -> float:
     """The time of the host's probe (µs): the median of what the servers of some results read, or else of the readings in the
     workspace's folder `host_pace`.
@@ -106,7 +115,7 @@ def host_pace_us(results: Iterable[SetResult], workspace: Workspace) -> float:
         UserError: there are none, or one is damaged.
     """
     readings = ([reading for result in results for of_model in result.results for reading in of_model.probe_us]
-                or [read_pace(path).probe_us for path in sorted((workspace.root / "host_pace").glob("*.json"))])
+                or [reading.probe_us for reading in paces_beside(workspace)])
     if not readings:
         raise UserError(f"{workspace.root / 'host_pace'}: no reading of the host's pace; make some while models are served: "
                         "python benchmark/host_pace.py --out FILE")
@@ -148,10 +157,7 @@ def served_runs(requests: Sequence[Requests], of_models: Sequence[Tracks], costs
         of_models: the tracks of a run of each.
         costs: of the target.
     """
-    spans_ms = []  # the starts and ends of each model's runs
-    for of_model in requests:
-        firsts = np.cumsum([0, *of_model.counts[:-1]]).astype(int)
-        spans_ms.append([1e3 * np.asarray(moments_s)[firsts] for moments_s in (of_model.starts_s, of_model.ends_s)])
+    spans_ms = [[1e3 * moments_s for moments_s in of_model.runs_s] for of_model in requests]
     found = []
     for place, ((starts_ms, ends_ms), tracks_of_run) in enumerate(zip(spans_ms, of_models, strict=True)):
         at_paces_ms = np.array([pipeline_ms(tracks_of_run, costs.at_pace(pace)) for pace in PACES])
