@@ -29,6 +29,7 @@ LEAST_REPETITIONS = 40
 RARELY = 0.003  # the least share of the time for which a model is busy; what the others take hardly depends on it
 LATE_RUNS = 20  # after the counted time, for requests that still wait
 LEAST_SLOWDOWN = 0.1
+SLOWER_RANGE = (-1.0, 1.5)  # for which slowdowns are taken to change evenly with the logarithm of the pace; SLOWER is 1
 ROUNDING = 1e-12  # of times
 PERCENTILES = np.arange(101)
 PACES = (0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)  # of the host, relative to usual, at which a run's time is given
@@ -65,8 +66,9 @@ class Case(NamedTuple):
         rates_per_s: of the requests, one each model.
         batches: the most requests in a run, one each model.
         runs_ms: how long a run takes alone, for each model: at each of PACES, or one value where the host does not matter.
-        slowdowns: models × sets × samples: how many times as long a run of a model takes while those of a set (`set_of`) run
-            again and again, itself not counted. Each run has one of the samples, which are equally likely.
+        slowdowns: models × sets × 2 × samples: how many times as long a run of a model takes while those of a set (`set_of`)
+            run again and again, itself not counted: at the usual pace of the host, and at SLOWER, where more of a wait for the
+            GPU is hidden. Each run has one of the samples, which are equally likely.
     """
 
     rates_per_s: Sequence[float]
@@ -168,7 +170,7 @@ class _Simulated:
             of_rows = np.append(of_rows, np.full((rows, max(max(case.batches) for case in cases)), np.inf), axis=1)
             self.arrivals.append(of_rows)
         self.batches = np.array([case.batches for case in cases])[self.case_of]
-        self.slowdowns = np.maximum([case.slowdowns for case in cases], LEAST_SLOWDOWN)  # cases × models × sets × samples
+        self.slowdowns = np.array([case.slowdowns for case in cases])  # cases × models × sets × 2 × samples
         self.sample = np.zeros((rows, models), dtype=int)  # of the run that goes on
         self.models, self.bits = np.arange(models), 1 << np.arange(models)
         self.runs_ms = np.array([[np.broadcast_to(run_ms, len(PACES)) for run_ms in case.runs_ms] for case in cases])
@@ -177,6 +179,7 @@ class _Simulated:
         self.host_share = np.clip((slower / usual - 1.0) / (SLOWER - 1.0), 0.0, 1.0)
         self.now, self.idle_since = np.zeros(rows), np.full((rows, models), -np.inf)
         self.pace, self.pace_ends = np.zeros(rows), np.zeros(rows)
+        self.slower = np.zeros((rows, models))  # of the run that goes on: how far its pace is from usual towards SLOWER
         self.busy = np.zeros((rows, models), dtype=bool)
         self.left = np.full((rows, models), np.inf)  # of the run that goes on, as if it were alone
         self.next = np.stack([arrivals[:, 0] for arrivals in self.arrivals], axis=1)  # the first that has not begun
@@ -188,7 +191,9 @@ class _Simulated:
         """Goes to the next event of each row, if it comes until `last_ms`: the end of a run, or a request for a model that is
         free. False where there is none left."""
         running = self.busy.copy()
-        slowdowns = self.slowdowns[self.case_of[:, None], self.models, (running @ self.bits)[:, None], self.sample]
+        usual, slower = (self.slowdowns[self.case_of[:, None], self.models, (running @ self.bits)[:, None], at, self.sample]
+                         for at in (0, 1))
+        slowdowns = np.maximum(usual + self.slower * (slower - usual), LEAST_SLOWDOWN)
         ends = np.where(running, self.now[:, None] + self.left * slowdowns, np.inf)
         events = np.minimum(ends, np.where(running, np.inf, np.maximum(self.next, self.now[:, None])))
         after = events.min(axis=1)
@@ -234,6 +239,7 @@ class _Simulated:
         self.pace_ends[changed] = self.now[changed] + self.generator.exponential(1.0, changed.size) * host.lasts_ms
         idle_ms = np.maximum(now - self.idle_since[rows, model], host.idle_ms[0])
         paces = self.pace[rows] * np.interp(np.log(idle_ms), np.log(host.idle_ms), host.slower)
+        self.slower[rows, model] = np.clip(np.log(paces) / math.log(SLOWER), *SLOWER_RANGE)
         place = np.interp(paces, PACES, np.arange(len(PACES)))
         below = np.minimum(place.astype(int), len(PACES) - 2)
         cases, above = self.case_of[rows], place - below

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from benchmark.serving.config import BATCH, ServedModel
-from graph_model.simulation.serving import PACES, STEADY, Case, Served, served, set_of
+from graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Served, served, set_of
 from inference.core.chances import chance_within, in_words
 from inference.core.host_pace import HostPace
 from inference.sharing.co_runner import SAMPLES, NotShared
@@ -193,7 +193,7 @@ class Question:
             raise NotShared(self.fitted.target.name)
         self.alone_ms: Callable[[str, int, int, int], float] = cache(self._alone_ms)
         self.at_paces_ms: Callable[[str, int, int, int], Floats] = cache(self._at_paces_ms)
-        self.slowdowns: Callable[[str, PlacedModel, tuple[PlacedModel, ...]], Floats] = cache(self._slowdowns)
+        self.slowdowns: Callable[[str, PlacedModel, tuple[PlacedModel, ...], float], Floats] = cache(self._slowdowns)
 
     def plans(self) -> list[Plan]:
         """Every way with every choice of shares. Each batch is the smallest with room for the requests, where one has."""
@@ -216,8 +216,8 @@ class Question:
         Args:
             plan: what to simulate.
             end: with all runs at the lower (0) or the upper (1) end of their intervals; None: as predicted.
-            adding: whether the effects of several others add up, which saves simulating each set of them; under MPS they are
-                larger beside models that fill the GPU.
+            adding: whether the effects of several others add up and are those at the usual pace of the host, which saves
+                simulating each set of them, and at another pace; under MPS they are larger beside models that fill the GPU.
         """
         of_models = [PlacedModel(place, batch, plan.sharing.percent_of(place)) for place, batch in enumerate(plan.batches)]
         runs_ms = []
@@ -225,13 +225,15 @@ class Question:
             prediction = self.runs[place][batch].prediction
             ratio = 1.0 if end is None else prediction.interval_ms[end] / prediction.latency_ms
             runs_ms.append(ratio * self.at_paces_ms(plan.way, place, batch, percent))
-        slowdowns = np.ones((len(of_models), 1 << len(of_models), SAMPLES))
+        paces = (1.0, 1.0) if adding else (1.0, SLOWER)
+        slowdowns = np.ones((len(of_models), 1 << len(of_models), len(paces), SAMPLES))
         for model in of_models:
             others = [other for other in of_models if other != model]
             for some in chain.from_iterable(combinations(others, count) for count in range(1, len(of_models))):
                 number = set_of(other.place for other in some)
                 of_sets = [(other,) for other in some] if adding else [some]
-                together = 1.0 + sum(self.slowdowns(plan.way, model, of_set) - 1.0 for of_set in of_sets)
+                together = [1.0 + sum(self.slowdowns(plan.way, model, of_set, pace) - 1.0 for of_set in of_sets)
+                            for pace in paces]
                 slowdowns[model.place, [number, number | set_of([model.place])]] = together
         return Case([model.rate_per_s for model in self.models], plan.batches, runs_ms, slowdowns)
 
@@ -268,10 +270,10 @@ class Question:
         run = self.serving[place][batch]
         return np.array([self.ways[way].alone_ms(run.at_pace(pace), percent) for pace in PACES])
 
-    def _slowdowns(self, way: str, model: PlacedModel, others: tuple[PlacedModel, ...]) -> Floats:
+    def _slowdowns(self, way: str, model: PlacedModel, others: tuple[PlacedModel, ...], pace: float) -> Floats:
         """How many times as long as alone, with the same share, runs take while the others run in loops: equally likely ratios,
-        SAMPLES of them."""
-        (run, percent), *beside = ((self.serving[of.place][of.batch], of.percent) for of in (model, *others))
+        SAMPLES of them. `pace` is the host's, relative to the usual one of a host that serves."""
+        (run, percent), *beside = ((self.serving[of.place][of.batch].at_pace(pace), of.percent) for of in (model, *others))
         alone_ms, under_load = self.ways[way].beside(run, percent, beside)
         return under_load.slowdowns(alone_ms)
 

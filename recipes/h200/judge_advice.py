@@ -2,12 +2,12 @@
 
 Reads the predictors of --workspace and --target, and of the workspace --served the sets of models that were measured under
 several ways of sharing (benchmark/served_sets.py), and their kernel records. Each set is predicted under each way as it was
-measured, at the pace that the host's probe had in the servers' own processes, or else at that of the readings in the folder
-`host_pace`; and with the stalls that models had which were served alone there, or else with those of these readings, or with
-those that the servers saw.
+measured, at the mean pace that the host's probe had in the servers' own processes, or else at that of the readings in the
+folder `host_pace`; and with the stalls that models had which were served alone there, or else with those of these readings, or
+with those that the servers saw.
 
-The servers of the archives slept for some 50 µs between two runs, after which a virtual machine now and then goes on
-milliseconds later. They no longer do: with --begun-at-once latencies are those of the same runs without it.
+The servers of archives with several cards slept for some 50 µs between two runs, after which a virtual machine now and
+then goes on milliseconds later. They no longer do: with --begun-at-once latencies are those of the same runs without it.
 
 Prints the errors of a run beside the others, and of the mean and the 95th percentile of requests; and how often the way with
 the most predicted headroom met all objectives, of the sets in which any measured way did, and came within 5 % of the best

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compares what is said of sharing a GPU with measurements: models beside models in loops, and sets of models that were served.
-# Usage: recipes/h200/judge_advice.sh [workspace]     Three quarters of an hour on two cores.
+# Usage: recipes/h200/judge_advice.sh [workspace]     An hour and a quarter on two cores.
 # First on H200s, with the predictors that come with Hase; nothing was learned from what is judged. Then on H100s, whose predictors
 # are learned here; of what is judged only models that were served alone are learned from, which tell how a host serves requests.
 # Time slices are those of an H200.
@@ -16,19 +16,21 @@ unpack() { # archive folder
 }
 hase() { python "$1" --workspace "$out/learned" --target "$target" "${@:2}"; } # script option…
 
-unpack "$here/pairs-nvidia-h200.tar.xz" pairs-h200
-unpack "$here/served-nvidia-h200.tar.xz" served-h200
+for name in pairs served pairs-one-card served-one-card; do unpack "$here/$name-nvidia-h200.tar.xz" "$name-h200"; done
 judge=(--workspace "$out" --target nvidia-h200-cuda-ort1.31-all)
 python recipes/h200/judge_pairs.py "${judge[@]}" --measured "$out/pairs-h200"
+python recipes/h200/judge_pairs.py "${judge[@]}" --measured "$out/pairs-one-card-h200"
+python recipes/h200/judge_advice.py "${judge[@]}" --served "$out/served-one-card-h200"
 python recipes/h200/judge_advice.py "${judge[@]}" --served "$out/served-h200" --begun-at-once
 
 unpack recipes/gpus/nvidia-h100.tar.xz learned
-for name in sharing served served-again served-four; do unpack "$here/$name-nvidia-h100.tar.xz" "$name"; done
+for name in sharing served served-again served-four served-one-card; do unpack "$here/$name-nvidia-h100.tar.xz" "$name"; done
 hase training/train_kernel_model.py
 hase training/fit_composition.py
 hase training/fit_mps.py --ways "$out/sharing"
 hase training/fit_serving.py --served "$out/served"
 cp training/shipped/nvidia-h200-cuda-ort1.31-all/sharing.json "$out/learned/training/predictors/$target/"
+hase recipes/h200/judge_advice.py --served "$out/served-one-card"
 for name in served served-again served-four; do
   hase recipes/h200/judge_advice.py --served "$out/$name" --begun-at-once
 done

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from graph_model.simulation.pipeline import Floats
-from graph_model.simulation.serving import PACES, STEADY, Case, Host, Served, busy_share, served, set_of
+from graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Host, Served, busy_share, served, set_of
 
-ALONE = np.ones((1, 2, 1))
+ALONE = np.ones((1, 2, 2, 1))
 
 
 def beside(effects: Mapping[tuple[int, ...], Sequence[float]], models: int) -> Floats:
-    """How many times as long runs take: of the first model of each key beside the others of it; else they take no longer."""
-    slowdowns = np.ones((models, 1 << models, max(map(len, effects.values()), default=1)))
+    """How many times as long runs take at any pace: of the first model of each key beside the others of it; else they take no
+    longer."""
+    slowdowns = np.ones((models, 1 << models, 2, max(map(len, effects.values()), default=1)))
     for (model, *others), samples in effects.items():
         slowdowns[model, [set_of(others), set_of((model, *others))]] = samples
     return slowdowns
@@ -150,6 +151,16 @@ def test_several_others_together() -> None:
     slowdowns = beside({(0, 1): [1.5], (0, 2): [1.25], (0, 1, 2): [2.5]}, 3)
     case = Case([50.0, 5000.0, 5000.0], [1, 1, 1], [np.array([2.0])] * 3, slowdowns)
     assert served([case], np.random.default_rng(5))[0][0].run_ms == pytest.approx(5.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(("pace", "slowdown"), [(1.0, 2.0), (SLOWER, 1.5), (SLOWER**0.5, 1.75), (0.6, 2.5), (3.0, 1.25)])
+def test_a_wait_for_the_gpu_is_hidden_where_the_host_is_slow(pace: float, slowdown: float) -> None:
+    """Twice as long beside the other at the usual pace, and 1.5 times at SLOWER; beyond SLOWER_RANGE as at its ends."""
+    slowdowns = beside({(0, 1): [2.0]}, 2)
+    slowdowns[0, :, 1] = np.where(slowdowns[0, :, 1] > 1.0, 1.5, 1.0)
+    case = Case([50.0, 5000.0], [1, 1], [2.0 * np.array(PACES), np.array([3.0])], slowdowns)
+    host = Host(np.array([pace]), np.inf, *STEADY[2:])
+    assert served([case], np.random.default_rng(7), host=host)[0][0].run_ms == pytest.approx(2.0 * pace * slowdown, rel=1e-3)
 
 
 def test_cases_get_the_same_arrivals() -> None:

@@ -22,7 +22,7 @@ from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.core.uncertainty import CERTAIN, Span
 from inference.reporting.pairs import share_chart
-from inference.sharing.advice import FINAL, SEED, SPREADS, Question, SharingAdvice, advise, verdict
+from inference.sharing.advice import FINAL, SEED, SPREADS, Plan, Question, SharingAdvice, advise, verdict
 from inference.sharing.co_runner import SAMPLES, NotShared, UnderLoad
 from inference.sharing.mps import NotThroughMps
 from inference.sharing.shared_models import Pair
@@ -120,9 +120,11 @@ def test_effects_of_several_others(monkeypatch: pytest.MonkeyPatch, predictor: P
     question = Question(predictor.fitted, [net(10.0, 20.0)] * 3, runs)
     plan, = question.plans()
     exact, added = (question.case(plan, adding=adding).slowdowns for adding in (False, True))
-    assert exact.shape == (3, 8, SAMPLES)
-    assert [exact[0, set_of(some), 0] for some in ([], [0], [1], [0, 2], [1, 2], [0, 1, 2])] == [1.0, 1.0, 2.0, 2.0, 5.0, 5.0]
-    assert [added[0, set_of(some), 0] for some in ([1], [1, 2])] == [2.0, 3.0]
+    assert exact.shape == (3, 8, 2, SAMPLES)
+    assert (exact[:, :, 0] == exact[:, :, 1]).all()  # it takes as many times longer at any pace
+    sets: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (0, 2), (1, 2), (0, 1, 2))
+    assert [exact[0, set_of(some), 0, 0] for some in sets] == [1.0, 1.0, 2.0, 2.0, 5.0, 5.0]
+    assert [added[0, set_of(some), 0, 0] for some in ([1], [1, 2])] == [2.0, 3.0]
 
 
 def test_a_model_alone(predictor: Predictor) -> None:
@@ -130,7 +132,7 @@ def test_a_model_alone(predictor: Predictor) -> None:
     advice = advise(predictor, [net(100.0, 5.0)], [[1]])
     only, = advice.ways[0].models
     run = predictor.run(NET, dims={"batch": 1})
-    case = Case([100.0], [1], [np.array([run.alone_ms])], np.ones((1, 2, SAMPLES)))
+    case = Case([100.0], [1], [np.array([run.alone_ms])], np.ones((1, 2, 2, SAMPLES)))
     alone = served([case], np.random.default_rng(SEED), *FINAL)[0][0]
     assert (only.alone_ms, only.run_ms) == pytest.approx((run.alone_ms, run.alone_ms))
     assert only.p95_ms == only.latency_ms == pytest.approx(alone.percentile_ms(95))
@@ -193,6 +195,15 @@ def test_two_models_in_time_slices(predictor: Predictor) -> None:
     slowdowns = under_load.slowdowns(alone_ms)
     assert slowdowns.mean() == pytest.approx(pair.models[0].under_load.mean_ms / pair.models[0].idle_ms)
     assert slowdowns.min() < slowdowns.mean() < slowdowns.max()
+
+
+def test_a_slow_host_hides_waits_for_the_gpu(predictor: Predictor) -> None:
+    """In a run whose host takes longer, more of the wait for the GPU passes while the host is at work."""
+    models, runs = [net(300.0, 20.0), net(50.0, 20.0)], [{batch: predictor.run(NET, dims={"batch": batch})} for batch in (4, 1)]
+    question = Question(predictor.fitted, models, runs)
+    case = question.case(Plan(SLICES, SetSharing(), (4, 1)))
+    usual, slower = case.slowdowns[0, set_of([1])].mean(axis=1)
+    assert 1.0 < slower < usual
 
 
 def test_two_models_through_mps(through_mps: Predictor) -> None:

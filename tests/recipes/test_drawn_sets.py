@@ -23,7 +23,8 @@ def config() -> ServedSetsConfig:
 
 
 def test_the_files_are_what_the_generator_writes() -> None:
-    for name, seed in (("served_sets", 36), ("served_sets_again", 37), ("served_sets_fourth", 39)):
+    for name, seed in (("served_sets", 36), ("served_sets_again", 37), ("served_sets_fourth", 39),
+                       ("served_sets_one_card", 40)):
         assert CONFIG.with_name(f"{name}.yaml").read_text(encoding="utf-8") == config_text(40, seed)
     of_four = CONFIG.with_name("served_sets_of_four.yaml").read_text(encoding="utf-8")
     assert of_four == config_text(40, 38, (2, 3, 4))

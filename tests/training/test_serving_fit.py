@@ -14,7 +14,15 @@ from benchmark.serving.results import Requests
 from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
 from records.host_pace import Stalls
 from training.sharing.serving import read_serving
-from training.sharing.serving_fit import ServedRuns, learned_from, learned_host, served_in_slices, served_runs
+from training.sharing.serving_fit import (
+    ServedRuns,
+    host_pace_us,
+    learned_from,
+    learned_host,
+    paces_beside,
+    served_in_slices,
+    served_runs,
+)
 from utils.errors import UserError
 from utils.paths import SHIPPED, Workspace
 
@@ -80,6 +88,15 @@ def test_what_ships_was_learned_from_an_h100(served: Workspace, tmp_path: Path) 
     assert learned.host().paces.mean() == pytest.approx(1.0, abs=0.1)
     assert learned.host(Stalls(0.0, ())).stalls_per_s == learned.host().stalls_per_s == learned.stalls_per_s
     assert learned.host(Stalls(9.0, (8.0,))).stalls_ms.tolist() == [8.0]
+
+
+def test_a_host_that_changes_its_pace(served: Workspace) -> None:
+    """Runs take the mean of its paces; of a few readings beside, some of which may be disturbed, the median counts."""
+    result = served_in_slices(served)[1][0]
+    readings_us = [reading.probe_us for reading in paces_beside(served)]
+    assert host_pace_us([result], served) == pytest.approx(np.median(readings_us))
+    model = result.results[0].model_copy(update={"probe_us": (300.0, 300.0, 450.0)})
+    assert host_pace_us([result.model_copy(update={"results": (model,)})], served) == pytest.approx(350.0)
 
 
 def test_a_workspace_without_served_models(served: Workspace, tmp_path: Path) -> None:

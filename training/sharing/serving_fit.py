@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -108,14 +108,15 @@ def paces_beside(workspace: Workspace) -> list[MachinePace]:
 
 
 def host_pace_us(results: Iterable[SetResult], workspace: Workspace) -> float:
-    """The time of the host's probe (µs): the median of what the servers of some results read, or else of the readings in the
-    workspace's folder `host_pace`.
+    """The time of the host's probe (µs): the mean of what the servers of some results read, since a host may change between two
+    paces every few seconds; or else the median of the few readings in the workspace's folder `host_pace`.
 
     Raises:
         UserError: there are none, or one is damaged.
     """
-    readings = ([reading for result in results for of_model in result.results for reading in of_model.probe_us]
-                or [reading.probe_us for reading in paces_beside(workspace)])
+    if by_servers := [reading for result in results for of_model in result.results for reading in of_model.probe_us]:
+        return fmean(by_servers)
+    readings = [reading.probe_us for reading in paces_beside(workspace)]
     if not readings:
         raise UserError(f"{workspace.root / 'host_pace'}: no reading of the host's pace; make some while models are served: "
                         "python benchmark/host_pace.py --out FILE")
