@@ -2,8 +2,8 @@
 
 Requests of a model arrive as a Poisson process. One server takes them: whenever it is free, it runs all that wait, up to
 `batch`, first come, first served. A run takes the time of a full one, however many requests are in it. While other models run
-it goes on more slowly, by a factor for each set of them (`Case`). The host's pace changes meanwhile, and a host that was idle
-takes longer at first (`Host`).
+it goes on more slowly, by a factor for each set of them that depends on the host's pace (`Case`). That pace changes meanwhile,
+and a host that was idle takes longer at first (`Host`).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class _Simulated:
         self.host_share = np.clip((slower / usual - 1.0) / (SLOWER - 1.0), 0.0, 1.0)
         self.now, self.idle_since = np.zeros(rows), np.full((rows, models), -np.inf)
         self.pace, self.pace_ends = np.zeros(rows), np.zeros(rows)
-        self.slower = np.zeros((rows, models))  # of the run that goes on: how far its pace is from usual towards SLOWER
+        self.towards_slower = np.zeros((rows, models))  # how far the pace of the run that goes on is from usual: SLOWER is 1
         self.busy = np.zeros((rows, models), dtype=bool)
         self.left = np.full((rows, models), np.inf)  # of the run that goes on, as if it were alone
         self.next = np.stack([arrivals[:, 0] for arrivals in self.arrivals], axis=1)  # the first that has not begun
@@ -191,9 +191,9 @@ class _Simulated:
         """Goes to the next event of each row, if it comes until `last_ms`: the end of a run, or a request for a model that is
         free. False where there is none left."""
         running = self.busy.copy()
-        usual, slower = (self.slowdowns[self.case_of[:, None], self.models, (running @ self.bits)[:, None], at, self.sample]
-                         for at in (0, 1))
-        slowdowns = np.maximum(usual + self.slower * (slower - usual), LEAST_SLOWDOWN)
+        at_paces = self.slowdowns[self.case_of[:, None], self.models, (running @ self.bits)[:, None], :, self.sample]
+        usual, slower = at_paces[..., 0], at_paces[..., 1]
+        slowdowns = np.maximum(usual + self.towards_slower * (slower - usual), LEAST_SLOWDOWN)
         ends = np.where(running, self.now[:, None] + self.left * slowdowns, np.inf)
         events = np.minimum(ends, np.where(running, np.inf, np.maximum(self.next, self.now[:, None])))
         after = events.min(axis=1)
@@ -239,7 +239,7 @@ class _Simulated:
         self.pace_ends[changed] = self.now[changed] + self.generator.exponential(1.0, changed.size) * host.lasts_ms
         idle_ms = np.maximum(now - self.idle_since[rows, model], host.idle_ms[0])
         paces = self.pace[rows] * np.interp(np.log(idle_ms), np.log(host.idle_ms), host.slower)
-        self.slower[rows, model] = np.clip(np.log(paces) / math.log(SLOWER), *SLOWER_RANGE)
+        self.towards_slower[rows, model] = np.clip(np.log(paces) / math.log(SLOWER), *SLOWER_RANGE)
         place = np.interp(paces, PACES, np.arange(len(PACES)))
         below = np.minimum(place.astype(int), len(PACES) - 2)
         cases, above = self.case_of[rows], place - below

@@ -42,8 +42,8 @@ FINAL = (20_000, 400)  # and for the answer
 ROUNDS = 3  # of the search, each over all models
 MOST_MODELS = 4  # what was simulated; more are refused
 DISTURBED_PER_S = 2.0  # stalls of a host in a second of dispatching: the one that was learned from had 0.6, two others 5 and 9
-# Factors by which intervals are wider, by `disturbed`. With them intervals hold for 90 % of the percentiles in half of the sets
-# that were measured on such a host, and for 96 and 87 % in the other half (recipes/h200/judge_advice.py).
+# Factors by which intervals are wider, by `disturbed`. Chosen so that intervals held for 90 % of the percentiles in half of the
+# sets that were measured on such a host, before slowdowns depended on the pace; docs/sharing.md says for how many they do now.
 SPREADS = {False: 1.15, True: 1.75}
 ROOM = 1.5  # the search begins with batches for which so many times as many requests could come
 
