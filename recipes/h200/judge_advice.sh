@@ -24,13 +24,14 @@ python recipes/h200/judge_advice.py "${judge[@]}" --served "$out/served-one-card
 python recipes/h200/judge_advice.py "${judge[@]}" --served "$out/served-h200" --begun-at-once
 
 unpack recipes/gpus/nvidia-h100.tar.xz learned
-for name in sharing served served-again served-four served-one-card; do unpack "$here/$name-nvidia-h100.tar.xz" "$name"; done
+for name in sharing served served-again served-four served-one-card served-one-card-more pairs-one-card; do unpack "$here/$name-nvidia-h100.tar.xz" "$name"; done
 hase training/train_kernel_model.py
 hase training/fit_composition.py
 hase training/fit_mps.py --ways "$out/sharing"
 hase training/fit_serving.py --served "$out/served"
 cp training/shipped/nvidia-h200-cuda-ort1.31-all/sharing.json "$out/learned/training/predictors/$target/"
-hase recipes/h200/judge_advice.py --served "$out/served-one-card"
+hase recipes/h200/judge_pairs.py --measured "$out/pairs-one-card"
+for name in served-one-card served-one-card-more; do hase recipes/h200/judge_advice.py --served "$out/$name"; done
 for name in served served-again served-four; do
   hase recipes/h200/judge_advice.py --served "$out/$name" --begun-at-once
 done
