@@ -316,8 +316,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="what they are the operators of: networks of all kinds; language models as ONNX Runtime runs "
                              "them, with sizes around those of families of 0.5 to 14 billion parameters; any operator in "
                              "forms that are rare: of any rank, along any axes, with any groups and wide windows, of odd and "
-                             "huge sizes; or standard: what ONNX's own sets have for language models since 23, quantised "
-                             "networks, and networks in bfloat16 (default: networks)")
+                             "huge sizes; standard: what ONNX's own sets have for language models since 23, quantised "
+                             "networks, and networks in bfloat16; or host: what the CPU runs in a CUDA session, since CUDA "
+                             "lacks it, where there is no index (default: networks)")
     parser.add_argument("--errors", type=Path, metavar="FILE",
                         help="what training wrote to training/kernel_errors: --count further kernels, those of earlier calls "
                              "not counted, around those that are predicted worst")
@@ -360,7 +361,7 @@ def main() -> int:
         named = (args.cliffs and read_header(workspace.dataset(args.cliffs)).target) or (
             source.target if isinstance(source, KernelErrors) else None)
         flavours: Iterable[tuple[Flavour, Sequence[Drawn]]] = [
-            (named.flavour if named else flavour_of(resolve_device("auto")), ())]
+            (named.flavour if named else flavour_of("cpu" if args.free_kind == "host" else resolve_device("auto")), ())]
     else:
         flavours = map(indexed, index_paths(workspace))
     rows = []

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from records import attention
-from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_record import Kernel, KernelInput, Tensor, input_at
 from records.operators import operator_row
 from records.plain_attention import intermediate_bytes, plain_attended, projection_flops, projects
 
@@ -35,7 +35,9 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
         case "view" | "move":
             return 0
         case "convolution":
-            return out * (2 * math.prod(second.shape[1:]) + sum(tensor.present for tensor in inputs[2:4]))
+            weights = input_at(inputs, row.weights_input)
+            added = inputs[2:4] if row.weights_input == 1 else inputs[8:]  # quantised tensors have scales and zero points
+            return out * (2 * math.prod(weights.shape[1:]) + sum(tensor.present for tensor in added))
         case "transposed convolution":
             return 2 * first.elements * math.prod(second.shape[1:])
         case "gemm":

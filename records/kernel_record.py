@@ -178,7 +178,10 @@ class Kernel(Frozen):
 
     @property
     def dtype(self) -> str:
-        """The element type of the computation: that of the first floating-point input, else of the first input."""
+        """The element type of the computation: that of the first floating-point input, else of the first input; of an operator
+        on quantised tensors that of the first input."""
+        if operator_row(self.op_type).in_whole_numbers:
+            return input_at(self.inputs, 0).dtype
         first = ""
         for tensor in (*self.inputs, *self.outputs):
             if "float" in tensor.dtype:

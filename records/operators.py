@@ -18,7 +18,7 @@ OperatorClass = Literal["normalisation", "reduction", "elementwise", "movement",
 CostRule = Literal["view", "move", "elements", "convolution", "transposed convolution", "gemm", "product", "einsum",
                    "attention", "grouped attention", "experts", "recurrent", "window", "reduction", "trees"]
 LaunchRule = Literal["learned", "none", "one a step", "unequal parts", "many inputs"]
-Dispatch = Literal["own", "convolution", "product", "recurrent", "reducing"]
+Dispatch = Literal["own", "convolution", "product", "recurrent", "reducing", "einsum"]
 Linearity = Literal["linear", "multiplicative", "convolutional", "nonlinear"]
 Places = tuple[int, ...]
 
@@ -41,8 +41,9 @@ class Operator:
         launches: how often it launches work on a GPU. Mostly that is "learned", and at least once. "none": it reads only a
             tensor's shape, which the host knows. The others add what `kernel_costs.copied_tables` says.
         dispatch: what the host calls to dispatch it on CUDA: a kernel of ONNX Runtime's "own"; cuDNN for a "convolution" or a
-            "recurrent" layer; cuBLAS for a "product"; or it is "reducing", which makes few numbers from many: cuDNN for pools,
-            most reductions and the normalisation of channels, kernels of ONNX Runtime for softmaxes and layers.
+            "recurrent" layer; cuBLAS for a "product", or for an "einsum", which it first plans; or it is "reducing", which
+            makes few numbers from many: cuDNN for pools, most reductions and the normalisation of channels, kernels of ONNX
+            Runtime for softmaxes and layers.
         time_by_values: its CPU kernel's time depends on the values of its inputs: branches that they take, numbers that it
             sorts or finds, functions with several ways to compute them (ONNX Runtime 1.31: from 1.5 to 500 times as long).
         slow_on_cpu: whether ONNX Runtime's CPU provider computes it number by number, in many steps; None: if its class is
@@ -61,6 +62,7 @@ class Operator:
         sum_input: what a fused convolution adds to its result: Z of FusedConv, Sum of a Conv in blocked layout (NCHWc).
         single_inputs: inputs that are float32 whatever the type of the others.
         packed_inputs: inputs of whole numbers that stand for several quantised ones, or for a quantised one: any will do.
+        in_whole_numbers: it computes in the type of its first input, although scales of floating numbers come with it.
         positive_inputs: made-up inputs are positive, since it divides by them or takes roots or logarithms.
         keeps_shape: it has one output, of the first input's shape, as is known without a session.
         in_place: inputs whose buffer the output may take over (`MayInplace` of ONNX Runtime's kernels for a CPU).
@@ -101,6 +103,7 @@ class Operator:
     sum_input: int | None = None
     single_inputs: Places = ()
     packed_inputs: Places = ()
+    in_whole_numbers: bool = False
     positive_inputs: bool = False
     keeps_shape: bool = False
     in_place: Places = ()
@@ -144,7 +147,7 @@ TABLE = (
     # convolution
     Operator("Conv", "convolution", cost="convolution", dispatch="convolution", weights_input=1, sum_input=3,
              linearity="convolutional"),
-    Operator("ConvInteger", "convolution", weights_input=1),
+    Operator("ConvInteger", "convolution", cost="convolution", weights_input=1),
     Operator("ConvTranspose", "convolution", cost="transposed convolution", dispatch="convolution", weights_input=1,
              linearity="convolutional"),
     Operator("FusedConv", "convolution", base="Conv", cost="convolution", dispatch="convolution", weights_input=1, sum_input=3,
@@ -152,28 +155,28 @@ TABLE = (
     Operator("NhwcConv", "convolution", cost="convolution", dispatch="convolution", weights_input=1, linearity="convolutional"),
     Operator("NhwcFusedConv", "convolution", cost="convolution", dispatch="convolution", weights_input=1,
              linearity="convolutional"),
-    Operator("QLinearConv", "convolution", weights_input=3),
+    Operator("QLinearConv", "convolution", cost="convolution", weights_input=3, in_whole_numbers=True),
     # product
     Operator("Attention", "product", cost="attention", dispatch="product"),
     Operator("DecoderMaskedMultiHeadAttention", "product"),
-    Operator("DynamicQuantizeMatMul", "product"),
-    Operator("Einsum", "product", cost="einsum", dispatch="product", linearity="multiplicative"),
+    Operator("DynamicQuantizeMatMul", "product", cost="product"),
+    Operator("Einsum", "product", cost="einsum", dispatch="einsum", linearity="multiplicative"),
     Operator("FusedGemm", "product", base="Gemm", cost="gemm", dispatch="product", linearity="multiplicative"),
     Operator("FusedMatMul", "product", cost="product", dispatch="product", linearity="multiplicative"),
-    Operator("FusedMatMulActivation", "product"),
+    Operator("FusedMatMulActivation", "product", cost="product"),
     Operator("Gemm", "product", cost="gemm", dispatch="product", linearity="multiplicative"),
     Operator("GroupQueryAttention", "product", cost="grouped attention"),
     Operator("MatMul", "product", cost="product", dispatch="product", linearity="multiplicative"),
     Operator("MatMulInteger", "product", cost="product"),
-    Operator("MatMulIntegerToFloat", "product"),
+    Operator("MatMulIntegerToFloat", "product", cost="product"),
     Operator("MatMulNBits", "product", cost="product", packed_inputs=(1, 3)),
     Operator("MoE", "product", cost="experts"),
     Operator("MultiHeadAttention", "product", cost="attention", dispatch="product"),
     Operator("PackedAttention", "product", cost="attention"),
     Operator("PackedMultiHeadAttention", "product", cost="attention"),
     Operator("QAttention", "product"),
-    Operator("QGemm", "product"),
-    Operator("QLinearMatMul", "product"),
+    Operator("QGemm", "product", cost="gemm", in_whole_numbers=True),
+    Operator("QLinearMatMul", "product", cost="product", in_whole_numbers=True),
     Operator("QMoE", "product", cost="experts", packed_inputs=(2, 5, 8)),
     Operator("TransposeMatMul", "product", cost="product", dispatch="product", linearity="multiplicative"),
     # recurrent
@@ -218,8 +221,8 @@ TABLE = (
     Operator("CumSum", "reduction"),
     Operator("MaxRoiPool", "reduction"),
     Operator("NhwcMaxPool", "reduction"),
-    Operator("QLinearAveragePool", "reduction"),
-    Operator("QLinearGlobalAveragePool", "reduction"),
+    Operator("QLinearAveragePool", "reduction", in_whole_numbers=True),
+    Operator("QLinearGlobalAveragePool", "reduction", in_whole_numbers=True),
     Operator("ReduceL1", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
     Operator("ReduceL2", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
     Operator("ReduceLogSum", "reduction", cost="reduction", dispatch="reducing", input_since=(18, "axes")),
@@ -277,10 +280,10 @@ TABLE = (
     Operator("Or", "elementwise", linearity="linear"),
     Operator("PRelu", "elementwise", time_by_values=True, linearity="multiplicative"),
     Operator("Pow", "elementwise", element_flops=10, positive_inputs=True, linearity="multiplicative"),
-    Operator("QLinearAdd", "elementwise"),
-    Operator("QLinearLeakyRelu", "elementwise"),
-    Operator("QLinearMul", "elementwise"),
-    Operator("QLinearSigmoid", "elementwise"),
+    Operator("QLinearAdd", "elementwise", in_whole_numbers=True),
+    Operator("QLinearLeakyRelu", "elementwise", in_whole_numbers=True),
+    Operator("QLinearMul", "elementwise", in_whole_numbers=True),
+    Operator("QLinearSigmoid", "elementwise", in_whole_numbers=True),
     Operator("QuickGelu", "elementwise", element_flops=12, keeps_shape=True, linearity="multiplicative"),
     Operator("Reciprocal", "elementwise", positive_inputs=True, keeps_shape=True, in_place=(0,), linearity="multiplicative"),
     Operator("Relu", "elementwise", keeps_shape=True, in_place=(0,), linearity="multiplicative"),

@@ -85,6 +85,7 @@ class CollectorConfig(Config):
     model: EffortConfig = EffortConfig(budget_s=2.0, least_runs=6, most_runs=200)
     block_kernels: int = Field(32, ge=1)
     block_models: int = Field(1, ge=1)
+    carrier_mib: int = Field(0, ge=0)
     tracers: int = Field(1, ge=1, le=16)
     canary_drift: float = Field(DRIFT_ADMITTED, gt=0)
     attempts: int = Field(2, ge=1)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers, energy_batches
+from benchmark.collecting.work import CARRIER_BYTES, Item, KernelItem, ModelItem, carriers, energy_batches, of_like_work
 from measuring.actors import Measurer, Start, started
 from measuring.bench import Bench, Steadiness, busy_share
 from measuring.metrics.source import MetricSource
@@ -63,6 +63,11 @@ class KernelUnits:
         return tuple(label for label in self.labels if label in IN_MODEL_LABELS)
 
     @property
+    def carrier_bytes(self) -> int:
+        """The largest memory of one carrier's kernels, or of all that the tracers prepare at a time."""
+        return self.config.carrier_mib << 20 if self.config.carrier_mib else CARRIER_BYTES[self.device]
+
+    @property
     def variants(self) -> tuple[str, ...]:
         return () if self.level else self.config.variants_on(self.device)
 
@@ -78,7 +83,7 @@ class KernelUnits:
         if self.config.energy_s and self.config.energy_of_kernels and not self.level:
             measurements += [m for batch in energy_batches(sound, self.device) for m in self.measure_energy(batch)]
         if self.in_model_labels:
-            measurements += [m for group in carriers(sound, self.device)
+            measurements += [m for alike in of_like_work(sound) for group in carriers(alike, self.carrier_bytes)
                              for m in self.time_carrier(group, self.in_model_labels, self.workers.worker)]
         if GPU_LABEL in self.labels:
             measurements += self.trace_kernels(sound)
@@ -110,7 +115,7 @@ class KernelUnits:
         tracers = self.workers.tracers
         share = -(-len(items) // tracers.count)
         groups = [group for part in chunks(items, max(share, 1))
-                  for group in carriers(part, self.device, tracers.count)]
+                  for group in carriers(part, self.carrier_bytes / tracers.count)]
         tasks = [partial(self.time_carrier, group, (GPU_LABEL,)) for group in groups]
         return [m for part in tracers.each(tasks) for m in part]
 

@@ -16,7 +16,8 @@ from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.paths import Workspace, as_file_name, model_files
 
-CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # largest memory of one carrier's kernels
+LEAST_WORK, WORK_BITS = 1 << 15, 2  # operations and bytes: kernels with less, and within a factor of four, are alike
+CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # largest memory of one carrier's kernels, unless the config says it
 LEAST_IN_BATCH, MOST_IN_BATCH = 4, 16  # kernels whose energy is measured together
 
 
@@ -126,17 +127,27 @@ def energy_batches(items: Sequence[KernelItem], device: str) -> list[list[Kernel
         if item.kernel.moves_data:
             by_class.setdefault((item.kernel.op_type, item.kernel.dtype), []).append(item)
     return [batch for of_class in by_class.values()
-            if len(batch := next(carriers(of_class[:MOST_IN_BATCH], device))) >= LEAST_IN_BATCH]
+            if len(batch := next(carriers(of_class[:MOST_IN_BATCH], CARRIER_BYTES[device]))) >= LEAST_IN_BATCH]
 
 
-def carriers(items: Sequence[KernelItem], device: str, in_parallel: int = 1) -> Iterator[list[KernelItem]]:
-    """Groups of kernels, each for one carrier: one operator-set version per domain, and small enough that `side_by_side` of
-    them fit into memory at a time."""
+def of_like_work(items: Sequence[KernelItem]) -> list[list[KernelItem]]:
+    """Kernels in groups that take about as long as each other. What a profiler adds to each node's time is learned from what it
+    adds to a carrier's, and beside a kernel of some milliseconds that is lost in noise."""
+    groups: dict[int, list[KernelItem]] = {}
+    for item in items:
+        work = item.kernel.flops + item.kernel.bytes_read + item.kernel.bytes_written
+        groups.setdefault(max(work, LEAST_WORK).bit_length() // WORK_BITS, []).append(item)
+    return [groups[key] for key in sorted(groups)]
+
+
+def carriers(items: Sequence[KernelItem], most_bytes: float) -> Iterator[list[KernelItem]]:
+    """Groups of kernels, each for one carrier: one operator-set version per domain, and no more memory than `most_bytes`,
+    unless a single kernel takes more."""
     group: list[KernelItem] = []
     used, opsets = 0, dict[str, int]()
     for item in items:
         kernel = item.kernel
-        if group and (used + carrier_bytes(kernel) > CARRIER_BYTES[device] / in_parallel
+        if group and (used + carrier_bytes(kernel) > most_bytes
                       or opsets.get(kernel.domain, kernel.opset) != kernel.opset):
             yield group
             group, used, opsets = [], 0, {}

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from graph_model.simulation.pipeline import NodeKind, node_kind
 from inference.core.answers import Provenance
 from inference.core.buffers import Layout, layout_of
-from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, kernel_uncertainties
+from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, joined, kernel_uncertainties
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
 from records.measurement import GPU_LABEL
 from runtimes.ort.profile import RANGE, trip_ms
 from training.composition.cuda_nodes import (
+    PREDICTED_ON_HOST,
     SELECTION_RANGE,
     host_range,
     is_copy,
@@ -181,6 +182,9 @@ def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -
         uncertainty = None if takes_no_time(kernel) else learned.get(kernel.id)
         if time.provenance == "estimated":
             uncertainty = KernelUncertainty("on the CPU", Span(*host_range(kernel)), CERTAIN, True)
+        elif time.provenance == "predicted":
+            spans = [Span(*PREDICTED_ON_HOST), *([uncertainty.time] if uncertainty else [])]
+            uncertainty = KernelUncertainty("on the CPU", joined(spans), CERTAIN, True)
         contributions[key] = KernelInModel(time.time_ms, cast("Provenance", time.provenance), 0.0,
                                            node_kind(kernel, on_gpu=False), layout_of(kernel, "cuda"), uncertainty,
                                            on_host=True)

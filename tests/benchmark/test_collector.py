@@ -23,7 +23,7 @@ from conftest import build_workspace, endless, small_model
 from benchmark.collecting.collect import collect, plan
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.units import KernelUnits, open_bench, start_workers
-from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work
+from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work, of_like_work
 from kernel_model.sampling.seeds import SEED_FILE
 from measuring.actors import idle, measure_block
 from measuring.metrics.sources import open_source
@@ -575,8 +575,19 @@ def test_carriers_are_bounded_and_hold_one_version_of_a_domain() -> None:
 
     groups = [[(i.kernel.opset, i.kernel.inputs[0].elements >> 18) for i in group]
               for group in carriers([item(20), item(18), item(12, op_type="Softmax"), item(20, 150), item(20, 100),
-                                     item(20, 400)], "cpu")]
+                                     item(20, 400)], 512 << 20)]
     assert groups == [[(20, 0), (20, 0)], [(11, 0)], [(20, 150)], [(20, 100)], [(20, 400)]]
+
+
+def test_kernels_that_share_a_carrier_take_about_as_long() -> None:
+    """Of small ones all are alike; the others are within a factor of four."""
+    def item(elements: int) -> KernelItem:
+        x = KernelInput(dtype="float32", shape=(elements,))
+        return KernelItem(Path(), describe_kernel("Relu", "", 20, {}, [x], [x]))
+
+    groups = of_like_work([item(elements) for elements in (1 << 20, 4, 1 << 16, 3 << 16, 500, 7 << 20)])
+    sizes = [[i.kernel.inputs[0].elements for i in group] for group in groups]
+    assert sizes == [[4, 500], [1 << 16, 3 << 16], [1 << 20], [7 << 20]]
 
 
 # the worker process ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from inference import measure_missing
 from measuring.run_times import Effort
 from records.dataset_files import read_header, read_journal
 from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
-from runtimes.ort.profile import LEAST_SHARE, NodeEvent, ProfiledRun, profile_model, profiler_ms, unprofiled_ms
+from runtimes.ort.profile import LEAST_SHARE, MOST_ADDED_MS, NodeEvent, ProfiledRun, profile_model, profiler_ms, unprofiled_ms
 from tests.inference.test_missing_kernels import TARGET
 from tests.inference.test_no_training import CONFIG
 from utils.errors import UserError
@@ -38,6 +38,8 @@ def test_the_profilers_part_is_the_same_for_every_node() -> None:
     assert profiler_ms(times, dict.fromkeys(times, 1.0), 0.0915) == pytest.approx(0.010)
     assert profiler_ms(times, dict.fromkeys(times, 1.0), 0.200) == pytest.approx(0.0)  # never less than nothing
     assert profiler_ms({}, {}, 1.0) == 0.0
+    # a run that was ten times as fast says nothing of the profiler: a node's time is never more than MOST_ADDED_MS shorter
+    assert profiler_ms({"Conv": 5.0, "Gemm": 4.0}, {"Conv": 1.0, "Gemm": 1.0}, 0.9) == pytest.approx(MOST_ADDED_MS)
 
 
 def test_each_run_keeps_its_own_times() -> None:

@@ -60,9 +60,16 @@ def language_features(kernel: Kernel, gpu: Gpu = H200) -> list[float]:
         zeros = input_at(kernel.inputs, 3).present
         of_product = [float(kernel.attributes.get("bits", 4)), float(kernel.attributes.get("block_size", 32)), float(zeros),
                       math.log2(1 + product_rows(kernel))]
+    elif has_unsigned_weights(kernel):
+        of_product = [0.0, 0.0, 1.0, 0.0]
     elif operator_row(kernel.op_type).cost == "experts":
         of_product, of_experts = _experts(kernel)
     return [float(ALGORITHMS.index(algorithm)), float(parts), *of_attention, *of_product, *of_experts]
+
+
+def has_unsigned_weights(kernel: Kernel) -> bool:
+    """Whether a product multiplies by weights of whole numbers without a sign, which have a zero point."""
+    return kernel.op_type == "MatMulInteger" and input_at(kernel.inputs, 1).dtype == "uint8"
 
 
 def _experts(kernel: Kernel) -> tuple[list[float], list[float]]:

@@ -13,7 +13,16 @@ from typing import Literal
 
 import numpy as np
 
-from kernel_model.sampling.free_shapes import elementwise, forms, language, movement, products, reductions, standard
+from kernel_model.sampling.free_shapes import (
+    elementwise,
+    forms,
+    language,
+    movement,
+    on_host,
+    products,
+    reductions,
+    standard,
+)
 from kernel_model.sampling.free_shapes.sizes import Generator
 from records.kernel_record import Kernel
 
@@ -55,7 +64,13 @@ FORMS: tuple[tuple[Draw, float], ...] = (  # as often as libraries have algorith
 STANDARD: tuple[tuple[Draw, float], ...] = (
     (standard.attention, 340), (standard.norm, 40), (standard.rotary, 40), (standard.integer_product, 120),
     (standard.quantised_activation, 80), (standard.quantised_weight, 80), (standard.in_bfloat16, 200))
-Kind = Literal["networks", "language", "forms", "standard"]
+HOST: tuple[tuple[Draw, float], ...] = (  # as often as quantisers write them, and as their times depend on their sizes
+    (on_host.quantised_convolution, 300), (on_host.quantised_product, 200), (on_host.integer_product, 200),
+    (on_host.rounded_while_running, 80), (on_host.quantised_arithmetic, 100), (on_host.quantised_activation, 60),
+    (on_host.quantised_pool, 50), (on_host.moved_channels, 60), (on_host.bias, 30), (on_host.unary, 150),
+    (on_host.any_form, 200), (on_host.spectrum, 100), (on_host.distinct, 80), (on_host.drawn_classes, 40),
+    (on_host.pool, 40), (on_host.other, 60), (on_host.table_of_features, 120), (on_host.on_shapes, 160))
+Kind = Literal["networks", "language", "forms", "standard", "host"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,8 @@ class Table:
 TABLES: dict[Kind, Table] = {"networks": Table(DRAWS, ("float32", "float16")),
                              "language": Table(LANGUAGE, ("float16", "float16", "bfloat16")),
                              "forms": Table(FORMS, ("float32", "float16")),
-                             "standard": Table(STANDARD, ("float16", "float32", "bfloat16"))}
+                             "standard": Table(STANDARD, ("float16", "float32", "bfloat16")),
+                             "host": Table(HOST, ("float32", "float16"))}
 
 
 def draw_free_kernel(batch: int, generator: Generator, kind: Kind = "networks", dtypes: Sequence[str] = ()) -> Kernel:

@@ -51,8 +51,8 @@ def chosen(kernel: Kernel, position: int) -> np.ndarray | None:
     if kernel.domain:
         return None
     make = {("NonZero", 0): _nonzero, ("Compress", 1): _condition, ("NonMaxSuppression", 0): _boxes,
-            ("Unique", 0): _repeated, ("GridSample", 1): _within_one, ("Atanh", 0): _within_one,
-            ("Acosh", 0): _above_one}.get((kernel.op_type, position))
+            ("Unique", 0): _repeated, ("GridSample", 1): _within_one, ("Acos", 0): _within_one, ("Asin", 0): _within_one,
+            ("Atanh", 0): _within_one, ("Acosh", 0): _above_one}.get((kernel.op_type, position))
     return make(kernel) if make else None
 
 

@@ -1,0 +1,256 @@
+"""Kernels of no model that the CUDA provider lacks, so that the CPU provider runs them in a CUDA session.
+
+Quantisers write products and convolutions of whole numbers, which CUDA has only for signed ones. Signal processing, some
+functions of single numbers, and tables of features are left to the CPU, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kernel_model.sampling.draws import on_cuda
+from kernel_model.sampling.free_shapes import forms, products
+from kernel_model.sampling.free_shapes.forms import any_rank, any_shape, inferred
+from kernel_model.sampling.free_shapes.language import product_sizes, rows
+from kernel_model.sampling.free_shapes.sizes import (
+    CONTRIB,
+    Generator,
+    activation_shape,
+    as_float32,
+    channels,
+    channels_at,
+    indices,
+    kernel,
+    log_uniform,
+    numbers,
+    pick,
+    scalar,
+    side,
+    tensor,
+)
+from records.kernel_record import Kernel, KernelInput, Tensor, type_code
+from records.kernel_types import describe_kernel
+
+ML = "ai.onnx.ml"
+WHOLE = ("uint8", "uint8", "int8")  # quantisers mostly round activations to the first
+UNARY = ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Celu", "Cosh", "Hardmax", "Mish", "Sinh", "Tan")
+FRAME_LENGTHS = (64, 128, 256, 400, 512, 1024, 2048)  # of short-time Fourier transforms
+TRIES = 100  # forms, of which CUDA lacks some
+SOME_FORMS = (forms.unary, forms.binary, forms.choice, forms.cast, forms.reduction, forms.along_an_axis, forms.transpose,
+              forms.join, forms.pad, forms.repeat, forms.part)
+
+
+def _whole(generator: Generator) -> str:
+    return str(generator.choice(WHOLE))
+
+
+def _rounding(whole: str, *scales: int) -> list[KernelInput]:
+    """The scale and the zero point of a quantised tensor; of each channel where their number is given."""
+    return [tensor("float32", *scales, constant=True), tensor(whole, *scales, constant=True)]
+
+
+def quantised_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A convolution of quantised images: rounded again, with the channels before the pixels or behind them, or summed up in
+    whole numbers."""
+    of = products.convolution("float32", batch, generator)
+    image, weights, *bias = of.inputs
+    whole, out = _whole(generator), of.outputs[0].shape
+    activation, quantised = tensor(whole, *image.shape), tensor("int8", *weights.shape, constant=True)
+    if generator.random() < 0.2:
+        zero_points = [tensor(whole, constant=True), tensor("int8", constant=True)]
+        return kernel("ConvInteger", [activation, quantised, *zero_points], [Tensor(dtype="int32", shape=out)], **of.attributes)
+    behind = generator.random() < 0.5
+    if behind:
+        activation, out = tensor(whole, *_channels_last(image.shape)), _channels_last(out)
+    scales = weights.shape[:1] if generator.random() < 0.5 else ()
+    inputs = [activation, *_rounding(whole), quantised, *_rounding("int8", *scales), *_rounding(whole),
+              *(tensor("int32", *each.shape, constant=True) for each in bias)]
+    attributes = of.attributes | ({"channels_last": 1} if behind else {})
+    return kernel("QLinearConv", inputs, [out], CONTRIB if behind else "", **attributes)
+
+
+def _channels_last(shape: Sequence[int]) -> tuple[int, ...]:
+    return (shape[0], *shape[2:], shape[1])
+
+
+def _product_shape(batch: int, generator: Generator) -> tuple[tuple[int, ...], int, int]:
+    """The leading sizes, the depth and the columns of a product: of a language model, or of any layer."""
+    depth, columns = product_sizes(generator) if generator.random() < 0.3 else (
+        channels(generator, 32, 4096), channels(generator, 32, 4096))
+    lead = rows(batch, generator) if generator.random() < 0.6 else (batch * pick([1, 1, 2, 8, 49, 197], generator),)
+    return lead, depth, columns
+
+
+def integer_product(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A product of numbers of eight bits, without a sign, as they are rounded while a model runs."""
+    lead, depth, columns = _product_shape(batch, generator)
+    weights = str(generator.choice(["uint8", "int8"]))
+    return kernel("MatMulInteger", [tensor("uint8", *lead, depth), tensor(weights, depth, columns, constant=True),
+                                    tensor("uint8"), tensor(weights, constant=True)],
+                  [Tensor(dtype="int32", shape=(*lead, columns))])
+
+
+def quantised_product(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A product of quantised matrices that is rounded again, with a bias or without."""
+    lead, depth, columns = _product_shape(batch, generator)
+    whole = _whole(generator)
+    if generator.random() < 0.5:
+        inputs = [tensor(whole, *lead, depth), *_rounding(whole), tensor("int8", depth, columns, constant=True),
+                  *_rounding("int8"), *_rounding(whole)]
+        return kernel("QLinearMatMul", inputs, [(*lead, columns)])
+    inputs = [tensor(whole, lead[0], depth), *_rounding(whole), tensor("int8", columns, depth, constant=True),
+              *_rounding("int8"), tensor("int32", columns, constant=True), *_rounding(whole)]
+    return kernel("QGemm", inputs, [(lead[0], columns)], CONTRIB, alpha=1.0, transA=0, transB=1)
+
+
+def rounded_while_running(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """An activation to numbers of eight bits, whose range is looked for."""
+    shape = activation_shape(batch, generator)
+    return kernel("DynamicQuantizeLinear", [tensor("float32", *shape)],
+                  [Tensor(dtype="uint8", shape=shape), Tensor(dtype="float32", shape=()), Tensor(dtype="uint8", shape=())])
+
+
+def quantised_arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The sum or the product of two quantised activations."""
+    shape, whole = activation_shape(batch, generator), _whole(generator)
+    op = str(generator.choice(["QLinearAdd", "QLinearMul"], p=[0.75, 0.25]))
+    second = shape if generator.random() < 0.85 else (*shape[:2], *[1] * len(shape[2:]))
+    return kernel(op, [tensor(whole, *shape), *_rounding(whole), tensor(whole, *second), *_rounding(whole), *_rounding(whole)],
+                  [shape], CONTRIB)
+
+
+def quantised_activation(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A function of single quantised numbers."""
+    shape, whole = activation_shape(batch, generator), _whole(generator)
+    op = str(generator.choice(["QLinearSigmoid", "QLinearLeakyRelu"]))
+    slope: dict[str, Any] = {"alpha": as_float32(0.01)} if op == "QLinearLeakyRelu" else {}
+    return kernel(op, [tensor(whole, *shape), *_rounding(whole), *_rounding(whole)], [shape], CONTRIB, **slope)
+
+
+def quantised_pool(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The mean of a quantised image."""
+    pixels, whole, behind = side(generator), _whole(generator), int(generator.integers(2))
+    deep = channels_at(pixels, generator)
+    shape, out = [_channels_last(sizes) if behind else sizes
+                  for sizes in ((batch, deep, pixels, pixels), (batch, deep, 1, 1))]
+    return kernel("QLinearGlobalAveragePool", [tensor(whole, *shape), *_rounding(whole), *_rounding(whole)], [out], CONTRIB,
+                  channels_last=behind)
+
+
+def moved_channels(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The channels of a quantised image, from before the pixels to behind them, or back."""
+    pixels = side(generator)
+    image = (batch, channels_at(pixels, generator), pixels, pixels)
+    shape, order = (image, (0, 2, 3, 1)) if generator.random() < 0.5 else (_channels_last(image), (0, 3, 1, 2))
+    return kernel("Transpose", [tensor(_whole(generator), *shape)], [tuple(shape[axis] for axis in order)], perm=list(order))
+
+
+def bias(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A quantised bias to floating numbers, with one scale or one for each channel."""
+    deep = channels(generator)
+    about = (deep,) if generator.random() < 0.5 else ()
+    inputs = [tensor("int32", deep, constant=True), *_rounding("int32", *about)]
+    return kernel("DequantizeLinear", inputs, [Tensor(dtype="float32", shape=(deep,))], axis=0)
+
+
+def unary(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A function of single numbers."""
+    op = str(generator.choice(UNARY))
+    return inferred(op, [tensor("float32", *activation_shape(batch, generator))])
+
+
+def any_form(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """An operator in an element type that CUDA lacks."""
+    for _ in range(TRIES):
+        drawn = SOME_FORMS[int(generator.integers(len(SOME_FORMS)))](dtype, batch, generator)
+        if not on_cuda(drawn):
+            return drawn
+    raise ValueError(f"CUDA has all of {TRIES} drawn forms")
+
+
+def spectrum(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A Fourier transform of signals: of whole ones, or of frames that overlap."""
+    if generator.random() < 0.5:
+        frame = pick(FRAME_LENGTHS, generator)
+        step, length = frame // pick([2, 4], generator), frame * pick([2, 8, 16, 40], generator)
+        frames = (length - frame) // step + 1
+        onesided = int(generator.random() < 0.8)
+        out = (batch, frames, frame // 2 + 1 if onesided else frame, 2)
+        window = tensor("float32", frame, constant=True)
+        return kernel("STFT", [tensor("float32", batch, length, 1), scalar("int64", step), window, scalar("int64", frame)], [out],
+                      onesided=onesided)
+    length = pick([64, 100, 128, 256, 400, 512, 1000, 1024, 2048], generator)
+    lead, onesided = pick([1, 3, 16, 64, 256], generator), int(generator.integers(2))
+    return kernel("DFT", [tensor("float32", batch, lead, length, 1), KernelInput(dtype=""), scalar("int64", 2)],
+                  [(batch, lead, length // 2 + 1 if onesided else length, 2)], inverse=0, onesided=onesided)
+
+
+def distinct(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The different numbers among many."""
+    count = round(log_uniform(16, 200_000, generator))
+    kept = max(1, count // pick([1, 2, 4, 16, 256], generator))
+    values = indices((count,), kept) if generator.random() < 0.7 else tensor("float32", count)
+    return kernel("Unique", [values], [Tensor(dtype=values.dtype, shape=(kept,)), *(
+        Tensor(dtype="int64", shape=(size,)) for size in (kept, count, kept))], sorted=int(generator.integers(2)))
+
+
+def drawn_classes(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Classes drawn by their chances."""
+    classes, count = pick([16, 100, 1000, 8192, 32_000, 128_000], generator), pick([1, 1, 4, 64], generator)
+    return kernel("Multinomial", [tensor("float32", batch, classes)], [Tensor(dtype="int64", shape=(batch, count))], dtype=7,
+                  sample_size=count)
+
+
+def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The root of the mean square of windows, or of an image."""
+    pixels = side(generator)
+    image = tensor("float32", batch, channels_at(pixels, generator), pixels, pixels)
+    if generator.random() < 0.3:
+        return inferred("GlobalLpPool", [image], p=2)
+    window = pick([2, 3], generator)
+    return inferred("LpPool", [image], p=2, kernel_shape=[window] * 2, strides=[2, 2])
+
+
+def other(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Bits of whole numbers, means of several tensors, and products along an axis."""
+    shape = any_shape(any_rank(generator, 1, 4), generator, 2.0**22)
+    makers: tuple[Callable[[], Kernel], ...] = (
+        lambda: inferred(str(generator.choice(["BitwiseAnd", "BitwiseOr", "BitwiseXor"])), [tensor("int64", *shape)] * 2),
+        lambda: inferred("BitShift", [tensor("uint8", *shape)] * 2, direction="LEFT"),
+        lambda: inferred("BitwiseNot", [tensor("int32", *shape)]),
+        lambda: inferred("Mean", [tensor("float32", *shape)] * int(generator.integers(2, 5))),
+        lambda: inferred("Det", [tensor("float32", batch, *[pick([2, 3, 4, 16, 64], generator)] * 2)]))
+    return makers[int(generator.integers(len(makers)))]()
+
+
+def on_shapes(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Some whole numbers, such as the sizes of a tensor, which a session computes with on the CPU although CUDA could."""
+    count = pick([1, 1, 2, 3, 4, 8, 64, 512], generator)
+    values, other_values = tensor("int64", count), tensor("int64", count, constant=True)
+    makers: tuple[Callable[[], Kernel], ...] = (
+        lambda: inferred(str(generator.choice(["Add", "Sub", "Mul", "Div", "Max", "Min", "Equal", "Greater", "Less"])),
+                         [values, other_values]),
+        lambda: inferred("Cast", [values], to=type_code(str(generator.choice(["float32", "int32", "bool"])))),
+        lambda: inferred("Slice", [values, numbers(0), numbers(-(-count // 2)), numbers(0)]),
+        lambda: inferred("Gather", [values, indices((pick([1, 2, 4], generator),), count, constant=True)], axis=0),
+        lambda: inferred("Concat", [values] * pick([2, 3, 4], generator), axis=0),
+        lambda: inferred("Where", [tensor("bool", count), values, other_values]),
+        lambda: inferred(str(generator.choice(["ReduceProd", "ReduceSum", "ReduceMin", "ReduceMax"])), [values], keepdims=1))
+    return makers[int(generator.integers(len(makers)))]()
+
+
+def table_of_features(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Columns that are scaled, filled in, normalised, or weighed, as scikit-learn's pipelines do."""
+    examples, columns = batch * pick([1, 16, 256, 4096], generator), pick([4, 16, 30, 100, 784], generator)
+    table, classes, weights = tensor("float32", examples, columns), pick([2, 3, 10, 100], generator), [0.5] * columns
+    op = str(generator.choice(["Scaler", "Imputer", "Normalizer", "LinearClassifier", "LinearRegressor"]))
+    attributes_of: dict[str, dict[str, Any]] = {
+        "Scaler": {"offset": weights, "scale": weights}, "Imputer": {"imputed_value_floats": weights},
+        "Normalizer": {"norm": str(generator.choice(["L1", "L2", "MAX"]))},
+        "LinearRegressor": {"coefficients": weights, "intercepts": [0.0], "targets": 1, "post_transform": "NONE"},
+        "LinearClassifier": {"coefficients": weights * classes, "intercepts": [0.0] * classes, "multi_class": 1,
+                             "classlabels_ints": list(range(classes)), "post_transform": "SOFTMAX"}}
+    scores = Tensor(dtype="float32", shape=(examples, {"LinearRegressor": 1, "LinearClassifier": classes}.get(op, columns)))
+    outputs = [Tensor(dtype="int64", shape=(examples,)), scores] if op == "LinearClassifier" else [scores]
+    return describe_kernel(op, ML, 1, attributes_of[op], [table], outputs)
