@@ -25,8 +25,8 @@ Kinds = npt.NDArray[np.int_]  # the NodeKind of each node
 class NodeKind(IntEnum):
     """What a node costs the host that dispatches it: it only renames a tensor (VIEW), it runs a kernel of ONNX Runtime's own
     (OWN), it calls a library: cuDNN for a convolution (CONVOLUTION) or for a recurrent layer (RECURRENT), cuBLAS for a matrix
-    product (PRODUCT), it reduces or normalises, with cuDNN or without (REDUCING), or it attends with cuDNN or flash attention
-    (ATTENTION)."""
+    product (PRODUCT), it reduces or normalises, with cuDNN or without (REDUCING), it attends with cuDNN or flash attention
+    (ATTENTION), or it plans and calls a product for any indices (EINSUM)."""
 
     VIEW = 0
     OWN = 1
@@ -35,6 +35,7 @@ class NodeKind(IntEnum):
     RECURRENT = 4
     REDUCING = 5
     ATTENTION = 6
+    EINSUM = 7
 
 
 # of operators that are computed in several ways, by their algorithm; ONNX Runtime's own kernels otherwise
@@ -91,6 +92,7 @@ class PipelineCosts(Frozen):
         recurrent_launch_ms: what each launch of a recurrent layer costs it in addition.
         reducing_ms: what a reduction, normalisation, softmax or pool costs it in addition.
         attention_ms: what attention with cuDNN or flash attention costs it in addition; known from language models alone.
+        einsum_ms: what an Einsum costs it in addition.
         start_ms: the host's time before the first node.
         gap_ms: the GPU's pause between the work of two launches.
         lead_ms: from a launch to the start of its work on an idle GPU. It is fitted to whole runs, and negative where it makes
@@ -110,6 +112,7 @@ class PipelineCosts(Frozen):
     recurrent_launch_ms: float = 0.0
     reducing_ms: float = 0.0
     attention_ms: float = 0.0
+    einsum_ms: float = 0.0
 
     def at_pace(self, pace: float) -> PipelineCosts:
         """The costs where the host takes `pace` times as long for everything it does. The GPU's pauses stay as they are."""
@@ -126,7 +129,7 @@ def own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     """The host's time for the dispatch of each node."""
     of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.convolution_ms, costs.node_ms + costs.product_ms,
                         costs.node_ms, costs.node_ms + costs.reducing_ms,
-                        costs.node_ms + costs.attention_ms])  # in the order of NodeKind
+                        costs.node_ms + costs.attention_ms, costs.node_ms + costs.einsum_ms])  # in the order of NodeKind
     return of_kind[tracks.kinds] + launch_ms(tracks, costs) * tracks.launches
 
 
@@ -274,7 +277,7 @@ def _ends(tracks: Tracks) -> tuple[Floats, Floats]:
     of_node = {"node_ms": tracks.kinds != NodeKind.VIEW, "view_ms": tracks.kinds == NodeKind.VIEW, "launch_ms": tracks.launches,
                "convolution_ms": tracks.kinds == NodeKind.CONVOLUTION, "product_ms": tracks.kinds == NodeKind.PRODUCT,
                "recurrent_launch_ms": tracks.launches * recurrent, "reducing_ms": tracks.kinds == NodeKind.REDUCING,
-               "attention_ms": tracks.kinds == NodeKind.ATTENTION}
+               "attention_ms": tracks.kinds == NodeKind.ATTENTION, "einsum_ms": tracks.kinds == NodeKind.EINSUM}
     host = np.zeros((len(tracks.kinds) + 1, len(COSTS)))
     for name, counts in of_node.items():
         host[1:, COSTS.index(name)] = np.cumsum(counts)

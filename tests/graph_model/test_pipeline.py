@@ -37,7 +37,7 @@ def simulate(tracks: Tracks, costs: PipelineCosts) -> float:
     for time, count, kind in zip(*tracks, strict=True):
         host += costs.node_ms if kind else costs.view_ms
         host += {NodeKind.CONVOLUTION: costs.convolution_ms, NodeKind.PRODUCT: costs.product_ms,
-                 NodeKind.REDUCING: costs.reducing_ms}.get(kind, 0.0)
+                 NodeKind.REDUCING: costs.reducing_ms, NodeKind.EINSUM: costs.einsum_ms}.get(kind, 0.0)
         for _ in range(int(count)):
             host += costs.launch_ms + (costs.recurrent_launch_ms if kind == NodeKind.RECURRENT else 0.0)
             gpu = max(gpu, host + costs.lead_ms) + time / count + costs.gap_ms
@@ -88,12 +88,13 @@ def test_a_librarys_call_costs_the_host_more() -> None:
     assert (twice.convolution_ms, twice.product_ms, twice.recurrent_launch_ms, twice.gap_ms) == (14.0, 6.0, 1.0, 0.25)
 
 
-def test_a_reduction_costs_the_host_more_where_that_was_fitted() -> None:
-    """Older files have no such cost, so predictions from them stay the same."""
+def test_a_reduction_or_an_einsum_costs_the_host_more_where_that_was_fitted() -> None:
+    """Older files have no such costs, so predictions from them stay the same."""
     costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.0, lead_ms=0.0, end_ms=0.0)
-    tracks = Tracks(np.zeros(2), np.ones(2), np.array([NodeKind.OWN, NodeKind.REDUCING]))
-    assert dispatched_ms(tracks, costs).tolist() == [13.0, 16.0]
-    assert dispatched_ms(tracks, costs.model_copy(update={"reducing_ms": 0.5})).tolist() == [13.0, 16.5]
+    for kind, name in ((NodeKind.REDUCING, "reducing_ms"), (NodeKind.EINSUM, "einsum_ms")):
+        tracks = Tracks(np.zeros(2), np.ones(2), np.array([NodeKind.OWN, kind]))
+        assert dispatched_ms(tracks, costs).tolist() == [13.0, 16.0]
+        assert dispatched_ms(tracks, costs.model_copy(update={name: 0.5})).tolist() == [13.0, 16.5]
 
 
 def test_the_gpu_works_on_a_nodes_first_launches_while_the_host_makes_the_others() -> None:
@@ -107,6 +108,7 @@ def test_the_gpu_works_on_a_nodes_first_launches_while_the_host_makes_the_others
 
 @pytest.mark.parametrize(("op_type", "shapes", "kind"), [
     ("Conv", ((1, 3, 8, 8), (4, 3, 3, 3)), NodeKind.CONVOLUTION), ("MatMul", ((2, 3), (3, 4)), NodeKind.PRODUCT),
+    ("Einsum", ((2, 3), (3, 4)), NodeKind.EINSUM),
     ("ReduceMean", ((2, 3),), NodeKind.REDUCING), ("SkipLayerNormalization", ((2, 3),) * 3, NodeKind.REDUCING),
     ("MaxPool", ((1, 3, 8, 8),), NodeKind.REDUCING), ("Softmax", ((2, 3),), NodeKind.REDUCING),
     ("Relu", ((2, 3),), NodeKind.OWN), ("Reshape", ((2, 3), (2,)), NodeKind.VIEW)])

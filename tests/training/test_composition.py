@@ -15,6 +15,7 @@ from training.composition.fitted import Candidate, Kind, composition_path, laten
 from training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_line
 from training.composition.formulas import fit_line, leave_out
 from training.composition.held_out import predict_out_of_fold
+from training.composition.host_side import DEFAULT_COSTS, host_costs_path, host_sha256
 from training.composition.intervals import error_range_of
 from training.composition.measured_models import MeasuredModel, kernels_overlap, left_out_groups, measured_models, tracks
 from training.kernels import estimators
@@ -337,6 +338,21 @@ def test_a_forced_composition_is_kept_until_another_is_asked_for(trained: Worksp
     assert chosen_again is not None
     assert (chosen_again.kind != "critical_path", chosen_again.forced) == (True, False)
     assert kept_composition(trained, TARGET.name, chosen_again.kind) is None  # it was chosen, not forced
+
+
+def test_a_composition_is_fitted_again_once_something_else_is_known_of_the_host(trained: Workspace) -> None:
+    printed("training/fit_composition.py", "--workspace", trained.root)
+    folder = trained.predictors(TARGET.name)
+    assert kept_composition(trained, TARGET.name) is not None
+    files.write_json(host_costs_path(folder), DEFAULT_COSTS)
+    try:
+        assert kept_composition(trained, TARGET.name) is None
+        printed("training/fit_composition.py", "--workspace", trained.root)
+        kept = kept_composition(trained, TARGET.name)
+        assert kept is not None
+        assert kept.host_sha256 == host_sha256(folder) != ""
+    finally:
+        host_costs_path(folder).unlink()
 
 
 def test_an_interval_covers_nine_of_ten() -> None:

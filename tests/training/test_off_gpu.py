@@ -24,6 +24,8 @@ from runtimes import local_target
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.profile import CONDITION_MS
 from training.composition.cuda_nodes import (
+    EIGHT_BIT_FLOPS_PER_MS,
+    HOST_KERNEL_MS,
     HOST_RANGE,
     guessed_ms,
     host_range,
@@ -340,3 +342,14 @@ def test_a_slow_kernel_of_the_host_is_estimated_from_its_elements() -> None:
     assert guessed_ms(drawn) == pytest.approx(0.3, rel=0.3)
     assert guessed_ms(gathered) < 0.02
     assert host_range(drawn)[1] > HOST_RANGE[1]
+
+
+def test_a_product_of_eight_bit_numbers_is_guessed_by_its_operations() -> None:
+    """Of 64 rows, so that its operations and not its bytes take the time; one of floating numbers takes longer."""
+    def product(op_type: str, dtype: str, out: str) -> Kernel:
+        inputs = [KernelInput(dtype=dtype, shape=(64, 1024)), KernelInput(dtype=dtype, shape=(1024, 1024), constant=True)]
+        return describe_kernel(op_type, "", 20, {}, inputs, [Tensor(dtype=out, shape=(64, 1024))])
+
+    eight_bits, floating = product("MatMulInteger", "uint8", "int32"), product("MatMul", "float32", "float32")
+    assert guessed_ms(eight_bits) == pytest.approx(HOST_KERNEL_MS + 2 * 64 * 1024 * 1024 / EIGHT_BIT_FLOPS_PER_MS)
+    assert guessed_ms(floating) > 2 * guessed_ms(eight_bits)

@@ -14,9 +14,13 @@ from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
 from records.operators import operator_row
 
-HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the two rates
+HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the next rate
 HOST_FLOPS_PER_MS = 150e6
-HOST_BYTES_PER_MS = 10e6
+# Medians by operator of kernels of no model (recipes/h200/collect_kernels.sh host) on a Xeon of 16 threads: products and
+# convolutions of eight-bit numbers do 300 to 1,500 operations in a nanosecond where activations have no sign, and 30 to 140
+# where they have; products of few rows, roundings and sums move 27 to 55 bytes.
+EIGHT_BIT_FLOPS_PER_MS = 700e6
+HOST_BYTES_PER_MS = 30e6
 # Of each number that a slow kernel reads; a choice. On a Xeon of 16 threads Atan takes 2 ns, Unique 5, Multinomial 10, Asinh 25
 # and STFT 100 (geometric mean 12; 8 with Col2Im, which takes 0.9 but only adds and moves).
 SLOW_MS = 8e-6
@@ -126,7 +130,8 @@ def guessed_ms(kernel: Kernel) -> float:
         return 0.0
     bytes_moved = kernel.bytes_read + kernel.bytes_written
     numbers = sum(tensor.elements for tensor in kernel.activations)
-    return HOST_KERNEL_MS + max(kernel.flops / HOST_FLOPS_PER_MS, bytes_moved / HOST_BYTES_PER_MS,
+    flops_per_ms = EIGHT_BIT_FLOPS_PER_MS if kernel.dtype in ("uint8", "int8") else HOST_FLOPS_PER_MS
+    return HOST_KERNEL_MS + max(kernel.flops / flops_per_ms, bytes_moved / HOST_BYTES_PER_MS,
                                 numbers * SLOW_MS if is_slow(kernel) else 0.0)
 
 

@@ -120,6 +120,7 @@ class Composition(Formula):
         dataset_sha256: of the kernel table that the predictors were trained on.
         models_sha256: of the table of models' latencies.
         predictors_created: when the predictors that it was fitted with were trained.
+        host_sha256: of what was learned of the host before; empty where nothing was.
         models: of the fit.
         interval: of predictions with all kernels predicted; None where too few models were held out.
         interval_measured: of predictions with all kernels measured; None where it is not known.
@@ -140,6 +141,7 @@ class Composition(Formula):
     dataset_sha256: str
     models_sha256: str
     predictors_created: str
+    host_sha256: str = ""
     candidates: tuple[Candidate, ...]
     models: tuple[FittedModel, ...]
     interval: ErrorRange | None = None

@@ -55,6 +55,7 @@ from training.composition.formulas import (
     mape,
 )
 from training.composition.held_out import calibrated_interval, predict_as_learned
+from training.composition.host_side import host_sha256
 from training.composition.intervals import error_range_of
 from training.composition.measured_models import (
     MeasuredModel,
@@ -121,7 +122,8 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
     interval = error_range_of(predicted, latency, groups) if by_family else None
     return Composition(
         **used.formula(), left_out=left_out, dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target),
-        predictors_created=sidecar.created, candidates=tuple(attempt.candidate for attempt in tried),
+        predictors_created=sidecar.created, host_sha256=host_sha256(workspace.predictors(target)),
+        candidates=tuple(attempt.candidate for attempt in tried),
         models=tuple(FittedModel(model=model.record.model, group=model.group, measured_ms=model.latency_ms,
                                  predicted_ms=float(predicted_ms))
                      for model, predicted_ms in zip(models, predicted, strict=True)),
@@ -144,7 +146,8 @@ def kept_composition(workspace: Workspace, target: str, forced: Kind | None = No
         kept, sidecar = read_composition(folder), read_sidecar(folder)
     except UserError:  # another version, or other predictors: fit again
         return None
-    same = (kept.predictors_created, kept.models_sha256) == (sidecar.created, models_sha256(workspace, target))
+    same = (kept.predictors_created, kept.models_sha256, kept.host_sha256) == (
+        sidecar.created, models_sha256(workspace, target), host_sha256(folder))
     asked = kept.kind == forced if kept.forced else forced is None
     return kept if same and asked else None
 

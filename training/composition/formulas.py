@@ -54,8 +54,11 @@ RECURRENT_LAUNCHES = 0.35
 # Host times of models say that a reduction, normalisation, softmax or pool takes about 3 us longer than another node of one
 # launch. Each collection held out in turn, it lowers the mean error of latencies from measured kernels from 3.67 to 3.55 %.
 REDUCING_LAUNCHES = 0.5
+# An Einsum of two tensors takes 24 to 49 µs to dispatch (six kernels of no model, on an H100:
+# recipes/cuda_kernels/measure_dispatch.py), which is 9 µs longer, at the median, than a product with as many launches.
+EINSUM_LAUNCHES = PRODUCT_LAUNCHES + 2.0
 FOLLOWING = {"convolution_ms": CONVOLUTION_LAUNCHES, "product_ms": PRODUCT_LAUNCHES, "recurrent_launch_ms": RECURRENT_LAUNCHES,
-             "reducing_ms": REDUCING_LAUNCHES}
+             "reducing_ms": REDUCING_LAUNCHES, "einsum_ms": EINSUM_LAUNCHES}
 NOT_FITTED = ("attention_ms",)  # is learned from language models (training/llm)
 FITTED = tuple(name for name in PipelineCosts.model_fields if name not in FOLLOWING and name not in NOT_FITTED)
 FIRST = PipelineCosts(node_ms=2 * US, view_ms=0.3 * US, launch_ms=4 * US, start_ms=5 * US, gap_ms=1 * US, lead_ms=-5 * US,

@@ -232,6 +232,12 @@ def read_host_side(folder: Path) -> HostSide:
     return HostSide(read_host_costs(folder), read_predictors(of_kernels), read_uncertainty(of_kernels))
 
 
+def host_sha256(folder: Path) -> str:
+    """The hash of what was learned of the host of the target whose predictors lie in `folder`; empty where nothing was."""
+    paths = [path for path in (host_costs_path(folder), sidecar_path(host_folder(folder))) if path.is_file()]
+    return files.digest_of([files.sha256(path) for path in paths]) if paths else ""
+
+
 class Step(NamedTuple):
     """A node of a simulated run: the GPU's time and launches, the host's own time, and whether the host waits for the GPU."""
 

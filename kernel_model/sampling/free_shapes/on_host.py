@@ -177,9 +177,8 @@ def spectrum(dtype: str, batch: int, generator: Generator) -> Kernel:
         frames = (length - frame) // step + 1
         onesided = int(generator.random() < 0.8)
         out = (batch, frames, frame // 2 + 1 if onesided else frame, 2)
-        window = tensor("float32", frame, constant=True)
-        return kernel("STFT", [tensor("float32", batch, length, 1), scalar("int64", step), window, scalar("int64", frame)], [out],
-                      onesided=onesided)
+        signal, window = tensor("float32", batch, length, 1), tensor("float32", frame, constant=True)
+        return kernel("STFT", [signal, scalar("int64", step), window, scalar("int64", frame)], [out], onesided=onesided)
     length = pick([64, 100, 128, 256, 400, 512, 1000, 1024, 2048], generator)
     lead, onesided = pick([1, 3, 16, 64, 256], generator), int(generator.integers(2))
     return kernel("DFT", [tensor("float32", batch, lead, length, 1), KernelInput(dtype=""), scalar("int64", 2)],
