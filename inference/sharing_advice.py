@@ -4,7 +4,8 @@ Give each model with the rate of its requests and its objective: --model, --rate
 order. For each way of sharing that was learned for the target, the time of each model's run is predicted, alone and beside the
 others, and its requests are simulated: they arrive at random, wait, and are run together, in runs of the batch's size. The way
 with the most headroom wins: the least of the models' (objective − latency) ÷ objective. Prints a row for each way and model,
-and a sentence. Exit status 4: no way meets all objectives.
+and a sentence. Instances (MIG) come last: they were never measured, and follow from the data sheet. Exit status 4: no way meets
+all objectives.
 """
 
 from __future__ import annotations

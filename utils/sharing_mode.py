@@ -177,12 +177,15 @@ class SetSharing(NamedTuple):
     """A way in which the models of a set share a GPU, each in a process of its own.
 
     Attributes:
-        mps: whether through MPS; else in time slices.
+        mps: whether through MPS; else in time slices, or in instances where these are named.
         percents: the share of the GPU's threads (1–100) that each model may use, in the set's order, or one for every model.
+        instances: the kind of instance (MIG) that each model has to itself, in the set's order; none where there are no
+            instances. Nothing can be measured in them yet, so `parse` knows none.
     """
 
     mps: bool = False
     percents: tuple[int, ...] = (ALL_THREADS,)
+    instances: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -200,7 +203,9 @@ class SetSharing(NamedTuple):
         return cls(True, percents)
 
     def __str__(self) -> str:
-        """As people write it; `parse` reads it."""
+        """As people write it; `parse` reads it, but for instances."""
+        if self.instances:
+            return f"mig:{'/'.join(self.instances)}"
         if not self.mps:
             return SLICES
         return "mps" if self.percents == (ALL_THREADS,) else f"mps:{'/'.join(map(str, self.percents))}"

@@ -15,6 +15,7 @@ from records.kernel_record import Kernel, ModelRecord
 from records.measurement import GPU_LABEL
 from runtimes.ort.profile import RANGE, trip_ms
 from training.composition.cuda_nodes import (
+    LEAST_BYTES,
     PREDICTED_ON_HOST,
     SELECTION_RANGE,
     host_range,
@@ -182,7 +183,7 @@ def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -
         uncertainty = None if takes_no_time(kernel) else learned.get(kernel.id)
         if time.provenance == "estimated":
             uncertainty = KernelUncertainty("on the CPU", Span(*host_range(kernel)), CERTAIN, True)
-        elif time.provenance == "predicted":
+        elif time.provenance == "predicted" and kernel.bytes_read + kernel.bytes_written >= LEAST_BYTES:
             spans = [Span(*PREDICTED_ON_HOST), *([uncertainty.time] if uncertainty else [])]
             uncertainty = KernelUncertainty("on the CPU", joined(spans), CERTAIN, True)
         contributions[key] = KernelInModel(time.time_ms, cast("Provenance", time.provenance), 0.0,

@@ -19,10 +19,12 @@ from benchmark.serving.config import BATCH, ServedModel
 from graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Served, served, set_of
 from inference.core.chances import chance_within, in_words
 from inference.core.host_pace import HostPace
+from inference.core.uncertainty import CERTAIN
 from inference.sharing.co_runner import SAMPLES, NotShared
+from inference.sharing.instances import NEVER_MEASURED, SPAN
 from inference.sharing.mps import learned_elsewhere
 from inference.sharing.shared_models import PERCENTILE
-from inference.sharing.ways import MPS, MPS_SHARES, ways_of
+from inference.sharing.ways import MIG, MPS, MPS_SHARES, ways_of
 from records.host_pace import MEASURE
 from utils.config import Config
 from utils.errors import UserError
@@ -64,7 +66,7 @@ class AdvisedModel(Frozen):
     Attributes:
         model, dims: the file's name without its ending, and the sizes given to its dynamic dimensions, its batch too.
         batch: the most requests in a run, and the size of each run.
-        percent: the most of the GPU's threads that it may use; None where the way has no shares.
+        percent: the most of the GPU's threads that it may use, or has in its instance; None where the way has no shares.
         rate_per_s: the requests that come.
         alone_ms: a run, while nothing else runs.
         run_ms: a run beside the other models, on average.
@@ -78,7 +80,7 @@ class AdvisedModel(Frozen):
         busy: the share of the time in which a run goes on; a ratio.
         stable: whether fewer requests come than full runs could take.
         rough_estimate: whether the prediction of its runs is one, or the host stalls much more often than one that was learned
-            from.
+            from, or the way was never measured on any GPU, as instances (MIG).
         estimated_operators: of the prediction of its runs.
     """
 
@@ -110,7 +112,7 @@ class SharedWay(Frozen):
 
     Attributes:
         way: its name, without shares.
-        sharing: with shares, as benchmark/served_sets.py takes it.
+        sharing: with shares, as benchmark/served_sets.py takes it, or with the kind of instance for each model (`mig:4g/3g`).
         models: in the order in which they were given.
         meets: whether all meet their objectives.
         headroom: the least of the models; None where a model's requests are not answered.
@@ -132,9 +134,11 @@ class SharingAdvice(Frozen):
     Attributes:
         target: whose GPU.
         percentile: of the requests, in per cent, must keep to the objectives.
-        advised: the way with the most headroom, as `sharing` has it; where none meets all objectives, it comes closest.
+        advised: the measured way with the most headroom, as `sharing` has it; where none meets all objectives, it comes
+            closest.
         meets: whether it meets all objectives.
-        ways: the best shares and batches of each way, the one with the most headroom first.
+        ways: the best shares and batches of each way, the one with the most headroom first; last the one that was never
+            measured.
         not_learned: ways whose times were not learned for the target.
         warnings: of the predictions that `ways` shows.
     """
@@ -246,14 +250,16 @@ class Question:
         """Whether the host stalls much more often than one that was learned from."""
         return self.host.stalls_per_s > DISTURBED_PER_S
 
-    def between_ms(self, low: Served, high: Served) -> tuple[float, float]:
+    def between_ms(self, low: Served, high: Served, way: str = "") -> tuple[float, float]:
         """The 90 % interval of the latency that has an objective.
 
         Args:
             low, high: with all runs at the lower and at the upper ends of their intervals.
+            way: of sharing; wider for one that was never measured.
         """
-        spread = SPREADS[self.disturbed]
-        return low.percentile_ms(self.percentile) / spread, high.percentile_ms(self.percentile) * spread
+        spread, further = SPREADS[self.disturbed], SPAN if way == MIG else CERTAIN
+        return (low.percentile_ms(self.percentile) / spread * further.low,
+                high.percentile_ms(self.percentile) * spread * further.high)
 
     def merit(self, results: Sequence[Served]) -> tuple[float, ...]:
         """What a plan is chosen by, more is better: the headrooms, the least first; then, where requests are not answered, how
@@ -305,7 +311,7 @@ def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequenc
     for plan, results in zip(plans, question.simulated([question.case(plan) for plan in plans], FINAL), strict=True):
         if plan.way not in best or question.merit(results) > question.merit(best[plan.way][1]):
             best[plan.way] = plan, results
-    ranked = sorted(best.values(), key=lambda found: question.merit(found[1]), reverse=True)
+    ranked = sorted(best.values(), key=lambda found: (found[0].way != MIG, question.merit(found[1])), reverse=True)
     ends = question.simulated([question.case(plan, end) for plan, _ in ranked for end in (0, 1)], FINAL)
     ways = tuple(_shared_way(question, plan, results, ends[2 * place:2 * place + 2])
                  for place, (plan, results) in enumerate(ranked))
@@ -317,6 +323,8 @@ def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequenc
     warnings = [f"{', '.join(dict.fromkeys(names))}: {warning}" for warning, names in warned.items()]
     if any(way.way in (MPS, MPS_SHARES) for way in ways):
         warnings += learned_elsewhere(question.fitted)
+    if any(way.way == MIG for way in ways):
+        warnings.append(NEVER_MEASURED)
     if question.disturbed:
         warnings.append(f"the host stalls {question.host.stalls_per_s:.0f} times a second, far more often than an undisturbed "
                         "one: percentiles were off by a third on such hosts, so all of these are rough estimates")
@@ -351,25 +359,25 @@ def _searched(question: Question) -> list[Plan]:
 
 def _shared_way(question: Question, plan: Plan, results: Sequence[Served], ends: Sequence[Sequence[Served]]) -> SharedWay:
     """A plan as it is answered."""
-    models = []
+    models, sharing = [], plan.sharing
     for place, (model, result, low, high) in enumerate(zip(question.models, results, *ends, strict=True)):
         run = question.runs[place][plan.batches[place]].prediction
-        latency, (low_ms, high_ms) = result.percentile_ms(question.percentile), question.between_ms(low, high)
+        latency, (low_ms, high_ms) = result.percentile_ms(question.percentile), question.between_ms(low, high, plan.way)
         chance = chance_within(latency, (low_ms, high_ms), model.slo_ms) if math.isfinite(latency) else 0.0
         models.append(AdvisedModel(
             model=model.model.stem, dims=run.dims, batch=plan.batches[place],
-            percent=plan.sharing.percent_of(place) if plan.sharing.mps else None, rate_per_s=model.rate_per_s,
-            alone_ms=question.alone_ms(plan.way, place, plan.batches[place], plan.sharing.percent_of(place)),
+            percent=sharing.percent_of(place) if sharing.mps or sharing.instances else None, rate_per_s=model.rate_per_s,
+            alone_ms=question.alone_ms(plan.way, place, plan.batches[place], sharing.percent_of(place)),
             run_ms=result.run_ms, mean_ms=_known(result.mean_ms), **{
                 f"p{percent}_ms": _known(result.percentile_ms(percent)) for percent in (50, 95, 99)},
             slo_ms=model.slo_ms, latency_ms=_known(latency), between_ms=(_known(low_ms), _known(high_ms)),
             headroom=_known(1.0 - latency / model.slo_ms), chance=chance, chance_in_words=in_words(chance), busy=result.busy,
-            stable=result.stable, rough_estimate=run.rough_estimate or question.disturbed,
+            stable=result.stable, rough_estimate=run.rough_estimate or question.disturbed or plan.way == MIG,
             estimated_operators=run.estimated_operators))
     headrooms = [model.headroom for model in models if model.headroom is not None]
     headroom = min(headrooms) if len(headrooms) == len(models) else None
     chance = min(model.chance for model in models)
-    return SharedWay(way=plan.way, sharing=str(plan.sharing), models=tuple(models),
+    return SharedWay(way=plan.way, sharing=str(sharing), models=tuple(models),
                      meets=headroom is not None and headroom >= 0.0, headroom=headroom, chance=chance,
                      chance_in_words=in_words(chance))
 
@@ -385,7 +393,8 @@ def rows(advice: SharingAdvice) -> list[dict[str, Any]]:
               "share": "" if model.percent is None else f"{model.percent} %", "alone (ms)": model.alone_ms,
               "beside (ms)": model.run_ms, "mean (ms)": model.mean_ms, latency: model.latency_ms, "SLO (ms)": model.slo_ms,
               "headroom": "none" if model.headroom is None else f"{model.headroom:.0%}", "busy": f"{model.busy:.0%}",
-              "within SLO": model.chance_in_words, "note": "a rough estimate" if model.rough_estimate else ""}
+              "within SLO": model.chance_in_words, "note": "never measured" if way.way == MIG else (
+                  "a rough estimate" if model.rough_estimate else "")}
              for way in advice.ways for model in way.models]
     return table + [{"way": name, "note": "not learned for this target"} for name in advice.not_learned]
 
@@ -400,5 +409,6 @@ def verdict(advice: SharingAdvice) -> str:
     missed = [f"{model.model} " + (f"answers {advice.percentile:g} % of its requests within {model.latency_ms:.3g} ms, not "
                                    f"{model.slo_ms:g}" if model.latency_ms is not None else "gets more than it can serve")
               for model in best.models if model.headroom is None or model.headroom < 0.0]
-    return (f"No way that was learned meets all objectives. {best.sharing} comes closest: {batches}; {', and '.join(missed)}. "
-            f"That it meets them is {best.chance_in_words}.")
+    might = next((f" By the data sheet, {way.sharing} meets them." for way in advice.ways if way.way == MIG and way.meets), "")
+    return (f"No way that was measured meets all objectives. {best.sharing} comes closest: {batches}; {', and '.join(missed)}. "
+            f"That it meets them is {best.chance_in_words}.{might}")

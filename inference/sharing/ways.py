@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from inference.core.uncertainty import Span, load_span
 from inference.sharing.co_runner import NotShared, UnderLoad, shared_as_here
+from inference.sharing.instances import InInstances, has_instances
 from inference.sharing.mps import NotThroughMps, ThroughMps, learned_elsewhere
 from inference.sharing.shared_models import OneOfTwo, Pair, one_of_two, shared_model_of
 from utils.errors import UserError
@@ -57,12 +58,13 @@ class TimeSlices:
 
 
 def ways_of(fitted: Fitted) -> dict[str, WayTimes | None]:
-    """All ways of sharing a GPU, by name; None for those that were not learned for a target."""
+    """All ways of sharing a GPU, by name; None for those that were not learned for a target. Instances are never learned:
+    their times follow from how wide kernels are, and from the data sheet."""
     return {
         SLICES: TimeSlices() if fitted.sharing is not None else None,
         MPS: ThroughMps(fitted.mps, shares=False) if fitted.mps else None,
         MPS_SHARES: ThroughMps(fitted.mps, shares=True) if fitted.mps else None,
-        MIG: None,
+        MIG: InInstances(fitted.mps) if fitted.mps and has_instances(fitted) else None,
     }
 
 

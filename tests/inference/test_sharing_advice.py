@@ -22,11 +22,12 @@ from inference.core.model_run import PredictedRun
 from inference.core.predictor import Predictor
 from inference.core.uncertainty import CERTAIN, Span
 from inference.reporting.pairs import share_chart
-from inference.sharing.advice import FINAL, SEED, SPREADS, Plan, Question, SharingAdvice, advise, verdict
+from inference.sharing.advice import FINAL, SEED, SPREADS, Plan, Question, SharingAdvice, advise, rows, verdict
 from inference.sharing.co_runner import SAMPLES, NotShared, UnderLoad
+from inference.sharing.instances import BY_PERCENT, PROFILES
 from inference.sharing.mps import NotThroughMps
 from inference.sharing.shared_models import Pair
-from inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes
+from inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes, ways_of
 from records.host_pace import MachinePace
 from training.sharing.learned import Sharing, sharing_path
 from training.sharing.serving import read_serving, serving_path
@@ -285,12 +286,50 @@ def test_a_share_that_is_none(monkeypatch: pytest.MonkeyPatch, share: str) -> No
 
 def test_the_advice_knows_mps(through_mps: Predictor) -> None:
     advice = advise(through_mps, [net(100.0, 20.0), net(50.0, 20.0)], [[4], [1]])
-    assert {way.way for way in advice.ways} == {SLICES, MPS, MPS_SHARES}
+    assert {way.way for way in advice.ways} == {SLICES, MPS, MPS_SHARES, MIG}
     shares = next(way for way in advice.ways if way.way == MPS_SHARES)
     assert shares.sharing in ("mps:25/75", "mps:50/50", "mps:75/25")
     assert sum(model.percent or 0 for model in shares.models) == 100
-    assert advice.not_learned == (MIG,)
+    assert advice.not_learned == ()
     assert any("and not on" in warning for warning in advice.warnings)
+
+
+def test_instances_come_last_and_are_marked_as_never_measured(through_mps: Predictor) -> None:
+    advice = advise(through_mps, [net(100.0, 20.0), net(50.0, 20.0)], [[4], [1]])
+    last = advice.ways[-1]
+    assert last.way == MIG != advice.ways[0].way
+    assert last.sharing in ("mig:4g/3g", "mig:3g/4g")
+    assert {model.percent for model in last.models} == {57, 43}
+    assert all(model.rough_estimate for model in last.models)
+    assert [row["note"] for row in rows(advice)][-2:] == ["never measured"] * 2
+    assert any("instances (MIG) were never measured" in warning for warning in advice.warnings)
+    for model in last.models:  # nobody else is in its instance
+        assert model.run_ms == pytest.approx(model.alone_ms, rel=0.2)  # the pace of a host that serves changes it
+
+
+def test_choices_of_instances(through_mps: Predictor) -> None:
+    """None that another one beats: all slices of computing are given away, or all of the memory's."""
+    mig = ways_of(through_mps.fitted)[MIG]
+    assert mig is not None
+    assert [str(choice) for choice in mig.choices(1)] == ["mig:7g"]
+    assert {str(choice) for choice in mig.choices(2)} == {"mig:4g/3g", "mig:3g/4g"}
+    of_three = mig.choices(3)
+    assert {"/".join(sorted(choice.instances)) for choice in of_three} == {"2g/2g/3g", "1g/2g/4g"}
+    assert len({str(choice) for choice in of_three}) == len(of_three) == 9
+    assert all(choice.percent_of(place) == BY_PERCENT[choice.percent_of(place)].percent
+               for choice in of_three for place in range(3))
+
+
+def test_a_run_in_an_instance(through_mps: Predictor) -> None:
+    """The whole GPU as one instance is the GPU; a smaller one takes longer, the more so the less bandwidth it has."""
+    mig, run = ways_of(through_mps.fitted)[MIG], through_mps.run(NET, dims={"batch": 16})
+    assert mig is not None
+    alone_ms = [mig.alone_ms(run, profile.percent) for profile in PROFILES]
+    assert alone_ms[-1] == pytest.approx(run.alone_ms)
+    assert alone_ms == sorted(alone_ms, reverse=True)
+    assert alone_ms[0] > 2 * alone_ms[-1]
+    _, beside = mig.beside(run, PROFILES[0].percent, [(run, PROFILES[0].percent)])
+    assert beside.mean_ms == beside.percentile_ms(95) == alone_ms[0]
 
 
 def test_a_target_that_was_never_measured_through_mps(predictor: Predictor) -> None:
@@ -385,4 +424,4 @@ def test_the_command(workspace: Workspace, tmp_path: Path) -> None:
 
     missed = run_script(SCRIPT, *options, "--model", NET, "--rate", "10", "--slo-ms", "0.5")
     assert missed.returncode == EXIT_SLO_MISSED
-    assert "No way that was learned meets all objectives. slices comes closest: resnet18 at batch " in missed.stdout
+    assert "No way that was measured meets all objectives. slices comes closest: resnet18 at batch " in missed.stdout

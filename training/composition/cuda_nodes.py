@@ -26,10 +26,11 @@ HOST_BYTES_PER_MS = 30e6
 SLOW_MS = 8e-6
 HOST_RANGE = (0.2, 6.0)  # plausible range of a CPU kernel's time, as multiples of the guess; a choice
 SERIAL_RANGE = (0.2, 30.0)  # the same for kernels of serial steps (recurrent ones) and of unknown operators
-# The same for predicted kernels of the CPU, as multiples of the prediction. Nine of ten that were held out take 0.5 to 2.3
-# times as long. They were measured one after another in large graphs, and a small model finds its weights in the caches:
-# products and convolutions of whole numbers then take as little as a third (16 of them, on two cores of a Xeon).
-PREDICTED_ON_HOST = (0.3, 2.3)
+# The same for predicted kernels of the CPU that move LEAST_BYTES or more, as multiples of the prediction. Nine of ten that were
+# held out take 0.5 to 2.3 times as long. They were measured one after another in large graphs, and a small model finds its
+# weights in the caches: products and convolutions of whole numbers then take as little as a third (16 of them, on two cores of
+# a Xeon).
+PREDICTED_ON_HOST, LEAST_BYTES = (0.3, 2.3), 1 << 14
 # NonMaxSuppression depends on how many boxes it keeps. A kernel measured alone got random boxes and kept another number of
 # them, so neither its time nor what is learned from it holds in a detector. These constants were fitted to the spans of 15 such
 # nodes in detectors of five families on an NVIDIA H200 (recipes/cuda_kernels/profile_nodes.py, ONNX Runtime 1.31.1), with 507

@@ -212,7 +212,7 @@ def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def other(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Bits of whole numbers, means of several tensors, and products along an axis."""
+    """Bits of whole numbers, means of several tensors, and determinants."""
     shape = any_shape(any_rank(generator, 1, 4), generator, 2.0**22)
     makers: tuple[Callable[[], Kernel], ...] = (
         lambda: inferred(str(generator.choice(["BitwiseAnd", "BitwiseOr", "BitwiseXor"])), [tensor("int64", *shape)] * 2),
