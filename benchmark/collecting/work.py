@@ -32,6 +32,11 @@ class KernelItem:
     def id(self) -> str:
         return self.kernel.id
 
+    @property
+    def work(self) -> int:
+        """Its operations and bytes together, for an order by size."""
+        return self.kernel.flops + self.kernel.bytes_read + self.kernel.bytes_written
+
 
 @dataclass(frozen=True)
 class ModelItem:
@@ -123,7 +128,7 @@ def energy_batches(items: Sequence[KernelItem], device: str) -> list[list[Kernel
     """Of each operator and element type, the kernels with the most operations and bytes, as many as fit into memory together;
     no batch where these are few, since a single kernel's energy can't be measured."""
     by_class: dict[tuple[str, str], list[KernelItem]] = {}
-    for item in sorted(items, key=lambda item: -item.kernel.flops - item.kernel.bytes_read - item.kernel.bytes_written):
+    for item in sorted(items, key=lambda item: -item.work):
         if item.kernel.moves_data:
             by_class.setdefault((item.kernel.op_type, item.kernel.dtype), []).append(item)
     return [batch for of_class in by_class.values()
@@ -135,8 +140,7 @@ def of_like_work(items: Sequence[KernelItem]) -> list[list[KernelItem]]:
     adds to a carrier's, and beside a kernel of some milliseconds that is lost in noise."""
     groups: dict[int, list[KernelItem]] = {}
     for item in items:
-        work = item.kernel.flops + item.kernel.bytes_read + item.kernel.bytes_written
-        groups.setdefault(max(work, LEAST_WORK).bit_length() // WORK_BITS, []).append(item)
+        groups.setdefault(max(item.work, LEAST_WORK).bit_length() // WORK_BITS, []).append(item)
     return [groups[key] for key in sorted(groups)]
 
 

@@ -6,30 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn_kernels import small_draws
 
-from kernel_model.kernel_sampler import footprint_mib, sample_free
-from kernel_model.sampling.draws import on_cpu, on_cuda
+from kernel_model.kernel_sampler import sample_free
+from kernel_model.sampling.draws import on_cuda
 from kernel_model.sampling.free_shapes import forms
 from kernel_model.sampling.free_shapes.sizes import kernel, scalar, tensor
 from kernel_model.sampling.free_shapes.table import FORMS, Draw
-from records.kernel_record import Kernel, Tensor
+from records.kernel_record import Tensor
 from runtimes.ort.building.kernel_models import check_kernel, kernel_build
 from utils.errors import UserError
-
-
-def small_draws(draw: Draw, count: int) -> list[Kernel]:
-    """The first kernels of a draw that are small enough for a test, and that the CPU provider has."""
-    generator, found = np.random.default_rng(2), list[Kernel]()
-    for _ in range(400):
-        try:
-            drawn = draw("float32", 1, generator)
-        except UserError:
-            continue
-        if footprint_mib(drawn) < 16 and drawn.flops < 1e8 and on_cpu(drawn):
-            found.append(drawn)
-        if len(found) == count:
-            return found
-    raise AssertionError(f"{draw.__name__}: only {len(found)} of {count} fit")
 
 
 @pytest.mark.parametrize("draw", [draw for draw, _ in FORMS])

@@ -7,31 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import run_script
+from drawn_kernels import small_draws
 
-from kernel_model.kernel_sampler import footprint_mib
-from kernel_model.sampling.draws import on_cpu, on_cuda
+from kernel_model.sampling.draws import on_cuda
 from kernel_model.sampling.free_shapes import on_host
 from kernel_model.sampling.free_shapes.table import HOST, Draw
-from records.kernel_record import Kernel
 from runtimes.ort.building.kernel_models import built_kernel, check_kernel, kernel_build
-from utils.errors import UserError
 
 ON_EITHER = (on_host.moved_channels, on_host.on_shapes)  # CUDA has them, but a session may leave them to the CPU
-
-
-def small_draws(draw: Draw, count: int) -> list[Kernel]:
-    """The first kernels of a draw that are small enough for a test, and that the CPU provider has."""
-    generator, found = np.random.default_rng(4), list[Kernel]()
-    for _ in range(200):
-        try:
-            drawn = draw("float32", 1, generator)
-        except UserError:
-            continue
-        if footprint_mib(drawn) < 16 and drawn.flops < 1e8 and on_cpu(drawn):
-            found.append(drawn)
-        if len(found) == count:
-            return found
-    raise AssertionError(f"{draw.__name__}: only {len(found)} of {count} fit")
 
 
 @pytest.mark.parametrize("draw", [draw for draw, _ in HOST])

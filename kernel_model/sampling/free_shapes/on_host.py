@@ -31,8 +31,8 @@ from kernel_model.sampling.free_shapes.sizes import (
 )
 from records.kernel_record import Kernel, KernelInput, Tensor, type_code
 from records.kernel_types import describe_kernel
+from runtimes.ort.building.dummy_data import ML
 
-ML = "ai.onnx.ml"
 WHOLE = ("uint8", "uint8", "int8")  # quantisers mostly round activations to the first
 UNARY = ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Celu", "Cosh", "Hardmax", "Mish", "Sinh", "Tan")
 FRAME_LENGTHS = (64, 128, 256, 400, 512, 1024, 2048)  # of short-time Fourier transforms
