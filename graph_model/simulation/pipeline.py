@@ -5,7 +5,7 @@ A run is simulated from what each node gives the GPU to do, and what it means to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from records.kernel_record import Kernel
 from records.operators import operator_row
 from runtimes.ort.cuda.language_kernels import Algorithm, language_algorithm
+from runtimes.ort.cuda.slow_launches import is_slow_to_launch
 from utils.frozen import Frozen
 from utils.trace_events import PREDICTED, Span, document, process_events
 
@@ -26,7 +27,8 @@ class NodeKind(IntEnum):
     """What a node costs the host that dispatches it: it only renames a tensor (VIEW), it runs a kernel of ONNX Runtime's own
     (OWN), it calls a library: cuDNN for a convolution (CONVOLUTION) or for a recurrent layer (RECURRENT), cuBLAS for a matrix
     product (PRODUCT), it reduces or normalises, with cuDNN or without (REDUCING), it attends with cuDNN or flash attention
-    (ATTENTION), or it plans and calls a product for any indices (EINSUM)."""
+    (ATTENTION), or it plans and calls a product for any indices (EINSUM). For some products, cuBLAS takes a kernel that is slow
+    to launch (SLOW_PRODUCT; in the steps of a recurrent layer SLOW_RECURRENT)."""
 
     VIEW = 0
     OWN = 1
@@ -36,12 +38,16 @@ class NodeKind(IntEnum):
     REDUCING = 5
     ATTENTION = 6
     EINSUM = 7
+    SLOW_PRODUCT = 8
+    SLOW_RECURRENT = 9
 
 
 # of operators that are computed in several ways, by their algorithm; ONNX Runtime's own kernels otherwise
 KIND_OF_ALGORITHM: dict[Algorithm, NodeKind] = {
     "cudnn": NodeKind.ATTENTION, "flash": NodeKind.ATTENTION, "flash decoding": NodeKind.ATTENTION,
     "memory efficient": NodeKind.ATTENTION, "dequantised": NodeKind.PRODUCT, "dequantised in parts": NodeKind.PRODUCT}
+
+SLOW_KIND = {NodeKind.PRODUCT: NodeKind.SLOW_PRODUCT, NodeKind.RECURRENT: NodeKind.SLOW_RECURRENT}
 
 
 def node_kind(kernel: Kernel, on_gpu: bool = True) -> NodeKind:
@@ -52,7 +58,8 @@ def node_kind(kernel: Kernel, on_gpu: bool = True) -> NodeKind:
         return NodeKind.OWN
     if algorithm := language_algorithm(kernel):
         return KIND_OF_ALGORITHM.get(algorithm, NodeKind.OWN)
-    return NodeKind[operator_row(kernel.op_type).dispatch.upper()]
+    kind = NodeKind[operator_row(kernel.op_type).dispatch.upper()]
+    return SLOW_KIND[kind] if kind in SLOW_KIND and is_slow_to_launch(kernel) else kind
 
 
 class Tracks(NamedTuple):
@@ -93,6 +100,8 @@ class PipelineCosts(Frozen):
         reducing_ms: what a reduction, normalisation, softmax or pool costs it in addition.
         attention_ms: what attention with cuDNN or flash attention costs it in addition; known from language models alone.
         einsum_ms: what an Einsum costs it in addition.
+        slow_product_ms, slow_recurrent_launch_ms: what a matrix product, and each launch of a recurrent layer, cost it beyond
+            this where their kernel is slow to launch.
         start_ms: the host's time before the first node.
         gap_ms: the GPU's pause between the work of two launches.
         lead_ms: from a launch to the start of its work on an idle GPU. It is fitted to whole runs, and negative where it makes
@@ -113,6 +122,8 @@ class PipelineCosts(Frozen):
     reducing_ms: float = 0.0
     attention_ms: float = 0.0
     einsum_ms: float = 0.0
+    slow_product_ms: float = 0.0
+    slow_recurrent_launch_ms: float = 0.0
 
     def at_pace(self, pace: float) -> PipelineCosts:
         """The costs where the host takes `pace` times as long for everything it does. The GPU's pauses stay as they are."""
@@ -120,17 +131,31 @@ class PipelineCosts(Frozen):
             name: pace * getattr(self, name) for name in PipelineCosts.model_fields if name != "gap_ms"})
 
 
+# The kinds of nodes that a cost is paid for: once a node, or with each launch.
+OF_NODE: dict[str, tuple[NodeKind, ...]] = {
+    "node_ms": tuple(kind for kind in NodeKind if kind is not NodeKind.VIEW), "view_ms": (NodeKind.VIEW,),
+    "convolution_ms": (NodeKind.CONVOLUTION,), "product_ms": (NodeKind.PRODUCT, NodeKind.SLOW_PRODUCT),
+    "reducing_ms": (NodeKind.REDUCING,), "attention_ms": (NodeKind.ATTENTION,), "einsum_ms": (NodeKind.EINSUM,),
+    "slow_product_ms": (NodeKind.SLOW_PRODUCT,)}
+OF_LAUNCH: dict[str, tuple[NodeKind, ...]] = {
+    "launch_ms": tuple(NodeKind), "recurrent_launch_ms": (NodeKind.RECURRENT, NodeKind.SLOW_RECURRENT),
+    "slow_recurrent_launch_ms": (NodeKind.SLOW_RECURRENT,)}
+
+
+def _of_kinds(tracks: Tracks, costs: PipelineCosts, kinds_of: Mapping[str, Sequence[NodeKind]]) -> Floats:
+    """The sum of those costs that are paid for each node, or each of its launches."""
+    of_kind = np.array([sum(getattr(costs, name) for name, kinds in kinds_of.items() if kind in kinds) for kind in NodeKind])
+    return of_kind[tracks.kinds]
+
+
 def launch_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     """The host's time for one launch of each node."""
-    return costs.launch_ms + costs.recurrent_launch_ms * (tracks.kinds == NodeKind.RECURRENT)
+    return _of_kinds(tracks, costs, OF_LAUNCH)
 
 
 def own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     """The host's time for the dispatch of each node."""
-    of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.convolution_ms, costs.node_ms + costs.product_ms,
-                        costs.node_ms, costs.node_ms + costs.reducing_ms,
-                        costs.node_ms + costs.attention_ms, costs.node_ms + costs.einsum_ms])  # in the order of NodeKind
-    return of_kind[tracks.kinds] + launch_ms(tracks, costs) * tracks.launches
+    return _of_kinds(tracks, costs, OF_NODE) + launch_ms(tracks, costs) * tracks.launches
 
 
 class HostTimes(NamedTuple):
@@ -273,17 +298,15 @@ def _values(costs: PipelineCosts) -> Floats:
 def _ends(tracks: Tracks) -> tuple[Floats, Floats]:
     """How often each of COSTS is paid, and the GPU's work in ms, up to each end that a run may have: that of its host, then
     those of all work from each node's last launch on, then from the first launch of those with several."""
-    recurrent = tracks.kinds == NodeKind.RECURRENT
-    of_node = {"node_ms": tracks.kinds != NodeKind.VIEW, "view_ms": tracks.kinds == NodeKind.VIEW, "launch_ms": tracks.launches,
-               "convolution_ms": tracks.kinds == NodeKind.CONVOLUTION, "product_ms": tracks.kinds == NodeKind.PRODUCT,
-               "recurrent_launch_ms": tracks.launches * recurrent, "reducing_ms": tracks.kinds == NodeKind.REDUCING,
-               "attention_ms": tracks.kinds == NodeKind.ATTENTION, "einsum_ms": tracks.kinds == NodeKind.EINSUM}
+    of_launch = {name: np.isin(tracks.kinds, kinds) for name, kinds in OF_LAUNCH.items()}
+    of_node = {name: np.isin(tracks.kinds, kinds) for name, kinds in OF_NODE.items()} | {
+        name: tracks.launches * paid for name, paid in of_launch.items()}
     host = np.zeros((len(tracks.kinds) + 1, len(COSTS)))
     for name, counts in of_node.items():
         host[1:, COSTS.index(name)] = np.cumsum(counts)
     host[:, [COSTS.index("start_ms"), COSTS.index("end_ms")]] = 1.0
     working = tracks.launches > 0
-    launches, recurrent = tracks.launches[working], recurrent[working]
+    launches = tracks.launches[working]
     launched = np.maximum(launches, 1.0)
     part = 1.0 - 1.0 / launched  # of a node's work that is before its last launch
 
@@ -295,8 +318,8 @@ def _ends(tracks: Tracks) -> tuple[Floats, Floats]:
     work_ms, gaps = of_all_from(tracks.gpu_ms[working]), of_all_from(launches)
     several = launched > 1
     first = last[several]
-    first[:, COSTS.index("launch_ms")] -= launched[several] - 1.0
-    first[:, COSTS.index("recurrent_launch_ms")] -= (launched[several] - 1.0) * recurrent[several]
+    for name, paid in of_launch.items():
+        first[:, COSTS.index(name)] -= (launched[several] - 1.0) * paid[working][several]
     first[:, gap], last[:, gap] = gaps[several], gaps - part * launches
     return (np.concatenate([host[-1:], last, first]),
             np.concatenate([[0.0], work_ms - part * tracks.gpu_ms[working], work_ms[several]]))

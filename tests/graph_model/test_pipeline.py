@@ -37,9 +37,11 @@ def simulate(tracks: Tracks, costs: PipelineCosts) -> float:
     for time, count, kind in zip(*tracks, strict=True):
         host += costs.node_ms if kind else costs.view_ms
         host += {NodeKind.CONVOLUTION: costs.convolution_ms, NodeKind.PRODUCT: costs.product_ms,
-                 NodeKind.REDUCING: costs.reducing_ms, NodeKind.EINSUM: costs.einsum_ms}.get(kind, 0.0)
+                 NodeKind.REDUCING: costs.reducing_ms, NodeKind.EINSUM: costs.einsum_ms,
+                 NodeKind.SLOW_PRODUCT: costs.product_ms + costs.slow_product_ms}.get(kind, 0.0)
         for _ in range(int(count)):
-            host += costs.launch_ms + (costs.recurrent_launch_ms if kind == NodeKind.RECURRENT else 0.0)
+            host += costs.launch_ms + {NodeKind.RECURRENT: costs.recurrent_launch_ms, NodeKind.SLOW_RECURRENT: (
+                costs.recurrent_launch_ms + costs.slow_recurrent_launch_ms)}.get(kind, 0.0)
             gpu = max(gpu, host + costs.lead_ms) + time / count + costs.gap_ms
     return max(host, gpu) + costs.end_ms
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from records.kernel_costs import copied_tables, einsum_product
 from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor
 from records.kernel_types import channels_last
+from records.matrix_products import Product, alignment, matrix_product
 from records.operators import operator_row
 from training.kernels.form_features import FORM_CODES, FORM_GROUPS, form_features
 from training.kernels.language_features import LANGUAGE_GROUPS, language_features
@@ -48,16 +49,6 @@ class KernelWindow(NamedTuple):
     depthwise: float
 
 
-class Product(NamedTuple):
-    """The matrix product behind a convolution, MatMul or Gemm: `matrices` products of m×k by k×n."""
-
-    matrices: int
-    m: int
-    n: int
-    k: int
-    transposed: int
-
-
 def kernel_features(kernel: Kernel) -> list[float]:
     """The values of KERNEL_FEATURES, in its order. Sizes that an operation does not have are 0.
 
@@ -73,8 +64,8 @@ def kernel_features(kernel: Kernel) -> list[float]:
     return [
         *sizes, *window, *product,
         *_tiles(product, 32), *_tiles(product, 128),
-        _alignment(sizes.channels), _alignment(sizes.out_channels),
-        *map(_alignment, (product.m, product.n, product.k)), _alignment(sizes.width),
+        alignment(sizes.channels), alignment(sizes.out_channels),
+        *map(alignment, (product.m, product.n, product.k)), alignment(sizes.width),
         *_axis(kernel, shape, out), *_permutation(_permuted_blocks(kernel, shape)), _broadcast(inputs, out),
         *_operands(kernel, shape, inputs, len(outputs)),
         *_costs(kernel, math.prod(shape)),
@@ -156,24 +147,13 @@ def _product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int], 
         return Product(group, sizes.batch * sizes.out_height * sizes.out_width, sizes.out_channels // max(group, 1),
                        window.group_channels * window.kernel_height * window.kernel_width, 0)
     if ("MatMul" in op or "Gemm" in op) and len(out) >= 2:
-        return _matrix_product(kernel, inputs, out)
+        return matrix_product(kernel)
     if op == "Einsum" and (product := einsum_product(kernel.attributes, inputs)):
         return Product(*product, 0)
     if out_elements and kernel.flops > 8 * out_elements:  # Attention and similar: a mean depth
         width = (out or (1,))[-1]
         return Product(1, out_elements // width, width, kernel.flops // (2 * out_elements), 0)
     return Product(0, 0, 0, 0, 0)
-
-
-def _matrix_product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int]) -> Product:
-    """The product of a MatMul or Gemm whose result has at least two dimensions."""
-    by_columns, transposed_b = (bool(kernel.attributes.get(name)) for name in ("transA", "transB"))
-    shape: Sequence[int] = inputs[0].shape if inputs else ()
-    k = shape[-2 if by_columns else -1] if len(shape) >= 2 else math.prod(shape)
-    matrices, m = math.prod(out[:-2]), out[-2]
-    if matrices > 1 and len(inputs) > 1 and len(inputs[1].shape) == 2:  # one matrix for the whole batch: one product
-        matrices, m = 1, m * matrices
-    return Product(matrices, m, out[-1], k, int(by_columns) + 2 * int(transposed_b))
 
 
 def _broadcast(inputs: Sequence[KernelInput], out: Sequence[int]) -> float:
@@ -287,10 +267,6 @@ def _tiles(product: Product, size: int) -> tuple[float, float]:
     matrices, m, n = product.matrices, product.m, product.n
     tiles = matrices * math.ceil(m / size) * math.ceil(n / size)
     return (math.log2(tiles), matrices * m * n / (tiles * size * size)) if tiles > 0 else (0.0, 0.0)
-
-
-def _alignment(size: int) -> int:
-    return min(size & -size, 64)
 
 
 def _log(amount: float) -> float:

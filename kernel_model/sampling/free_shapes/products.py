@@ -262,22 +262,38 @@ def sum_of_products(dtype: str, batch: int, generator: Generator) -> Kernel:
                   [sizes.shape(result)], equation=equation)
 
 
+def recurrent_layer(op: str, dtype: str, steps: int, rows: int, wide: int, hidden: int, directions: int = 1,
+                    begins: bool = False, last_states: bool = True) -> Kernel:
+    """A layer over `steps` steps of `rows` sequences, `wide` numbers each.
+
+    Args:
+        op: LSTM, GRU or RNN.
+        dtype: of all tensors.
+        steps, rows, wide: of the input.
+        hidden: numbers of a state.
+        directions: 1, or 2 for a layer that also runs backwards.
+        begins: whether it is given the states that it begins with.
+        last_states: whether it also puts out the last states, and not the sequence alone.
+    """
+    gates, state = GATES[op] * hidden, tensor(dtype, directions, rows, hidden, constant=True)
+    inputs = [tensor(dtype, steps, rows, wide), tensor(dtype, directions, gates, wide, constant=True),
+              tensor(dtype, directions, gates, hidden, constant=True), tensor(dtype, directions, 2 * gates, constant=True)]
+    if begins:
+        inputs += [ABSENT, state, *([state] if op == "LSTM" else [])]
+    last = (directions, rows, hidden)
+    outputs = [(steps, directions, rows, hidden), last, *([last] if op == "LSTM" else [])]
+    of_operator: dict[str, dict[str, Any]] = {"LSTM": {"input_forget": 0}, "GRU": {"linear_before_reset": 1},
+                                              "RNN": {"activations": ["Tanh"] * directions}}
+    return kernel(op, inputs, outputs if last_states else outputs[:1], hidden_size=hidden, layout=0,
+                  direction="bidirectional" if directions == 2 else "forward", **of_operator[op])
+
+
 def recurrent(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A layer over a sequence of words, frames, or the rows of an image; in one direction or both."""
     op = str(generator.choice(list(GATES), p=[0.42, 0.33, 0.25]))
-    steps, bidirectional = max(1, round(log_uniform(1, 512, generator))), generator.random() < 0.4
+    steps, directions = max(1, round(log_uniform(1, 512, generator))), 2 if generator.random() < 0.4 else 1
     rows = batch * (pick([14, 28, 56], generator) if generator.random() < 0.15 else 1)  # of an image, each a sequence
-    hidden, ways = pick(HIDDEN, generator), 2 if bidirectional else 1
-    wide = hidden * ways if generator.random() < 0.4 else channels(generator, 16, 1024)
-    gates = GATES[op] * hidden
-    state = tensor(dtype, ways, rows, hidden, constant=True)
-    inputs = [tensor(dtype, steps, rows, wide), tensor(dtype, ways, gates, wide, constant=True),
-              tensor(dtype, ways, gates, hidden, constant=True), tensor(dtype, ways, 2 * gates, constant=True)]
-    if generator.random() < 0.8:
-        inputs += [ABSENT, state, *([state] if op == "LSTM" else [])]
-    last = (ways, rows, hidden)
-    outputs = [(steps, ways, rows, hidden), last, *([last] if op == "LSTM" else [])]
-    of_operator: dict[str, dict[str, Any]] = {"LSTM": {"input_forget": 0}, "GRU": {"linear_before_reset": 1},
-                                              "RNN": {"activations": ["Tanh"] * ways}}
-    return kernel(op, inputs, outputs[:1] if generator.random() < 0.3 else outputs,
-                  direction="bidirectional" if bidirectional else "forward", hidden_size=hidden, layout=0, **of_operator[op])
+    hidden = pick(HIDDEN, generator)
+    wide = hidden * directions if generator.random() < 0.4 else channels(generator, 16, 1024)
+    begins, last_states = generator.random() < 0.8, generator.random() >= 0.3
+    return recurrent_layer(op, dtype, steps, rows, wide, hidden, directions, begins, last_states)
