@@ -116,12 +116,17 @@ def record_ranges(run: Callable[[], Any], count: int) -> Recording:
     return Recording(profiler, count)
 
 
-def read(recording: Recording) -> list[GpuRun]:
-    """The GPU's work in each run of a recording."""
+def trace_events(recording: Recording) -> list[dict[str, Any]]:
+    """The events of a recording, as a Chrome trace has them."""
     with temporary_folder() as folder:
         path = folder / "trace.json"
         recording.profiler.export_chrome_trace(str(path))
-        return attribute(files.read_json(path)["traceEvents"], recording.runs)
+        return list(files.read_json(path)["traceEvents"])
+
+
+def read(recording: Recording) -> list[GpuRun]:
+    """The GPU's work in each run of a recording."""
+    return attribute(trace_events(recording), recording.runs)
 
 
 def trace(runs: Sequence[Callable[[], Any]]) -> list[GpuRun]:

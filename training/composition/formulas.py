@@ -48,10 +48,10 @@ START_MS = 9 * US
 # (median of 15) costs 0.5. Free fits of them differ too much between families. Each collection of models held out in turn, the
 # mean error of latencies from measured kernels is 3.2 % with 0.5 launches for both, and 2.8 % with these two.
 CONVOLUTION_LAUNCHES, PRODUCT_LAUNCHES = 1.0, 0.4
-# The host's times of 435 models say that a launch takes 4.8 us. In recurrent layers it takes 5.3, and 7.7 where cuBLAS takes a
-# kernel that is slow to launch; a product with such a kernel takes 2 (nvjet) to 5 us (xmma) longer than another one. The mean
-# error of latencies from measured kernels falls from 3.28 to 3.10 %, each collection held out; with 0.3 and 0.6 for products it
-# is 3.11, with 0.3 and 0.8 it is 3.22.
+# In recurrent layers a launch takes 5.7 us, and 7.8 where cuBLAS takes a kernel that is slow to launch (layers of 72 steps,
+# recipes/cuda_kernels/measure_recurrent.py), where one of other nodes takes 4.5. With these three, the mean error of latencies
+# from measured kernels falls from 3.28 to 3.10 %, each collection held out; with 0.3 and 0.6 for products it is 3.11, with 0.3
+# and 0.8 it is 3.22.
 RECURRENT_LAUNCHES, SLOW_RECURRENT_LAUNCHES, SLOW_PRODUCT_LAUNCHES = 0.2, 0.5, 0.4
 # Host times of models say that a reduction, normalisation, softmax or pool takes about 3 us longer than another node of one
 # launch. Each collection held out in turn, it lowers the mean error of latencies from measured kernels from 3.67 to 3.55 %.

@@ -1,7 +1,7 @@
 """Which operations get a kernel of cuBLAS whose launch takes the host longer than that of others.
 
 Before cuBLAS launches one of its `xmma` kernels, which include those made for Hopper, it asks CUDA twice for the kernel's
-attributes (cudaFuncGetAttributes, about 2.5 us each in a trace of the host's calls on an H200). Kernels named `nvjet` take
+attributes (cudaFuncGetAttributes), as traces of the host's calls show. Kernels named `nvjet` take
 longer to launch, too. Those of CUTLASS, for products with a vector (gemv), and for few rows (gemmSN) do not. A recurrent layer
 multiplies in each step, so there it counts most.
 
