@@ -14,11 +14,14 @@ from command import run_script
 from conftest import small_model
 from onnx import TensorProto, helper
 
+from kernel_model.sampling.free_shapes.forms import inferred
+from kernel_model.sampling.free_shapes.sizes import tensor
 from records.kernel_record import Kernel
 from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.runner import Runner, open_runner, read_inputs
 from utils.errors import UserError
+from utils.ort_sessions import ort_value
 
 RUNNER = "benchmark/ort_kernel_runner.py"
 COLUMNS = 20
@@ -180,3 +183,10 @@ def test_inputs_that_do_not_fit_are_an_error(tmp_path: Path, arrays: dict[str, A
 def test_a_missing_file_of_inputs_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         read_inputs(tmp_path / "none.npz")
+
+
+@pytest.mark.parametrize("op", ["Acos", "Asin", "Atanh", "Sinh"])
+def test_a_single_number_is_an_array_too(op: str) -> None:
+    """numpy made a bare number of one that was brought into an operator's range, which ONNX Runtime refuses as an input."""
+    value = dummy_inputs(inferred(op, [tensor("float32")]))["x0"]
+    assert ort_value(value).numpy().shape == ()

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from command import run_script
 
 from recipes.cuda_kernels.measure_recurrent import Layer, layers, measure, read
-from tests.command import run_script
 from utils.paths import ROOT
 
 MEASURE = "recipes/cuda_kernels/measure_recurrent.py"

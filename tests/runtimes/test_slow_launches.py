@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from command import run_script
+from made_up_dataset import TARGET, write_dataset
 
 from kernel_model.sampling.free_shapes.products import recurrent_layer
 from kernel_model.sampling.free_shapes.sizes import kernel, tensor
@@ -23,8 +25,6 @@ from runtimes.ort.cuda.slow_launches import (
     product_numbers,
     recurrent_numbers,
 )
-from tests.command import run_script
-from tests.made_up_dataset import TARGET, write_dataset
 from utils import files
 from utils.paths import Workspace
 

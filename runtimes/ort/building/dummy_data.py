@@ -229,7 +229,7 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
     if tensor.values is not None:
         return np.asarray(tensor.values).astype(dtype).reshape(tensor.shape)
     if (value := chosen(kernel, position)) is not None:
-        return value.astype(dtype)
+        return np.asarray(value, dtype)  # of a single number, numpy's functions make no array
     generator = np.random.default_rng([seed, position])
     if np.issubdtype(dtype, np.floating) or tensor.dtype == "bfloat16":
         positive = row.positive_inputs or (tensor.constant and len(tensor.shape) <= 1)
