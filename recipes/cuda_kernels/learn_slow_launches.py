@@ -25,10 +25,8 @@ from runtimes.ort.cuda.slow_launches import TABLE, DecisionTree, SlowLaunches, p
 from utils import cli, files
 from utils.errors import UserError
 from utils.lazy import sklearn
-from utils.logger import get_logger
 from utils.paths import Workspace
 
-log = get_logger("launches")
 SLOW = ("sm90_xmma_gemm", "sm80_xmma_gemm", "nvjet")  # in the names of kernels of products
 SLOW_IN_STEPS = ("sm90_xmma_gemm",)  # and of the products in the steps of a recurrent layer
 OF_CELL, NO_PRODUCT = "RNN", ("onnxruntime", "Mem", "splitK")  # in names around the product of a step
@@ -85,7 +83,7 @@ def examples(workspace: Workspace, target: str) -> Iterator[Example]:
     for described in read_kernels(workspace.dataset(target), ran.keys()):
         kernel = described.kernel
         product, recurrent = product_numbers(kernel), recurrent_numbers(kernel)
-        if kernel.id not in ran or not (product or recurrent):
+        if not (product or recurrent):
             continue
         names, of_model = ran[kernel.id]
         slow = (any(word in step_product(names) for word in SLOW_IN_STEPS) if recurrent
