@@ -96,7 +96,7 @@ class PipelineCosts(Frozen):
             for each launch.
         convolution_ms, product_ms: what a convolution and a matrix product cost the host in addition, for the call of cuDNN or
             cuBLAS.
-        recurrent_launch_ms: what each launch of a recurrent layer costs it in addition.
+        recurrent_ms, recurrent_launch_ms: what a recurrent layer, and each of its launches, costs it in addition.
         reducing_ms: what a reduction, normalisation, softmax or pool costs it in addition.
         attention_ms: what attention with cuDNN or flash attention costs it in addition; known from language models alone.
         einsum_ms: what an Einsum costs it in addition.
@@ -118,6 +118,7 @@ class PipelineCosts(Frozen):
     end_ms: float
     convolution_ms: float = 0.0
     product_ms: float = 0.0
+    recurrent_ms: float = 0.0
     recurrent_launch_ms: float = 0.0
     reducing_ms: float = 0.0
     attention_ms: float = 0.0
@@ -136,7 +137,7 @@ OF_NODE: dict[str, tuple[NodeKind, ...]] = {
     "node_ms": tuple(kind for kind in NodeKind if kind is not NodeKind.VIEW), "view_ms": (NodeKind.VIEW,),
     "convolution_ms": (NodeKind.CONVOLUTION,), "product_ms": (NodeKind.PRODUCT, NodeKind.SLOW_PRODUCT),
     "reducing_ms": (NodeKind.REDUCING,), "attention_ms": (NodeKind.ATTENTION,), "einsum_ms": (NodeKind.EINSUM,),
-    "slow_product_ms": (NodeKind.SLOW_PRODUCT,)}
+    "recurrent_ms": (NodeKind.RECURRENT, NodeKind.SLOW_RECURRENT), "slow_product_ms": (NodeKind.SLOW_PRODUCT,)}
 OF_LAUNCH: dict[str, tuple[NodeKind, ...]] = {
     "launch_ms": tuple(NodeKind), "recurrent_launch_ms": (NodeKind.RECURRENT, NodeKind.SLOW_RECURRENT),
     "slow_recurrent_launch_ms": (NodeKind.SLOW_RECURRENT,)}

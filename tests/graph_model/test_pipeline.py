@@ -38,6 +38,7 @@ def simulate(tracks: Tracks, costs: PipelineCosts) -> float:
         host += costs.node_ms if kind else costs.view_ms
         host += {NodeKind.CONVOLUTION: costs.convolution_ms, NodeKind.PRODUCT: costs.product_ms,
                  NodeKind.REDUCING: costs.reducing_ms, NodeKind.EINSUM: costs.einsum_ms,
+                 NodeKind.RECURRENT: costs.recurrent_ms, NodeKind.SLOW_RECURRENT: costs.recurrent_ms,
                  NodeKind.SLOW_PRODUCT: costs.product_ms + costs.slow_product_ms}.get(kind, 0.0)
         for _ in range(int(count)):
             host += costs.launch_ms + {NodeKind.RECURRENT: costs.recurrent_launch_ms, NodeKind.SLOW_RECURRENT: (
