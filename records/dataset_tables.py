@@ -180,6 +180,11 @@ class ModelSession(NamedTuple):
     labels: dict[str, Measurement]
 
     @property
+    def inputs(self) -> Inputs:
+        """What inputs the model had (see `Measurement`)."""
+        return min((m.inputs for m in self.labels.values()), key=BEST_INPUTS.index)
+
+    @property
     def undisturbed(self) -> bool:
         """Whether there is a latency, and no busy host changed it."""
         latency, host = self.labels.get("latency"), self.labels.get("host")
@@ -191,7 +196,8 @@ class ModelSession(NamedTuple):
 
 
 def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
-    """Every session in which a block measured a whole model, in order."""
+    """Every session in which a block measured a whole model, in order. Where its time depends on values, only those under a
+    load with the best inputs."""
     sessions = []
     for block in blocks:
         labels: dict[str, dict[str, Measurement]] = defaultdict(dict)
@@ -199,7 +205,12 @@ def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
             if m.subject == "model":
                 labels[m.id][m.label] = m
         sessions += [ModelSession(model, block, of_model) for model, of_model in labels.items()]
-    return sessions
+    ranks = [BEST_INPUTS.index(session.inputs) for session in sessions]
+    best: dict[tuple[str, tuple[float, str]], int] = {}
+    for session, rank in zip(sessions, ranks, strict=True):
+        of = session.model, session.block.load
+        best[of] = min(rank, best.get(of, rank))
+    return [session for session, rank in zip(sessions, ranks, strict=True) if rank == best[session.model, session.block.load]]
 
 
 def energy_warnings(measured: Measurement, latency: Measurement) -> str:

@@ -61,7 +61,42 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
             return first.elements
         case "trees":
             return round(_size(first, 0) * tree_steps(attributes) * STEP_FLOPS)
+        case "transform":
+            length, transforms = _transforms(op_type, attributes, inputs, outputs)
+            return transforms * transform_flops(length)
     return max(out, first.elements) * row.element_flops
+
+
+def transform_flops(length: int) -> int:
+    """Operations of a Fourier transform of so many numbers: 5 N log2 N where N is a power of two, as customary (benchFFT). For
+    other lengths ONNX Runtime's CPU provider takes Bluestein's algorithm: three transforms of the power of two that holds
+    2N - 1 numbers."""
+    if length < 2:
+        return 0
+    if length & (length - 1):
+        return 3 * transform_flops(1 << (2 * length - 2).bit_length())
+    return 5 * length * (length.bit_length() - 1)
+
+
+def _transforms(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],
+                outputs: Sequence[Tensor]) -> tuple[int, int]:
+    """The length of the Fourier transforms of a DFT or STFT, and how many there are. An axis that is not known is the last that
+    holds numbers."""
+    shape = outputs[0].shape if outputs else ()
+    if op_type == "STFT":
+        length = _number(inputs, 3) or _size(input_at(inputs, 2), 0)
+        return length, math.prod(shape[:-2])
+    axis = attributes.get("axis")
+    axis = _number(inputs, 2) if axis is None else int(axis)
+    axis = -2 if axis is None else axis
+    length = _number(inputs, 1) or _size(input_at(inputs, 0), axis)
+    return length, math.prod(shape[:-1]) // max(_size(Tensor(dtype="", shape=shape), axis), 1)
+
+
+def _number(inputs: Sequence[KernelInput], place: int) -> int | None:
+    """The value of an input of one number; None where it is not known."""
+    values = input_at(inputs, place).values
+    return int(values[0]) if values else None
 
 
 def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:

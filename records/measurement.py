@@ -43,8 +43,9 @@ class Measurement(Frozen):
         cuda_kernels: label `gpu` of a kernel: their names in order; of many, see `kernel_names`.
         disturbance: of a model on an idle GPU: how much other work slowed the host down meanwhile, a ratio (quiet_host).
         probe_us: of a model on a GPU: the time of the host probe meanwhile.
-        inputs: of a kernel whose time depends on values (`time_by_values`): whether the inputs of its model, or its own, were
-            standardised random numbers or `given` by the user; "" before this was recorded, and of other kernels.
+        inputs: of a kernel whose time depends on values (`time_by_values`), and of a model that has one: whether the inputs of
+            the model, or the kernel's own, were standardised random numbers or `given` by the user; "" before this was
+            recorded, and of other kernels and models.
         status: `ok`, `failed`, `crashed` or `timeout`; `error` says why; of label `energy`, what is wrong with the reading.
             `interrupted` where the machine lacked something (disk space, memory, open files), or the process could not use its
             device or was ended from outside: that says nothing of the unit, so no journal keeps it, and the unit is measured

@@ -16,7 +16,8 @@ OperatorKind = Literal["softmax", "layer norm", "channel norm", "pool", "joint",
 OperatorClass = Literal["normalisation", "reduction", "elementwise", "movement", "gather", "product", "convolution",
                         "recurrent", "other"]
 CostRule = Literal["view", "move", "elements", "convolution", "transposed convolution", "gemm", "product", "einsum",
-                   "attention", "grouped attention", "experts", "recurrent", "window", "reduction", "trees"]
+                   "attention", "grouped attention", "experts", "recurrent", "window", "reduction", "trees",
+                   "transform"]
 LaunchRule = Literal["learned", "none", "one a step", "unequal parts", "many inputs"]
 Dispatch = Literal["own", "convolution", "product", "recurrent", "reducing", "einsum"]
 Linearity = Literal["linear", "multiplicative", "convolutional", "nonlinear"]
@@ -357,7 +358,7 @@ TABLE = (
     Operator("Col2Im", "other", sized_by_values=True, slow_on_cpu=False),
     Operator("Constant", "other", typed_by_attribute=True),
     Operator("Crop", "other", sized_by_values=True),
-    Operator("DFT", "other", sized_by_values=True, changed_in=(20,)),
+    Operator("DFT", "other", cost="transform", sized_by_values=True, changed_in=(20,)),
     Operator("DynamicQuantizeLinear", "other", slow_on_cpu=False),
     Operator("Flatten", "other", cost="view", linearity="linear"),
     Operator("HammingWindow", "other", sized_by_values=True),
@@ -377,7 +378,7 @@ TABLE = (
     Operator("RandomUniformLike", "other", typed_by_attribute=True, random=True),
     Operator("Reshape", "other", cost="view", shape_input=1, linearity="linear"),
     Operator("Rsqrt", "other", linearity="multiplicative"),
-    Operator("STFT", "other", sized_by_values=True),
+    Operator("STFT", "other", cost="transform", sized_by_values=True),
     Operator("Shape", "other", cost="move", launches="none"),
     Operator("Size", "other", launches="none"),
     Operator("SplitToSequence", "other", sized_by_values=True),

@@ -163,13 +163,16 @@ class KernelUnits:
 
 
 def with_inputs(measurements: Sequence[Measurement], items: Sequence[Item]) -> list[Measurement]:
-    """The measurements of some kernels and models; those of kernels whose time depends on values say what inputs they had."""
-    kernels = [kernel for item in items for kernel in (
-        item.record.kernels.values() if isinstance(item, ModelItem) else (item.kernel,))]
-    by_values = {kernel.id for kernel in kernels if kernel.time_by_values}
-    given = {item.id for item in items if isinstance(item, ModelItem) and item.inputs}
+    """The measurements of some kernels and models; those of kernels whose time depends on values, and of models with such a
+    kernel, say what inputs they had."""
+    models = [item for item in items if isinstance(item, ModelItem)]
+    kernels = [*(item.kernel for item in items if not isinstance(item, ModelItem)),
+               *(kernel for item in models for kernel in item.record.kernels.values())]
+    by_values = {("kernel", kernel.id) for kernel in kernels if kernel.time_by_values} | {
+        ("model", item.id) for item in models if any(kernel.time_by_values for kernel in item.record.kernels.values())}
+    given = {item.id for item in models if item.inputs}
     return [m.model_copy(update={"inputs": "given" if m.context in given else "standardised"})
-            if m.subject == "kernel" and m.id in by_values else m for m in measurements]
+            if (m.subject, m.id) in by_values else m for m in measurements]
 
 
 def ask(worker: Worker, request: Request) -> tuple[Reply, Status]:

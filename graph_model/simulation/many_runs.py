@@ -24,7 +24,7 @@ class RunKernels(NamedTuple):
         gpu_ms: the GPU's own time.
         launches: number of kernel launches.
         kinds: the `NodeKind`.
-        host_ms: how long it keeps the host busy, in addition to its dispatch (`OffGpu.host_ms`).
+        host_ms: how long it keeps a host at its usual pace busy, in addition to its dispatch (`OffGpu.host_ms`).
         waits: whether the host waits for the GPU there.
     """
 
@@ -89,7 +89,8 @@ def _hosted_ms(runs: Ints, kernels: RunKernels, known: _Kernels, costs: Pipeline
     one_launch = launch_ms(Tracks(kernels.gpu_ms, kernels.launches, kernels.kinds), costs)
     first = np.maximum(costs.lead_ms - one_launch * (launched - 1.0), -known.dispatch_ms)
     lead, last = np.maximum(costs.lead_ms, -known.dispatch_ms), known.work_ms / launched
-    before = known.dispatch_ms + np.where(kernels.waits, 0.0, kernels.host_ms)
+    busy_ms = costs.off_gpu * kernels.host_ms
+    before = known.dispatch_ms + np.where(kernels.waits, 0.0, busy_ms)
     waits = np.asarray(kernels.waits[runs].any(axis=0))
     host, gpu, dispatched = np.full(len(runs), costs.start_ms), np.full(len(runs), -np.inf), np.empty(runs.shape)
     for place, numbers in enumerate(runs.T):
@@ -100,7 +101,7 @@ def _hosted_ms(runs: Ints, kernels: RunKernels, known: _Kernels, costs: Pipeline
         gpu = np.where(kernels.launches[numbers] > 0, busy_until, gpu)
         dispatched[:, place] = host
         if waits[place]:
-            host = np.where(kernels.waits[numbers], np.maximum(host, gpu) + kernels.host_ms[numbers], host)
+            host = np.where(kernels.waits[numbers], np.maximum(host, gpu) + busy_ms[numbers], host)
     work = known.work_ms[runs]
     left = np.cumsum(work[:, ::-1], axis=1)[:, ::-1]  # all work from each node on
     ends = (dispatched + left + known.after_ms[runs]).max(axis=1, initial=0.0)

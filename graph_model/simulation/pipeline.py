@@ -80,7 +80,8 @@ class OffGpu(NamedTuple):
     """What the nodes of a run do on the host apart from giving the GPU work; one entry of each array per node.
 
     Attributes:
-        host_ms: how long a node keeps the host busy, in addition to its dispatch: a node of the CPU provider, or a copy.
+        host_ms: how long a node keeps a host at its usual pace busy, in addition to its dispatch: a node of the CPU provider,
+            or a copy.
         waits: whether the host waits at the node until the GPU has done all its work, as at a copy to the host.
     """
 
@@ -107,6 +108,7 @@ class PipelineCosts(Frozen):
         lead_ms: from a launch to the start of its work on an idle GPU. It is fitted to whole runs, and negative where it makes
             up for what the other costs have too much.
         end_ms: from the end of both tracks to the moment when the caller learns of it.
+        off_gpu: how many times as long as usual the nodes of an `OffGpu` keep the host busy, a ratio.
     """
 
     node_ms: float
@@ -125,6 +127,7 @@ class PipelineCosts(Frozen):
     einsum_ms: float = 0.0
     slow_product_ms: float = 0.0
     slow_recurrent_launch_ms: float = 0.0
+    off_gpu: float = 1.0
 
     def at_pace(self, pace: float) -> PipelineCosts:
         """The costs where the host takes `pace` times as long for everything it does. The GPU's pauses stay as they are."""
@@ -183,7 +186,7 @@ def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = No
     work = tracks.gpu_ms + costs.gap_ms * tracks.launches
     dispatched, goes_on, host, gpu = np.empty(len(dispatch_ms)), np.empty(len(dispatch_ms)), costs.start_ms, -np.inf
     for place, (takes, busy, first, lead, gives, count, waits) in enumerate(zip(
-            dispatch_ms.tolist(), off_gpu.host_ms.tolist(), firsts.tolist(), leads.tolist(), work.tolist(),
+            dispatch_ms.tolist(), (costs.off_gpu * off_gpu.host_ms).tolist(), firsts.tolist(), leads.tolist(), work.tolist(),
             tracks.launches.tolist(), off_gpu.waits.tolist(), strict=True)):
         host += takes if waits else takes + busy
         if count > 0:

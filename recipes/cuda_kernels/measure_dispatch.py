@@ -15,34 +15,30 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import argparse
-import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from kernel_model.sampling.draws import on_cpu, on_cuda
 from kernel_model.sampling.free_shapes.table import Kind, draw_free_kernel
-from measuring.quiet_host import readings_s
+from recipes.cuda_kernels.dispatch_times import read_probe_us, runs_of, samples_ms, written
 from records.kernel_record import Kernel
-from runtimes.ort.building.dummy_data import dummy_inputs
 from runtimes.ort.building.kernel_models import build_model
 from runtimes.ort.probes import host_probe
-from runtimes.ort.runner import device_binding, queue_run, timer
 from utils import cli
 from utils.errors import UserError
 from utils.lazy import onnx
-from utils.ort_sessions import model_errors, open_session
+from utils.ort_sessions import model_errors
 
 COPIES = (8, 40)
 MOST_BYTES, MOST_FLOPS = 2**18, 4e6  # of a kernel, so that the GPU is done before the host is
 TRIES = 60_000
 ROUNDS, RUNS = 3, 8
-PROBE_S = 0.01  # of the host's probe, after each kernel
 EXAMPLES = """
 python recipes/cuda_kernels/measure_dispatch.py --out dispatch.jsonl
 python recipes/cuda_kernels/measure_dispatch.py --out dispatch.jsonl --each 1 --device cpu   # a try without a GPU
@@ -81,37 +77,18 @@ def repeated_model(kernel: Kernel, copies: int) -> bytes:
     return bytes(model.SerializeToString())
 
 
-class Runs(NamedTuple):
-    """Functions that run a graph once, without waiting for the GPU and with waiting, and return the seconds that took."""
-
-    dispatch_s: Callable[[], float]
-    run_s: Callable[[], float]
-
-
-def runs_of(kernel: Kernel, copies: int, device: str) -> Runs:
-    session = open_session(repeated_model(kernel, copies), device, optimize="none", name=kernel.id)
-    binding = device_binding(session, dummy_inputs(kernel), device)
-    dispatch_s = timer(queue_run(session, binding))
-
-    def alone() -> float:
-        binding.synchronize_outputs()
-        return dispatch_s()
-
-    return Runs(alone, timer(lambda: session.run_with_iobinding(binding)))
-
-
-def samples_ms(kernel: Kernel, device: str) -> dict[str, dict[str, list[float]]]:
+def samples_of(kernel: Kernel, device: str) -> dict[str, dict[str, list[float]]]:
     """Samples by what is timed (`dispatch`, `run`) and the number of copies."""
     with model_errors(kernel.id):
-        graphs = {str(copies): runs_of(kernel, copies, device) for copies in COPIES}
+        graphs = {str(copies): runs_of(repeated_model(kernel, copies), kernel, device) for copies in COPIES}
         for runs in graphs.values():
             for _ in range(3):
-                runs.run_s()
+                runs.run()
         taken: dict[str, dict[str, list[float]]] = {what: {copies: [] for copies in graphs} for what in ("dispatch", "run")}
         for _ in range(ROUNDS):
             for copies, runs in graphs.items():
-                taken["dispatch"][copies] += [round(1e3 * runs.dispatch_s(), 5) for _ in range(RUNS)]
-                taken["run"][copies] += [round(1e3 * runs.run_s(), 5) for _ in range(RUNS)]
+                taken["dispatch"][copies] += samples_ms(runs.dispatch_s, RUNS)
+                taken["run"][copies] += samples_ms(runs.run_s, RUNS)
     return taken
 
 
@@ -128,12 +105,11 @@ def measured(kernels: Sequence[Kernel], device: str, seconds: float) -> Iterator
         if time.monotonic() - began > seconds:
             return
         try:
-            taken = samples_ms(kernel, device)
+            taken = samples_of(kernel, device)
         except UserError as error:
             yield {"kernel": kernel.model_dump(mode="json"), "refused": str(error)}
             continue
-        yield {"kernel": kernel.model_dump(mode="json"), "samples_ms": taken,
-               "probe_us": round(1e6 * median(readings_s(probe, PROBE_S)), 2)}
+        yield {"kernel": kernel.model_dump(mode="json"), "samples_ms": taken, "probe_us": read_probe_us(probe)}
 
 
 def options() -> argparse.ArgumentParser:
@@ -153,14 +129,11 @@ def main() -> int:
     random.Random(1).shuffle(kernels)
     rows: dict[str, list[float]] = {}
     refused = 0
-    with args.out.open("w", encoding="utf-8") as lines:
-        for row in measured(kernels, args.device, 60 * args.minutes):
-            lines.write(json.dumps(row) + "\n")
-            lines.flush()
-            if "refused" in row:
-                refused += 1
-            else:
-                rows.setdefault(row["kernel"]["op_type"], []).append(each_us(row["samples_ms"]["dispatch"]))
+    for row in written(measured(kernels, args.device, 60 * args.minutes), args.out):
+        if "refused" in row:
+            refused += 1
+        else:
+            rows.setdefault(row["kernel"]["op_type"], []).append(each_us(row["samples_ms"]["dispatch"]))
     cli.print_table([{"operator": name, "kernels": len(times), "dispatch_us": round(median(times), 2)}
                      for name, times in sorted(rows.items(), key=lambda item: median(item[1]))],
                     f"the host's time for a node; {refused} kernels refused")

@@ -30,22 +30,18 @@ from pydantic import ValidationError
 from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks, node_kind, pipeline_ms
 from kernel_model.sampling.free_shapes.products import GATES, recurrent_layer
 from measuring.gpu_trace import LAUNCHES, attribute, record, trace_events
-from measuring.quiet_host import readings_s
+from recipes.cuda_kernels.dispatch_times import read_probe_us, runs_of, samples_ms, written
 from records.kernel_record import Kernel
-from runtimes.ort.building.dummy_data import dummy_inputs
 from runtimes.ort.building.kernel_models import build_model
 from runtimes.ort.probes import host_probe
-from runtimes.ort.runner import device_binding, queue_run, timer
 from training.composition.fitted import read_composition
 from utils import cli
 from utils.errors import UserError
 from utils.frozen import Frozen
-from utils.ort_sessions import open_session
 from utils.paths import SHIPPED
 
 H200 = SHIPPED / "nvidia-h200-cuda-ort1.31-all"
 ROUNDS, RUNS, WARM_UP = 3, 6, 4
-PROBE_S = 0.01  # of the host's probe, after each layer
 TRACED = 40  # layers at a time: reading a trace takes seconds
 EXAMPLES = """
 python recipes/cuda_kernels/measure_recurrent.py --out recurrent.jsonl --minutes 3
@@ -133,8 +129,7 @@ def measure(chosen: Iterable[Layer], device: str, seconds: float) -> Iterator[Me
         if time.monotonic() - began > seconds:
             break
         of_layer, run = _timed(layer, device)
-        probe_us = round(1e6 * median(readings_s(probe, PROBE_S)), 2)
-        waiting.append((of_layer.model_copy(update={"probe_us": probe_us}), run))
+        waiting.append((of_layer.model_copy(update={"probe_us": read_probe_us(probe)}), run))
         if len(waiting) == TRACED:
             yield from done()
     yield from done()
@@ -143,23 +138,14 @@ def measure(chosen: Iterable[Layer], device: str, seconds: float) -> Iterator[Me
 def _timed(layer: Layer, device: str) -> tuple[MeasuredLayer, Callable[[], Any]]:
     """The samples of a layer, without the probe's reading, and what runs it once."""
     kernel = layer.kernel()
-    session = open_session(build_model(kernel).SerializeToString(), device, optimize="none", name=kernel.id)
-    binding = device_binding(session, dummy_inputs(kernel), device)
-    dispatch_s = timer(queue_run(session, binding))
-
-    def run() -> None:
-        session.run_with_iobinding(binding)
-
-    run_s = timer(run)
+    runs = runs_of(build_model(kernel).SerializeToString(), kernel, device)
     for _ in range(WARM_UP):
-        run()
+        runs.run()
     dispatch_ms, run_ms = [], []
     for _ in range(ROUNDS):
-        for _ in range(RUNS):
-            binding.synchronize_outputs()
-            dispatch_ms.append(round(1e3 * dispatch_s(), 4))
-        run_ms += [round(1e3 * run_s(), 4) for _ in range(RUNS)]
-    return MeasuredLayer(layer=layer, dispatch_ms=tuple(dispatch_ms), run_ms=tuple(run_ms), probe_us=0.0), run
+        dispatch_ms += samples_ms(runs.dispatch_s, RUNS)
+        run_ms += samples_ms(runs.run_s, RUNS)
+    return MeasuredLayer(layer=layer, dispatch_ms=tuple(dispatch_ms), run_ms=tuple(run_ms), probe_us=0.0), runs.run
 
 
 def read(path: Path) -> list[MeasuredLayer]:
@@ -223,12 +209,9 @@ def main() -> int:
     if args.measured:
         measured = read(args.measured)
     else:
-        measured = []
-        with args.out.open("w", encoding="utf-8") as lines:
-            for each in measure(cli.progress(layers(), "measuring"), args.device, 60 * args.minutes):
-                lines.write(each.model_dump_json() + "\n")
-                lines.flush()
-                measured.append(each)
+        rows = (layer.model_dump(mode="json") for layer in measure(
+            cli.progress(layers(), "measuring"), args.device, 60 * args.minutes))
+        measured = [MeasuredLayer.model_validate(row) for row in written(rows, args.out)]
     cli.print_rows(compared(measured, composition.costs, composition.probe_us), args.json, f"{len(measured)} layers")
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from command import run_script
 from conftest import small_model
 from onnx import TensorProto, helper
 
+from benchmark.collecting.units import with_inputs
+from benchmark.collecting.work import ModelItem
 from kernel_model.sampling.free_shapes.forms import inferred
 from kernel_model.sampling.free_shapes.sizes import tensor
 from records.kernel_record import Kernel
+from records.measurement import Measurement
 from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.runner import Runner, open_runner, read_inputs
@@ -190,3 +194,17 @@ def test_a_single_number_is_an_array_too(op: str) -> None:
     """numpy made a bare number of one that was brought into an operator's range, which ONNX Runtime refuses as an input."""
     value = dummy_inputs(inferred(op, [tensor("float32")]))["x0"]
     assert ort_value(value).numpy().shape == ()
+
+
+def test_what_depends_on_values_says_what_inputs_it_had(tmp_path: Path) -> None:
+    """A model with an Asinh, and its kernels; not what was measured of a Relu."""
+    items = []
+    for op in ("Asinh", "Relu"):
+        path = tmp_path / f"{op}.onnx"
+        kernel_of(op, [4, 8], tmp_path)
+        items.append(ModelItem(path, path, analyze(path, "cpu"), labels=True))
+    measured = [Measurement(subject=subject, id=name, label="latency", context=item.id, place="alone", samples_ms=(1.0,))
+                for item in items for subject, name in (("model", item.id), ("kernel", item.record.nodes[0].kernel_id))]
+    assert [m.inputs for m in with_inputs(measured, items)] == ["standardised", "standardised", "", ""]
+    given = [replace(item, inputs=tmp_path / "own.npz") for item in items]
+    assert [m.inputs for m in with_inputs(measured, given)] == ["given", "given", "", ""]

@@ -154,7 +154,7 @@ def test_a_slower_host_by_hand() -> None:
     costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0)
     slower = costs.at_pace(2.0)
     assert slower == PipelineCosts(node_ms=4.0, view_ms=1.0, launch_ms=2.0, start_ms=20.0, gap_ms=0.25, lead_ms=-2.0,
-                                   end_ms=8.0)
+                                   end_ms=8.0, off_gpu=2.0)
     gpu, launches, moves = np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), AROUND_A_VIEW
     of_gpu, of_host = (MeasuredTracks(Tracks(times, launches, moves), host_ms=35.0, latency_ms=50.0, pace=2.0)
                        for times in (gpu, gpu / 100))
@@ -163,6 +163,16 @@ def test_a_slower_host_by_hand() -> None:
     runs = paced_runs([of_gpu, of_host])
     assert runs.latencies_ms(costs).tolist() == [waiting, 43.0]
     assert runs.hosts_ms(costs).tolist() == [35.0, 35.0]
+
+
+def test_a_slower_host_takes_longer_for_what_it_does_off_the_gpu() -> None:
+    """A node of the CPU provider between two kernels: 1.5 times as long, as everything on the host, but not on the GPU."""
+    costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=0.0, end_ms=4.0)
+    tracks = Tracks(np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0]), np.array([NodeKind.OWN] * 3))
+    off_gpu = OffGpu(np.array([0.0, 20.0, 0.0]), np.array([False, False, False]))
+    host_ms, gpu_ms = 10.0 + 3.0 + (2.0 + 20.0) + 3.0 + 4.0, 1.0 + 0.25
+    for pace in (1.0, 1.5):
+        assert pipeline_ms(tracks, costs.at_pace(pace), off_gpu) == pytest.approx(pace * host_ms + gpu_ms)
 
 
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
@@ -174,7 +184,7 @@ def test_many_runs_at_once_are_as_one_by_one(scale: float) -> None:
     models.insert(7, MeasuredTracks(Tracks(nothing, nothing, nothing.astype(int)), math.nan, 1.0))
     models.insert(3, MeasuredTracks(Tracks(views, views, views.astype(int)), math.nan, 1.0, pace=1.2))
     off_gpu = OffGpu(draw.random(len(models[0].tracks.kinds)), draw.random(len(models[0].tracks.kinds)) < 0.1)
-    models.insert(5, replace(models[0], off_gpu=off_gpu))
+    models.insert(5, replace(models[0], off_gpu=off_gpu, pace=1.3))
     costs = COSTS.model_copy(update={"lead_ms": -0.03, "recurrent_launch_ms": 0.003})
     runs = paced_runs(models)
     assert runs.latencies_ms(costs) == pytest.approx(

@@ -136,6 +136,28 @@ def test_costs_follow_the_row() -> None:
     assert bytes_read("Reshape", {}, [image, words], [image]) == 0
 
 
+def test_fourier_transforms_cost_what_their_length_takes() -> None:
+    """5 N log2 N operations where N is a power of two; else three transforms of the power of two that holds 2N - 1 numbers."""
+    signal, step = KernelInput(dtype="float32", shape=(2, 4096)), KernelInput(dtype="int64", constant=True, values=(64,))
+
+    def frames(length: int) -> int:
+        window = KernelInput(dtype="float32", shape=(length,), constant=True)
+        return flops("STFT", {"onesided": 1}, [signal, step, window], [
+            Tensor(dtype="float32", shape=(2, 7, length // 2 + 1, 2))])
+
+    assert frames(512) == 2 * 7 * 5 * 512 * 9
+    assert frames(400) == 2 * 7 * 3 * 5 * 1024 * 10
+    given = KernelInput(dtype="int64", constant=True, values=(512,))
+    assert flops("STFT", {}, [signal, step, KernelInput(dtype=""), given], [
+        Tensor(dtype="float32", shape=(2, 7, 257, 2))]) == frames(512)
+    rows = KernelInput(dtype="float32", shape=(3, 128, 1))
+    last, first = (KernelInput(dtype="int64", constant=True, values=(axis,)) for axis in (-2, 0))
+    out, across = (Tensor(dtype="float32", shape=shape) for shape in ((3, 65, 2), (3, 128, 2)))
+    assert flops("DFT", {"onesided": 1}, [rows, KernelInput(dtype=""), last], [out]) == 3 * 5 * 128 * 7
+    assert flops("DFT", {}, [rows], [across]) == 3 * 5 * 128 * 7
+    assert flops("DFT", {}, [rows, KernelInput(dtype=""), first], [across]) == 128 * 3 * 5 * 8 * 3
+
+
 def test_launches_follow_the_row() -> None:
     def waits(op_type: str, inputs: list[tuple[int, ...]], outputs: list[tuple[int, ...]]) -> int:
         return copied_tables(describe_kernel(

@@ -336,7 +336,7 @@ def fit_copies(measured: MeasuredCopies, predict: Predict, costs: PipelineCosts)
         costs: of a run, at the host's usual pace.
     """
     copies = sorted(measured.copies, key=lambda copy: copy.bytes)
-    costs = costs.at_pace(pace_of(copies, costs))
+    costs = costs.at_pace(pace_of(copies, costs)).model_copy(update={"off_gpu": 1.0})  # times on the host are as measured
     to_host, to_gpu = zip(*(copy_times_ms(copy, copies[0], costs) for copy in copies), strict=True)
     sizes = tuple(copy.bytes for copy in copies)
     return HostCosts(to_host=CopyCurve(bytes=sizes, ms=rising(to_host)), to_gpu=CopyCurve(bytes=sizes, ms=rising(to_gpu)),
