@@ -13,11 +13,12 @@ from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, joined,
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
 from records.measurement import GPU_LABEL
-from runtimes.ort.profile import RANGE, trip_ms
+from runtimes.ort.profile import GUESSED_ON_CUDA, RANGE, trip_ms
 from training.composition.cuda_nodes import (
     LEAST_BYTES,
     PREDICTED_ON_HOST,
     SELECTION_RANGE,
+    guessed_ms,
     host_range,
     is_copy,
     is_off_gpu,
@@ -162,8 +163,8 @@ def _control_flow_kernel(kernel: Kernel, device: str, reads_condition: bool) -> 
     reads from the GPU whether it goes on."""
     on_gpu = device == "cuda"
     return KernelInModel(trip_ms(kernel, device, reads_condition), "predicted", 0.0, NodeKind.OWN, layout_of(kernel, device),
-                         KernelUncertainty("control flow", Span(*RANGE), CERTAIN, False), on_host=on_gpu,
-                         waits=reads_condition)
+                         KernelUncertainty("control flow", Span(*RANGE), CERTAIN, on_gpu and kernel.op_type in GUESSED_ON_CUDA),
+                         on_host=on_gpu, waits=reads_condition)
 
 
 def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict[Placed, KernelInModel]:
@@ -184,7 +185,9 @@ def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -
         if time.provenance == "estimated":
             uncertainty = KernelUncertainty("on the CPU", Span(*host_range(kernel)), CERTAIN, True)
         elif time.provenance == "predicted" and kernel.bytes_read + kernel.bytes_written >= LEAST_BYTES:
-            spans = [Span(*PREDICTED_ON_HOST), *([uncertainty.time] if uncertainty else [])]
+            guess = guessed_ms(kernel) / time.time_ms if time.time_ms else 1.0
+            low, high = PREDICTED_ON_HOST
+            spans = [Span(min(low, guess), max(high, guess)), *([uncertainty.time] if uncertainty else [])]
             uncertainty = KernelUncertainty("on the CPU", joined(spans), CERTAIN, True)
         contributions[key] = KernelInModel(time.time_ms, cast("Provenance", time.provenance), 0.0,
                                            node_kind(kernel, on_gpu=False), layout_of(kernel, "cuda"), uncertainty,

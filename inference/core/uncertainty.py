@@ -300,9 +300,10 @@ def uncertainty_warnings(uncertainties: Sequence[tuple[Kernel, KernelUncertainty
         return warnings  # the answer names the kernels and their provenance anyway
     by = f"may move the latency by {moved.low - 1:+.0%} to {moved.high - 1:+.0%}"
     for reason, what in (("estimated", "never measured and estimated from operators of their class"),
-                         ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
+                         ("on the CPU", "run on the CPU in a CUDA session, where these kernels were never measured"),
                          ("other form", "measured for other ranks, element types, groups, windows or axes only"),
                          ("doubtful", "near sizes at which a library changes its algorithm, where predictions were far off"),
+                         ("control flow", "what each trip costs besides the nodes of its body is a guess"),
                          ("forced", "predicted by an estimator that was admitted by force"),
                          ("unsteady", "measured while the machine was unsteady"),
                          ("by values", "the time depends on the inputs' values, and was not measured with realistic ones")):

@@ -233,6 +233,7 @@ def without(time_ms: float, added_ms: float) -> float:
 # costs next to nothing besides its body (12 to 31 trips of four decoders and a sampler of points).
 CPU_TRIP_MS = {"Loop": 0.0006, "Scan": 0.0004, "If": 0.0005}
 CUDA_TRIP_MS = {"Loop": 0.001, "Scan": 0.017, "If": 0.001}
+GUESSED_ON_CUDA = ("Scan",)  # the others were confirmed by further models
 CONDITION_MS = 0.018  # of a Loop on a GPU that reads its condition from there, besides waiting
 RANGE = (0.5, 2.0)  # assumed limits of a trip's time, as multiples of these constants
 
