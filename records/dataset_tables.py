@@ -185,19 +185,24 @@ class ModelSession(NamedTuple):
         return min((m.inputs for m in self.labels.values()), key=BEST_INPUTS.index)
 
     @property
+    def went_well(self) -> bool:
+        """Whether there is a latency."""
+        return "latency" in self.labels and self.labels["latency"].status == "ok"
+
+    @property
     def undisturbed(self) -> bool:
         """Whether there is a latency, and no busy host changed it."""
-        latency, host = self.labels.get("latency"), self.labels.get("host")
-        if latency is None or latency.status != "ok":
+        if not self.went_well:
             return False
+        latency, host = self.labels["latency"], self.labels.get("host")
         host_ms = float(np.median(host.samples_ms)) if host and host.status == "ok" else math.nan
         disturbance = math.nan if latency.disturbance is None else latency.disturbance
         return is_undisturbed(float(np.median(latency.samples_ms)), host_ms, disturbance)
 
 
 def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
-    """Every session in which a block measured a whole model, in order. Where its time depends on values, only those under a
-    load with the best inputs."""
+    """Every session in which a block measured a whole model, in order. Where its time depends on values, those with worse
+    inputs than one under the same load that went well are left out."""
     sessions = []
     for block in blocks:
         labels: dict[str, dict[str, Measurement]] = defaultdict(dict)
@@ -208,9 +213,11 @@ def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
     ranks = [BEST_INPUTS.index(session.inputs) for session in sessions]
     best: dict[tuple[str, tuple[float, str]], int] = {}
     for session, rank in zip(sessions, ranks, strict=True):
-        of = session.model, session.block.load
-        best[of] = min(rank, best.get(of, rank))
-    return [session for session, rank in zip(sessions, ranks, strict=True) if rank == best[session.model, session.block.load]]
+        if session.went_well:
+            of = session.model, session.block.load
+            best[of] = min(rank, best.get(of, rank))
+    return [session for session, rank in zip(sessions, ranks, strict=True)
+            if rank <= best.get((session.model, session.block.load), rank)]
 
 
 def energy_warnings(measured: Measurement, latency: Measurement) -> str:

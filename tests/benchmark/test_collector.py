@@ -375,6 +375,9 @@ def test_sessions_with_better_inputs_replace_others() -> None:
     blocks = [old, with_inputs(new, "standardised"), loaded.model_copy(update={"level": 0.9})]
     rows = [(row["Model"], row["Level"], row["Started"]) for row in model_rows(model_sessions(blocks), {})]
     assert rows == [("other", 0.0, "1"), ("net", 0.0, "2"), ("net", 0.9, "3")]
+    failed = new.model_copy(update={"measurements": tuple(
+        m.model_copy(update={"inputs": "standardised", "status": "failed", "samples_ms": ()}) for m in new.measurements)})
+    assert [session.block.key for session in model_sessions([old, failed]) if session.model == "net"] == ["1", "2"]
 
 
 @pytest.mark.slow
