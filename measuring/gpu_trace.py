@@ -29,12 +29,13 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")  # and of the host's calls
 
 @dataclass(frozen=True)
 class GpuWork(TimeSpan):
-    """One kernel, copy or fill on the GPU; times in microseconds on the trace's clock. `category` is one of ON_GPU."""
+    """One kernel, copy or fill on the GPU, of a category of ON_GPU; times in microseconds on the trace's clock."""
 
     name: str
     start_us: float
     duration_us: float
     category: str = KERNEL
+    stream: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,9 @@ def attribute(events: Iterable[dict[str, Any]], count: int) -> list[GpuRun]:
         elif category in LAUNCHES:
             launches[event["args"].get("correlation", -1)] = Launch(event["name"], event["ts"], event["dur"])
         elif category in ON_GPU:
-            work = GpuWork(event["name"], event["ts"], event["dur"], category)
-            on_gpu.append((event["args"].get("correlation", -1), work))
+            about = event["args"]
+            work = GpuWork(event["name"], event["ts"], event["dur"], category, about.get("stream", 0))
+            on_gpu.append((about.get("correlation", -1), work))
     order = sorted(ranges, key=lambda number: ranges[number][0])
     starts = [ranges[number][0] for number in order]
     by_run: dict[int, list[tuple[Launch, GpuWork]]] = defaultdict(list)

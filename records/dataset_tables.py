@@ -120,10 +120,9 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         device: the target's.
     """
     measured: dict[tuple[str, tuple[float, str], str], list[Measured]] = defaultdict(list)
-    for block in blocks:
-        for measurement in block.measurements:
-            if measurement.subject == "kernel":
-                measured[measurement.id, block.load, block.machine].append((block, measurement))
+    of_kernels = [(block, m) for block in blocks for m in block.measurements if m.subject == "kernel"]
+    for of_block, m in without_superseded(of_kernels):
+        measured[m.id, of_block.load, of_block.machine].append((of_block, m))
     rows = []
     for (kernel_id, (level, background), machine), parts in measured.items():
         if kernel_id not in described:
@@ -159,6 +158,13 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         }
         rows.append(row)
     return rows
+
+
+def without_superseded(measured: Sequence[Measured]) -> list[Measured]:
+    """Measurements of kernels without those of work on several streams that depend on the host, where the kernel was also
+    measured `queued` under the same load, on any machine."""
+    queued = {(m.id, m.label, block.load) for block, m in measured if m.queued and m.status == "ok"}
+    return [(block, m) for block, m in measured if m.queued or (m.id, m.label, block.load) not in queued]
 
 
 def _counted(measured: Iterable[Measured]) -> dict[str, list[Measured]]:

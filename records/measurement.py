@@ -41,6 +41,8 @@ class Measurement(Frozen):
         members: of a batch of kernels (subject `kernels`): their ids.
         launches: label `gpu`: kernels, copies and fills on the GPU in a run.
         cuda_kernels: label `gpu` of a kernel: their names in order; of many, see `kernel_names`.
+        queued: label `gpu` of a kernel whose work runs side by side on several streams: whether all launches waited for the
+            GPU, as in a model whose host is ahead. If not, how far they overlap depends on the host.
         disturbance: of a model on an idle GPU: how much other work slowed the host down meanwhile, a ratio (quiet_host).
         probe_us: of a model on a GPU: the time of the host probe meanwhile.
         inputs: of a kernel whose time depends on values (`time_by_values`), and of a model that has one: whether the inputs of
@@ -64,6 +66,7 @@ class Measurement(Frozen):
     members: tuple[str, ...] = Field((), exclude_if=lambda members: not members)
     launches: int | None = None
     cuda_kernels: tuple[str, ...] = ()
+    queued: bool = Field(False, exclude_if=lambda queued: not queued)
     disturbance: float | None = None
     probe_us: float | None = None
     inputs: Inputs = Field("", exclude_if=lambda inputs: not inputs)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from measuring.quiet_host import off_the_workers_cores
 from measuring.run_times import Effort
 from records.kernel_record import BRANCHES, Kernel
+from records.measurement import UNPROFILED, Measurement, Place
 from records.operators import CONTROL_FLOW
 from runtimes.ort.graph.bodies import steering_inputs
 from runtimes.ort.graph.nodes import shared_caches
@@ -202,6 +203,30 @@ def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, lis
     added_ms = profiler_ms({node: median(times_ms) for node, times_ms in times.items()},
                            {node: executed[node] / len(runs) for node in times}, nodes_ms)
     return {node: [without(time, added_ms) for time in times_ms] for node, times_ms in times.items()}
+
+
+def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, place: Place,
+              nodes_ms: float | None = None) -> list[Measurement]:
+    """Labels `kernel_time`, `node_span` and `unprofiled` of profiled runs, by kernel id.
+
+    Args:
+        runs: the runs that count.
+        ids: the kernel's id by node name; other nodes are omitted.
+        context, place: where they ran, as in a Measurement.
+        nodes_ms: the time of all nodes together without the profiler (see `unprofiled_ms`); None omits that label.
+    """
+    measurements, by_label = [], {"kernel_time": kernel_times_ms(runs), "node_span": node_spans_ms(runs)}
+    if nodes_ms is not None:
+        by_label[UNPROFILED] = unprofiled_ms(runs, nodes_ms)
+    for label, times in by_label.items():
+        by_kernel: dict[str, list[float]] = {}
+        for node, samples in times.items():
+            if node in ids:
+                by_kernel.setdefault(ids[node], []).extend(samples)
+        measurements += [Measurement(subject="kernel", id=kernel, label=label, context=context, place=place,
+                                     samples_ms=tuple(round(s, 6) for s in samples))
+                         for kernel, samples in by_kernel.items()]
+    return measurements
 
 
 def profiler_ms(times_ms: Mapping[str, float], executed: Mapping[str, float], nodes_ms: float) -> float:

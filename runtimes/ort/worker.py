@@ -9,57 +9,36 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from measuring import gpu_turns
-from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
+from measuring.gpu_trace import GpuRun, trace
 from measuring.held_memory import HeldMemory
 from measuring.quiet_host import all_samples_ms, off_the_workers_cores, quiet_samples_ms
 from measuring.run_times import Effort
 from records.kernel_costs import is_control_flow
-from records.kernel_record import Tensor, session_dtype, type_code
 from records.kernel_record_files import read_model_record
-from records.measurement import GPU_LABEL, UNPROFILED, Measurement, Place, kernel_names
+from records.measurement import GPU_LABEL, UNPROFILED, Measurement
 from records.operators import CONTROL_FLOW
 from runtimes import protocol
-from runtimes.ort.building.dummy_data import random_floats
-from runtimes.ort.building.kernel_models import WRITER, WRITER_OP, Carrier, build_carrier, built_kernel, node_name
+from runtimes.ort.carriers import TRACED_RUNS, time_carrier
 from runtimes.ort.energy import energy_of_kernels, energy_of_model
 from runtimes.ort.graph.analysis import kernel_of
-from runtimes.ort.graph.nodes import shared_caches
 from runtimes.ort.probes import NAME, canary, host_probe
-from runtimes.ort.profile import (
-    ProfiledRun,
-    counted_runs,
-    kernel_times_ms,
-    node_spans_ms,
-    plain_runs_ms,
-    profile_model,
-    profile_runs,
-    trip_ms,
-    unprofiled_ms,
-)
+from runtimes.ort.profile import labels_of, profile_model, trip_ms
 from runtimes.ort.runner import Runner, bind, device_binding, dispatcher, open_runner, timer
 from runtimes.ort.sharing_probe import probe
 from runtimes.protocol import Reply, Request
 from utils.errors import UserError
-from utils.lazy import torch
-from utils.ort_sessions import model_errors, open_session
-from utils.temporary import temporary_folder
-from utils.timing import covered_us
+from utils.ort_sessions import model_errors
 
 if TYPE_CHECKING:
-    import onnxruntime
+    pass
 
-ALIGNMENT = 256  # bytes, as CUDA itself places tensors
-RANDOM_BYTES = 64 << 20  # made on the host once; a block repeats it
-LEAST_BYTES = 4 * RANDOM_BYTES
-TRACED_RUNS = 5
 CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
 
 
@@ -86,50 +65,6 @@ def time_session(request: Request) -> Reply:
                  memory_mib=memory.peak_mib)
 
 
-class SharedMemory:
-    """A block of random numbers on the GPU for each floating type. It grows as inputs need more."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[str, Any] = {}
-
-    def address(self, dtype: str, size: int) -> int:
-        """The address on the GPU of at least `size` bytes of random numbers of type `dtype`. Needs torch with CUDA."""
-        block = self._blocks.get(dtype)
-        if block is None or block.numel() * block.element_size() < size:
-            self._blocks.pop(dtype, None)
-            values = random_floats((RANDOM_BYTES // np.dtype(dtype).itemsize,), dtype).view(np.uint8)  # torch lacks some types
-            self._blocks[dtype] = block = torch.from_numpy(values).cuda().repeat(-(-max(size, LEAST_BYTES) // RANDOM_BYTES))
-            torch.cuda.synchronize()
-        return int(block.data_ptr())
-
-    def bind(self, session: onnxruntime.InferenceSession, carrier: Carrier) -> Callable[[], Any]:
-        """A function that runs a carrier once. Inputs without a value are read from the start of the block; caches from places
-        of their own behind that, into which outputs that share their buffer are written."""
-        # a carrier's other outputs are shapes: on the GPU, each would cost a copy that belongs to no kernel
-        binding = device_binding(session, carrier.values, "cuda", outputs_on="cpu")
-        inputs = [Tensor(dtype=session_dtype(value.type), shape=tuple(value.shape)) for value in session.get_inputs()]
-        tensors = {value.name: tensor for value, tensor in zip(session.get_inputs(), inputs, strict=True)
-                   if value.name not in carrier.values}
-        caches = [name for name in carrier.caches if name in tensors]
-        ends: dict[str, int] = {}
-        for name, tensor in tensors.items():
-            if name not in caches:
-                ends[tensor.dtype] = max(ends.get(tensor.dtype, 0), tensor.bytes)
-        places = dict.fromkeys(tensors, 0)
-        for name in caches:
-            tensor = tensors[name]
-            places[name] = -(-ends.get(tensor.dtype, 0) // ALIGNMENT) * ALIGNMENT
-            ends[tensor.dtype] = places[name] + tensor.bytes
-        shared = shared_caches(carrier.model.graph, {})
-        blocks = {dtype: self.address(dtype, size) for dtype, size in ends.items()}
-        for name, tensor in tensors.items():
-            about = type_code(tensor.dtype), list(tensor.shape), blocks[tensor.dtype] + places[name]
-            binding.bind_input(name, "cuda", 0, *about)
-            for output in (output for output, past in shared.items() if past == name):
-                binding.bind_output(output, "cuda", 0, *about)
-        return lambda: session.run_with_iobinding(binding)
-
-
 def time_canary(request: Request) -> Reply:
     """The canary, as often as the effort says."""
     timing = canary(request.device).time_as(request.effort)
@@ -148,89 +83,6 @@ def time_alone(request: Request) -> Reply:
     runner = open_runner(path, request.device, provider_options=request.provider_options)
     return Reply(measurements=(Measurement(subject="kernel", id=path.stem, label="run", context="alone", place="alone",
                                            samples_ms=runner.time_as(request.effort).samples_ms),))
-
-
-def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, place: Place,
-              nodes_ms: float | None = None) -> list[Measurement]:
-    """Labels `kernel_time`, `node_span` and `unprofiled` of profiled runs, by kernel id.
-
-    Args:
-        runs: the runs that count.
-        ids: the kernel's id by node name; other nodes are omitted.
-        context, place: where they ran, as in a Measurement.
-        nodes_ms: the time of all nodes together without the profiler (see `unprofiled_ms`); None omits that label.
-    """
-    measurements, by_label = [], {"kernel_time": kernel_times_ms(runs), "node_span": node_spans_ms(runs)}
-    if nodes_ms is not None:
-        by_label[UNPROFILED] = unprofiled_ms(runs, nodes_ms)
-    for label, times in by_label.items():
-        by_kernel: dict[str, list[float]] = {}
-        for node, samples in times.items():
-            if node in ids:
-                by_kernel.setdefault(ids[node], []).extend(samples)
-        measurements += [Measurement(subject="kernel", id=kernel, label=label, context=context, place=place,
-                                     samples_ms=tuple(round(s, 6) for s in samples))
-                         for kernel, samples in by_kernel.items()]
-    return measurements
-
-
-@functools.cache
-def shared_memory() -> SharedMemory:
-    """The block on the GPU that all carriers read from."""
-    return SharedMemory()
-
-
-def time_carrier(request: Request) -> Reply:
-    """Several kernels one after another in one graph: their in-model labels and, if asked for, `gpu`.
-
-    Raises:
-        UserError: the GPU's work can't be assigned to kernels; with fewer kernels in a carrier it can.
-    """
-    kernels = [built_kernel(Path(path)) for path in request.paths]
-    on_gpu = request.device == "cuda"
-    carrier = build_carrier(kernels, request.device, with_floats=not on_gpu)
-    with temporary_folder() as folder, model_errors("carrier"):
-        with gpu_turns.preparing(request.turns):
-            session = open_session(carrier.model.SerializeToString(), request.device, optimize="none", name="carrier",
-                                   profile_prefix=folder / "carrier", provider_options=request.provider_options,
-                                   weights=carrier.weights)
-            run = shared_memory().bind(session, carrier) if on_gpu else bind(
-                session, carrier.values, "cpu", "device", shared_caches(carrier.model.graph, {}))
-            counted = profile_runs(run, request.effort, request.device)
-        with gpu_turns.alone(request.turns):
-            recording = record([run] * TRACED_RUNS) if GPU_LABEL in request.labels else None
-        traced = read(recording) if recording else []
-        runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
-        nodes_ms = median(plain_runs_ms(run, counted, request.device)) if UNPROFILED in request.labels else None
-    ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
-    like_writers = {node_name(number) for number, kernel in enumerate(kernels) if kernel.op_type == WRITER_OP}
-    measurements = [m for m in labels_of(runs, ids, "carrier", "carrier", nodes_ms) if m.label in request.labels]
-    return Reply(measurements=(
-        *measurements, *gpu_measurements(traced, [node.node for node in runs[-1].nodes], ids, like_writers)))
-
-
-def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[str, str],
-                     like_writers: Collection[str] = ()) -> list[Measurement]:
-    """Label `gpu` of a carrier's kernels.
-
-    Args:
-        traced: runs of the carrier on the GPU.
-        executed: the names of its nodes in the order of a run.
-        ids: the kernels' ids by node name.
-        like_writers: names of nodes that run the same operator as those that write inputs.
-
-    Raises:
-        UserError: the work can't be assigned to kernels.
-    """
-    order = [name for name in executed if name in ids or name.startswith(WRITER)]
-    by_node = [split_carrier(run, order, WRITER, like_writers) for run in traced]
-    split = [work for work in by_node if work is not None]
-    if len(split) < len(traced):
-        raise UserError("carrier: the GPU's work can't be assigned to kernels")
-    return [Measurement(subject="kernel", id=ids[name], label=GPU_LABEL, context="carrier", place="carrier",
-                        samples_ms=tuple(round(covered_us(work[name]) / 1000, 6) for work in split),
-                        launches=len(split[0][name]), cuda_kernels=kernel_names([work.name for work in split[0][name]]))
-            for name in (split[0] if split else ())]
 
 
 def time_model(request: Request) -> Reply:

@@ -49,7 +49,7 @@ from records.host_pace import idle_models, is_undisturbed, usual_probe_us
 from records.kernel_record import Kernel, KernelInput, Tensor
 from records.kernel_record_files import index_path, read_index, read_model_records, record_path
 from records.kernel_types import describe_kernel
-from records.measurement import Inputs, Measurement
+from records.measurement import Inputs, Measurement, Status
 from runtimes import local_target
 from runtimes.ort import worker as worker_process
 from runtimes.ort.building.kernel_models import KERNEL_KEY, build_model, kernel_build
@@ -346,6 +346,25 @@ def test_gpu_columns_of_a_kernel_and_a_model() -> None:
     model = model_rows(model_sessions([block]), {"net": "nets"})[0]
     assert (model["Latency_ms"], model["host_ms"], model["gpu_ms"], model["gpu_launches"]) == (1.0, 0.6, 0.8, 7)
     assert model["Groups"] == "nets"
+
+
+def test_work_on_several_streams_counts_as_it_was_queued() -> None:
+    """Whichever machine measured it. The kernel that was never queued keeps its time, and so do other loads. Made-up times."""
+    slow, other = division((1,), 1), division((2,), 1)
+
+    def measured(kernel: Kernel, time_ms: float, queued: bool = False, status: Status = "ok") -> Measurement:
+        return Measurement(subject="kernel", id=kernel.id, label="gpu", context="carrier", place="carrier", launches=5,
+                           samples_ms=(time_ms,), queued=queued, status=status)
+
+    def block(machine: str, *measurements: Measurement, level: float = 0.0) -> Block:
+        return Block(level=level, key="k", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1,
+                     machine=machine, measurements=measurements)
+
+    rows = kernel_rows([block("a", measured(slow, 0.8), measured(other, 0.5)), block("a", measured(slow, 0.9), level=0.5),
+                        block("b", measured(slow, 0.3, queued=True), measured(other, 0.1, queued=True, status="failed"))],
+                       {kernel.id: DatasetKernel(kernel=kernel, models=(), groups=()) for kernel in (slow, other)}, "gpu")
+    assert {(row["Kernel_ID"], row["Machine"], row["Level"]): row.get("gpu_ms") for row in rows} == {
+        (other.id, "a", 0.0): 0.5, (slow.id, "a", 0.5): 0.9, (slow.id, "b", 0.0): 0.3, (other.id, "b", 0.0): None}
 
 
 def timed_models(number: int, disturbance: dict[str, float]) -> Block:

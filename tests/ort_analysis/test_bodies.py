@@ -19,9 +19,8 @@ from records.kernel_record_files import read_model_record
 from records.run_order import MOST_RUNS, run_order, runs_in_order, shortest_cut
 from runtimes.analysis import own_sizes
 from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.profile import CONDITION_MS, CPU_TRIP_MS, CUDA_TRIP_MS
+from runtimes.ort.profile import CONDITION_MS, CPU_TRIP_MS, CUDA_TRIP_MS, labels_of
 from runtimes.ort.runner import open_runner
-from runtimes.ort.worker import labels_of
 from training.composition.fitted import working_nodes
 from utils import cli, files
 from utils.errors import UserError
