@@ -13,7 +13,7 @@
 #   ship         into the repository: predictors to training/shipped/, which `--target nvidia-h200` predicts from, and the
 #                pages of operators, of forms and of energy to docs/, if there are any
 #   pack         what the workspace's dataset holds beyond the archives of this folder, as a further archive; and the host's side,
-#                whose archive is small and written anew where it changed
+#                whose two archives are small and written anew where they changed
 # Figures go to WORKSPACE/figures. TRAINING_CONFIG=FILE takes other settings than training/config.yaml.
 set -euo pipefail
 usage="usage: recipes/h200/learn.sh [workspace [unpack|learn|sharing|energy|generation|collections|forms|families|ship|pack ...]]"
@@ -38,9 +38,10 @@ figure() { # name command…: keeps what it prints; when it fails, the others go
     failed+=("$name")
   fi
 }
-archive() { # name folder path…: packs paths of a folder, so that the same files give the same archive
-  tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 --exclude=.writer.lock -C "$2" -ch "${@:3}" |
-    xz -9 -T0 > "$here/$1.part"
+archive() { # name folder path…: packs paths of a folder, without tables, so that the same files give the same archive
+  tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 --exclude=.writer.lock --exclude=tables.json --exclude='*.csv' -C "$2" \
+    -ch "${@:3}" |
+    xz -9e > "$here/$1.part"
   mv "$here/$1.part" "$here/$1"
 }
 
@@ -48,6 +49,11 @@ part_unpack() {
   mkdir -p "$out"
   hase recipes/h200/dataset_archives.py unpack --archives "$here"
   tar xJf "$here/host-nvidia-h200.tar.xz" -C "$out"
+  if [ -f "$here/host-kernels-nvidia-h200.tar.xz" ]; then
+    mkdir -p "$out/host" "$out/host_kernels"
+    tar xJf "$here/host-kernels-nvidia-h200.tar.xz" -C "$out/host_kernels"
+    python recipes/h200/quiet_host_kernels.py --workspace "$out/host" --from "$out/host_kernels/drawn" --from "$out/host_kernels/models"
+  fi
 }
 part_learn() {
   mkdir -p "$out/carried"
@@ -119,8 +125,9 @@ copy_predictors(*map(Path, sys.argv[1:]))' "$learned" "$shipped"  # without what
 }
 part_pack() {
   hase recipes/h200/dataset_archives.py pack --archives "$here"
-  archive host-nvidia-h200.tar.xz "$out" host/benchmark/dataset host/ort_analysis/ort_kernel_record \
-    "benchmark/dataset/$target/copies.json" node_profiles.json
+  archive host-nvidia-h200.tar.xz "$out" host/ort_analysis/ort_kernel_record "benchmark/dataset/$target/copies.json" \
+    node_profiles.json
+  if [ -d "$out/host_kernels" ]; then archive host-kernels-nvidia-h200.tar.xz "$out/host_kernels" drawn models; fi
 }
 
 for part in "${parts[@]}"; do
