@@ -87,13 +87,15 @@ class Recording(NamedTuple):
     runs: int
 
 
-def record(runs: Sequence[Callable[[], Any]]) -> Recording:
-    """Calls each of `runs` once under the profiler, in order; each must wait for its result.
+def record(runs: Sequence[Callable[[], Any]], before_each: Callable[[], Any] = lambda: None) -> Recording:
+    """Calls each of `runs` once under the profiler, in order; each must wait for its result. What `before_each` gives the GPU
+    belongs to no run.
 
     Needs torch with CUDA.
     """
     def run_all() -> None:
         for number, run in enumerate(runs):
+            before_each()
             with in_range(number):
                 run()
 

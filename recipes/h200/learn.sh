@@ -127,7 +127,11 @@ part_pack() {
   hase recipes/h200/dataset_archives.py pack --archives "$here"
   archive host-nvidia-h200.tar.xz "$out" host/ort_analysis/ort_kernel_record "benchmark/dataset/$target/copies.json" \
     node_profiles.json
-  if [ -d "$out/host_kernels" ]; then archive host-kernels-nvidia-h200.tar.xz "$out/host_kernels" drawn models; fi
+  if [ -d "$out/host_kernels" ]; then
+    archive host-kernels-nvidia-h200.tar.xz "$out/host_kernels" drawn models
+  elif [ -d "$out/host/benchmark" ]; then
+    echo "$out/host/benchmark is not packed: put the workspaces it was made from into $out/host_kernels, as drawn and models" >&2
+  fi
 }
 
 for part in "${parts[@]}"; do

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from measuring import gpu_turns
-from measuring.gpu_trace import GpuRun, GpuWork, Recording, in_range, read, record_ranges, split_carrier
+from measuring.gpu_trace import GpuRun, GpuWork, read, record, split_carrier
 from records.kernel_record import Kernel, Tensor, session_dtype, type_code
 from records.measurement import GPU_LABEL, UNPROFILED, Measurement, kernel_names
 from runtimes.ort.building.dummy_data import random_floats
@@ -149,23 +149,11 @@ def groups_to_queue(measured: Iterable[Measurement]) -> Iterator[list[Measuremen
         yield group
 
 
-def trace_carrier(run: Callable[[], Any], queued: int) -> Recording:
-    """Traces a carrier's runs.
-
-    Args:
-        run: one run.
-        queued: how many launches of it wait until the GPU, which is kept busy, begins with the first; 0 for none, so that the
-            GPU begins each as soon as it is launched.
-    """
-    def run_all() -> None:
-        for number in range(TRACED_RUNS):
-            if queued:
-                with torch.cuda.stream(held_stream()):
-                    torch.cuda._sleep(queued * SPIN_CYCLES)
-            with in_range(number):
-                run()
-
-    return record_ranges(run_all, TRACED_RUNS)
+def hold_back(launches: int) -> None:
+    """Keeps the GPU busy until so many launches wait on the `held_stream`. Needs torch with CUDA."""
+    if launches:
+        with torch.cuda.stream(held_stream()):
+            torch.cuda._sleep(launches * SPIN_CYCLES)
 
 
 def run_carrier(kernels: Sequence[Kernel], request: Request, queued: int = 0) -> Traced:
@@ -174,7 +162,8 @@ def run_carrier(kernels: Sequence[Kernel], request: Request, queued: int = 0) ->
     Args:
         kernels: one after another.
         request: the labels, and how to run it.
-        queued: as in `trace_carrier`.
+        queued: how many launches of a run wait until the GPU begins with the first; 0 for none, so that the GPU begins each as
+            soon as it is launched.
 
     Raises:
         UserError: as `time_carrier`.
@@ -190,7 +179,7 @@ def run_carrier(kernels: Sequence[Kernel], request: Request, queued: int = 0) ->
                 session, carrier.values, "cpu", "device", shared_caches(carrier.model.graph, {}))
             counted = profile_runs(run, request.effort, request.device)
         with gpu_turns.alone(request.turns):
-            recording = trace_carrier(run, queued) if GPU_LABEL in request.labels else None
+            recording = record([run] * TRACED_RUNS, lambda: hold_back(queued)) if GPU_LABEL in request.labels else None
         traced = read(recording) if recording else []
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
         nodes_ms = median(plain_runs_ms(run, counted, request.device)) if UNPROFILED in request.labels else None
