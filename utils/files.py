@@ -306,7 +306,7 @@ def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int 
 
 def pack(archive: Path, members: Iterable[tuple[str, bytes]]) -> None:
     """Writes files, given by name and contents, to a `.tar.xz`. The same files in the same order give the same bytes."""
-    with replacing(archive) as part, tarfile.open(part, "w:xz", preset=9 | lzma.PRESET_EXTREME) as packed:
+    with replacing(archive) as part, tarfile.open(part, "w:xz", preset=9) as packed:
         for name, contents in members:
             header = tarfile.TarInfo(name)
             header.size = len(contents)
