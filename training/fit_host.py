@@ -22,7 +22,7 @@ from records.kernel_record import Kernel, KernelInput, Tensor
 from records.kernel_types import describe_kernel
 from training.composition.default_composition import shipped_costs
 from training.composition.fitted import composition_path, read_composition
-from training.composition.host_side import HostCosts, fit_copies, host_costs_path, host_folder, host_predictors
+from training.composition.host_side import HOST_LABEL, HostCosts, fit_copies, host_costs_path, host_folder, host_predictors
 from training.kernels.predictors import ON_GPU, Predictors, read_predictors
 from training.kernels.sidecar import copy_predictors, read_sidecar
 from training.kernels.targets import trained_targets
@@ -105,7 +105,7 @@ def main() -> int:
             if costs:
                 files.write_json(host_costs_path(folder), costs)
             if learned:
-                copy_predictors(learned, host_folder(folder))
+                copy_predictors(learned, host_folder(folder), HOST_LABEL)
             rows.append(row(target, costs, learned is not None))
     cli.print_rows(rows, args.json, "the host's side of CUDA sessions")
     return 0

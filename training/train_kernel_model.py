@@ -32,10 +32,11 @@ from records.dataset_files import collected_targets, read_kernels
 from records.kernel_record import Kernel
 from records.measurement import GPU_LABEL
 from training.data_sheet.carried_rows import WithCarried, with_carried
-from training.kernels.estimators import learning_problem
+from training.kernels.doubt import learn_doubt
+from training.kernels.estimators import KernelModel, learning_problem
 from training.kernels.label_training import Trained, train_label
 from training.kernels.predictors import StartFrom
-from training.kernels.settings import TrainingConfig
+from training.kernels.settings import LAUNCHES, TrainingConfig
 from training.kernels.sidecar import (
     Carried,
     Sidecar,
@@ -115,7 +116,13 @@ def save(workspace: Workspace, learned: TrainingSet | WithCarried, trained: list
         "config": config.model_dump(mode="json"), "carried": carried.about if carried else None}
     return save_predictors(workspace.predictors(header.target.name), {label.label: label.model for label in trained},
                            {label.label: label.errors for label in trained}, measured_times(workspace, header.target.name),
-                           about, next((label.doubt for label in trained if label.doubt), None))
+                           about, doubt_of(rows, trained, config.seed))
+
+
+def doubt_of(rows: TrainingSet, trained: list[Trained], seed: int) -> KernelModel | None:
+    """How far off the GPU's predictors may be on a kernel; None where the GPU's time was not measured."""
+    times = {of_label.label: of_label.times_ms for of_label in trained}
+    return learn_doubt(rows, times[GPU_LABEL], times.get(LAUNCHES, {}), seed) if GPU_LABEL in times else None
 
 
 def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:

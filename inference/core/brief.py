@@ -8,7 +8,7 @@ predicted one by one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from inference.core.uncertainty import (
     BEYOND_POWER,
     CERTAIN,
     FAR,
+    FAR_OFF,
     OTHER_CUDNN,
     ROUGH,
     UNKNOWN,
@@ -164,6 +165,17 @@ def _totals(batch: Batch, amounts: Floats) -> Floats:
     return total
 
 
+def _in_quadrature(batch: Batch, amounts: Floats) -> Floats:
+    """The amounts of each model's different kernels, added in quadrature, given that of each; those of a kernel's nodes are
+    summed."""
+    models, nodes = np.nonzero(amounts[batch.runs])
+    kernels = batch.runs[models, nodes]
+    pairs, counts = np.unique(models * len(amounts) + kernels, return_counts=True)
+    model, kernel = np.divmod(pairs, len(amounts))
+    squares = np.bincount(model, (counts * amounts[kernel]) ** 2, len(batch.models))
+    return np.asarray(np.sqrt(squares))
+
+
 def _any(batch: Batch, kernels: Mask) -> Mask:
     """Whether each model has one of these kernels."""
     return np.asarray(kernels[batch.runs].any(axis=1) if kernels.any() else np.zeros(len(batch.models), dtype=bool))
@@ -215,8 +227,9 @@ def _latencies(batch: Batch, conditions: Conditions) -> _Latencies:
     latency = composed.latency_ms
     everything = np.ones(len(columns["time_ms"]), dtype=bool)
     of_kernels, by_rough = composed.moved_by(everything), composed.moved_by(columns.mask("rough"))
+    amounts = _sources(batch, latency, conditions.pace)
     if used.calibrated is not None:
-        fit = _calibrated(batch, used.calibrated, latency, conditions.pace)
+        fit = _calibrated(used.calibrated, amounts)
         moved = composed.moved_by(~columns.mask("calibrated"))
     else:
         fit, moved = _fitted(batch, conditions), of_kernels
@@ -229,7 +242,7 @@ def _latencies(batch: Batch, conditions: Conditions) -> _Latencies:
         spans.append(_everywhere(Span(fitted.sheet_range.low, fitted.sheet_range.high), latency))
     joined = _joined(spans)
     power = OTHER_CUDNN if fitted.other_cudnn else 1.0
-    rough = (by_rough.high > 1.0 + ROUGH) | (by_rough.low < 1.0 - ROUGH) | (times >= FAR)
+    rough = (by_rough.high > 1.0 + ROUGH) | (by_rough.low < 1.0 - ROUGH) | (amounts["doubt"] >= FAR_OFF) | (times >= FAR)
     return _Latencies(latency, _Spans(np.minimum(joined.low, of_kernels.low) ** power,
                                       np.maximum(joined.high, of_kernels.high) ** power), rough)
 
@@ -245,8 +258,8 @@ def _joined(spans: Sequence[_Spans]) -> _Spans:
     return _Spans(np.exp(-low), np.exp(np.sqrt(sum(np.log(np.maximum(span.high, 1.0)) ** 2 for span in spans))))
 
 
-def _calibrated(batch: Batch, interval: CalibratedInterval, latency: Floats, pace: HostPace | None) -> _Spans:
-    """The calibrated interval of each model, as `intervals.CalibratedInterval.ends` and `intervals.sources` have it."""
+def _sources(batch: Batch, latency: Floats, pace: HostPace | None) -> dict[str, Floats]:
+    """What the error of each model may come from, as `intervals.sources` has it."""
     columns = batch.columns
     gpu_ms = columns.kernels().gpu_ms
     total_ms = _totals(batch, gpu_ms)
@@ -254,8 +267,13 @@ def _calibrated(batch: Batch, interval: CalibratedInterval, latency: Floats, pac
     within = np.minimum(1.0, np.divide(total_ms, latency, out=np.zeros_like(latency), where=busy))
     per_ms = np.divide(within, total_ms, out=np.zeros_like(latency), where=busy)
     host, off = 1.0 - total_ms * per_ms, abs(math.log(pace.ratio)) if pace and pace.ratio else 0.0
-    amounts = {"predicted": _totals(batch, gpu_ms * columns["known"]) * per_ms, "host": host, PACE: host * off, **{
-        name: _totals(batch, gpu_ms * columns[name]) * per_ms for name in ("unmeasured", "other_form", "beyond", "doubt")}}
+    shares = {"predicted": "known", **{name: name for name in ("unmeasured", "other_form", "beyond")}}
+    return {"host": host, PACE: host * off, "doubt": _in_quadrature(batch, gpu_ms * columns["doubt"]) * per_ms,
+            **{name: _totals(batch, gpu_ms * columns[column]) * per_ms for name, column in shares.items()}}
+
+
+def _calibrated(interval: CalibratedInterval, amounts: Mapping[str, Floats]) -> _Spans:
+    """The calibrated interval of each model, as `CalibratedInterval.ends` has it, by what its error may come from."""
     scale = np.sqrt(interval.reach.get(ALWAYS, 0.0) ** 2 + sum(
         (interval.reach.get(name, 0.0) * amount) ** 2 for name, amount in amounts.items()))
     return _Spans(np.exp(interval.low * scale), np.exp(np.minimum(interval.high * scale, LARGEST_LOG)))

@@ -87,7 +87,8 @@ def contribution(kernel: Kernel, known: KernelInModel, learned: EnergyModel | No
     if new is not None:
         weights |= {new.kind.replace(" ", "_"): 1.0, "doubt": new.doubt}
         if new.kind == "beyond":
-            weights |= {"known": 1.0, "beyond": math.log(new.times)}
+            weights["beyond"] = math.log(new.times)
+        weights["known"] = float(new.kind in ("known", "beyond") and not new.doubt)
     timed_j, fixed_j, guessed = 0.0, 0.0, False
     if learned is not None and not known.on_host:
         launches = float(kernel.moves_data) if known.launches is None else known.launches

@@ -25,10 +25,12 @@ from inference.core.uncertainty import (
     BEYOND_POWER,
     CALIBRATED,
     CERTAIN,
+    FAR_OFF,
     FORCED,
     OTHER_CUDNN,
     KernelUncertainty,
     Span,
+    doubt_warnings,
     fitted_span,
     host_warning,
     hosts_between,
@@ -158,7 +160,7 @@ def kernels_span(run: ModelRun, latency: float, rough_only: bool) -> Span:
 
 def sources_of(run: ModelRun, latency: float, pace: float | None) -> Sources:
     """What the error of a latency (ms) on a GPU may come from. The pace, a ratio, is the host's; None where it is unknown."""
-    return sources(((node.runs * kernel.gpu_ms, novelty(kernel))
+    return sources(((node.kernel_id, node.runs * kernel.gpu_ms, novelty(kernel))
                     for node, kernel in zip(run.record.nodes, run.nodes, strict=True)), latency, 1.0 if pace is None else pace)
 
 
@@ -329,8 +331,9 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
     hosts = hosts_span(run, latency, conditions.usual_costs, pace.ratio) if pace else CERTAIN
     short = shortness(used, latency)
     fit, moved = fitted_span(used, conditions.run_mode, measured_share, conditions.device), of_kernels
+    origins = sources_of(run, latency, pace.ratio if pace else None)
     if used.calibrated and conditions.run_mode == AS_USUAL:
-        fit = Span(*used.calibrated.ends(sources_of(run, latency, pace.ratio if pace else None)))
+        fit = Span(*used.calibrated.ends(origins))
         hosts = CERTAIN if used.calibrated.holds_paces and pace != UNKNOWN else hosts
         moved = kernels_span(without_calibrated(run), latency, False) if uncertainties else CERTAIN
     spans = [fit, moved, trips, hosts, short.span]
@@ -342,13 +345,13 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
         spans.append(kernels_under_load_span(fitted.predictors, used.label))
     times = (OTHER_CUDNN if fitted.other_cudnn else 1.0) * (
         FORCED if mismatches(record, fitted.target, fitted.predictors.sidecar.dtypes) else 1.0)
-    warnings = (*uncertainty_warnings(uncertainties, moved_by_rough), *short.warnings,
+    warnings = (*uncertainty_warnings(uncertainties, moved_by_rough), *doubt_warnings(origins.doubt), *short.warnings,
                 *(host_warning(hosts) if pace == UNKNOWN else ()), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
     # A calibrated interval holds for kernels of usual uncertainty; that of this model's kernels may be larger.
     return Uncertainty(joined(spans).covering(of_kernels).widened(times),
-                       any(map(is_rough, (moved_by_rough, trips))) or short.makes_rough
+                       any(map(is_rough, (moved_by_rough, trips))) or origins.doubt >= FAR_OFF or short.makes_rough
                        or bool(record.assumed or uncounted(record)), warnings)
 
 

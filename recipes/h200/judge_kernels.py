@@ -1,8 +1,8 @@
 """Errors of the predictors for kernels that nothing was learned from, and which of them an answer would mark.
 
 Reads the kernels of a target's dataset in --measured, and the predictors of --workspace (those that come with Hase, if it has
-none). Every kernel is predicted. A kernel counts as marked where it could make a
-prediction a rough estimate (`inference/core/uncertainty.py`). Prints a row for each class of operators.
+none). Every kernel is predicted. A kernel counts as marked where the prediction of a model that is nothing else would be a rough
+estimate (`inference/core/uncertainty.py`). Prints a row for each class of operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference.core.targets import Fitted, fitted_for
-from inference.core.uncertainty import kernel_uncertainties
+from inference.core.uncertainty import FAR_OFF, kernel_uncertainties
 from kernel_model.sampling.cliffs import Timed, timed_kernels
 from records.measurement import GPU_LABEL
 from records.operators import operator_row
@@ -38,9 +38,11 @@ def error_rows(timed: list[Timed], fitted: Fitted) -> list[dict[str, Any]]:
     """The errors of kernels in per cent, of each class of operators and of all."""
     kernels, measured_ms = [entry.kernel for entry in timed], np.array([entry.time_ms for entry in timed])
     times = fitted.predictors.predict(kernels, {}, GPU_LABEL, strict=True)
-    uncertain = kernel_uncertainties(kernels, times.provenance, fitted, GPU_LABEL, fitted.predictors.doubts(kernels))
+    doubts = fitted.predictors.doubts(kernels)
+    uncertain = kernel_uncertainties(kernels, times.provenance, fitted, GPU_LABEL, doubts)
     predicted_ms = np.array(times.latency_ms)
-    marked = np.array([kernel.id in uncertain and uncertain[kernel.id].makes_rough for kernel in kernels])
+    marked = np.array([doubts.get(kernel.id, 0.0) >= FAR_OFF or (kernel.id in uncertain and uncertain[kernel.id].makes_rough)
+                       for kernel in kernels])
     classes = np.array([operator_row(kernel.op_type).operator_class for kernel in kernels])
     errors = np.abs(predicted_ms / measured_ms - 1)
     factors = np.maximum(predicted_ms / measured_ms, measured_ms / predicted_ms) - 1

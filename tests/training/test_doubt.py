@@ -13,8 +13,8 @@ from inference.core.uncertainty import DOUBTFUL, KernelUncertainty, Span, uncert
 from records.kernel_record import Kernel
 from records.measurement import GPU_LABEL
 from training.composition.intervals import KNOWN, Novelty, sources
-from training.kernels.doubt import LARGEST, learn_doubt
-from training.kernels.estimators import predict_kernels
+from training.kernels.doubt import LARGEST, LAUNCH_MS, learn_doubt
+from training.kernels.estimators import KernelModel, predict_kernels
 from training.kernels.training_set import TrainingSet, read_training_set
 from utils.paths import Workspace
 
@@ -31,33 +31,57 @@ def is_wide(rows: TrainingSet) -> np.ndarray:
     return rows.features[:, rows.schema.index("kernel_width")] >= 5
 
 
+def left_out(rows: TrainingSet, measured: np.ndarray, predicted: np.ndarray) -> dict[str, tuple[float, float]]:
+    """By kernel, what was measured, and what a training without it predicted."""
+    return dict(zip(rows.ids.tolist(), zip(measured.tolist(), predicted.tolist(), strict=True), strict=True))
+
+
+def doubts_of(doubt: KernelModel, rows: TrainingSet, *kernels: Kernel) -> list[float]:
+    factors = predict_kernels(doubt, kernels, rows.schema.matrix(kernels), list(rows.idle_load.values()))
+    return [math.log(factor) for factor in factors]
+
+
 def test_doubt_is_large_where_kernels_that_were_held_out_were_far_off(rows: TrainingSet) -> None:
     """Predictions of wide windows are off by a factor of four, up or down; the others by 5 %."""
     generator = np.random.default_rng(0)
     signs = generator.choice([-1.0, 1.0], len(rows))
-    errors = np.where(is_wide(rows), math.log(4.0), 0.05)
-    doubt = learn_doubt(rows, GPU_LABEL, rows.times_ms[GPU_LABEL] * np.exp(signs * errors), seed=1)
-
-    def doubted(*kernels: Kernel) -> list[float]:
-        factors = predict_kernels(doubt, kernels, rows.schema.matrix(kernels), list(rows.idle_load.values()))
-        return [math.log(factor) for factor in factors]
-
-    narrow, wide, other = doubted(conv(window=3), conv(window=7), relu())
+    errors, gpu_ms = np.where(is_wide(rows), math.log(4.0), 0.05), rows.times_ms[GPU_LABEL]
+    doubt = learn_doubt(rows, left_out(rows, gpu_ms, gpu_ms * np.exp(signs * errors)), {}, seed=1)
+    narrow, wide, other = doubts_of(doubt, rows, conv(window=3), conv(window=7), relu())
     assert narrow == pytest.approx(0.05, abs=0.1)
     assert wide == pytest.approx(math.log(4.0), rel=0.2)
     assert other == pytest.approx(0.05, abs=0.05)
 
 
+def test_launches_that_take_the_host_longer_than_the_gpu_are_doubted_likewise(rows: TrainingSet) -> None:
+    """The GPU's times are right. Four times as many launches as predicted matter where they take longer than the GPU's work."""
+    gpu_ms, many = rows.times_ms[GPU_LABEL], 2.0 * rows.times_ms[GPU_LABEL] / LAUNCH_MS
+    times = left_out(rows, gpu_ms, gpu_ms)
+    doubted = learn_doubt(rows, times, left_out(rows, np.where(is_wide(rows), 4.0, 1.0) * many, many), seed=1)
+    certain = learn_doubt(rows, times, left_out(rows, np.where(is_wide(rows), 4.0, 1.0) * 0.1 * many, 0.1 * many), seed=1)
+    narrow, wide = doubts_of(doubted, rows, conv(window=3), conv(window=7))
+    assert narrow == pytest.approx(0.0, abs=0.1)
+    assert wide == pytest.approx(math.log(4.0), rel=0.2)
+    assert doubts_of(certain, rows, conv(window=7)) == [pytest.approx(0.0, abs=0.01)]
+
+
 def test_a_huge_error_counts_up_to_a_limit(rows: TrainingSet) -> None:
-    doubt = learn_doubt(rows, GPU_LABEL, rows.times_ms[GPU_LABEL] * 1e6, seed=1)
-    factors = predict_kernels(doubt, [conv()], rows.schema.matrix([conv()]), list(rows.idle_load.values()))
-    assert math.log(factors[0]) == pytest.approx(LARGEST, rel=0.01)
+    gpu_ms = rows.times_ms[GPU_LABEL]
+    doubt = learn_doubt(rows, left_out(rows, gpu_ms, gpu_ms * 1e6), {}, seed=1)
+    assert doubts_of(doubt, rows, conv()) == [pytest.approx(LARGEST, rel=0.01)]
 
 
 def test_the_doubts_of_a_model_are_weighted_by_time() -> None:
-    kernels = [(6.0, Novelty("known", doubt=0.5)), (2.0, KNOWN), (2.0, None)]
+    kernels = [("a", 6.0, Novelty("known", doubt=0.5)), ("b", 2.0, KNOWN), ("c", 2.0, None)]
     assert sources(kernels, 10.0).doubt == pytest.approx(0.3)
     assert sources(kernels, 20.0).doubt == pytest.approx(0.15)  # half of the time the GPU waits
+    assert sources(kernels, 10.0).predicted == pytest.approx(0.2)  # of the kernel whose doubt is not known
+
+
+def test_different_kernels_err_independently_and_the_nodes_of_one_alike() -> None:
+    doubted = Novelty("known", doubt=0.5)
+    assert sources([(name, 2.5, doubted) for name in "abcd"], 10.0).doubt == pytest.approx(0.25)
+    assert sources([("a", 2.5, doubted)] * 4, 10.0).doubt == pytest.approx(0.5)
 
 
 def test_doubtful_kernels_are_named() -> None:

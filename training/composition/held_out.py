@@ -210,7 +210,7 @@ def sources_of_model(times_ms: Sequence[tuple[Kernel, float]], novelties: Mappin
         latency_ms: the prediction.
     """
     taken = set(measured)
-    return sources(((time_ms, None if kernel.id in taken or not time_ms else novelties.get(kernel.id, KNOWN))
+    return sources(((kernel.id, time_ms, None if kernel.id in taken or not time_ms else novelties.get(kernel.id, KNOWN))
                     for kernel, time_ms in times_ms), latency_ms)
 
 

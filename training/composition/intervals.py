@@ -4,9 +4,9 @@ The simple kind of interval is the same multiple of every prediction (`ErrorRang
 what a prediction rests on. It is calibrated on models whose collection was held out of everything:
 
 The error of a prediction is the logarithm of measured over predicted latency. Its plausible size is a *scale*, in which several
-sources of error are added in quadrature: a constant, and how much of the latency rests on predicted kernels, on operators that
-were never measured, on other forms and sizes than were measured, on the host, and on its pace. How far each source reaches is
-fitted (maximum likelihood of a Laplace distribution; reaches are not negative).
+sources of error are added in quadrature: a constant, how far predicted kernels are off in the mean, and how much of the latency
+rests on operators that were never measured, on other forms and sizes than were measured, on the host, and on its pace. How far
+each source reaches is fitted (maximum likelihood of a Laplace distribution; reaches are not negative).
 
 The interval reaches from `low` to `high` scales around the prediction. Both are conformal quantiles of errors in scales, each
 collection's taken with a scale that was fitted without it (cross-conformal: Vovk, Cross-conformal predictors, 2015; scaled
@@ -106,12 +106,13 @@ class Sources(NamedTuple):
 
     Attributes:
         predicted: the share of the latency in which the GPU works on kernels that were predicted, of operators and forms that
-            were measured; a ratio, as the following three.
+            were measured, and whose doubt is not known; a ratio, as the following three.
         unmeasured: the same of operators that were never measured.
         other_form: … that were measured for other element types or ranks only.
         beyond: … of sizes beyond what was measured, times the logarithm of how many times.
         host: the share of the latency in which the GPU waits for the host.
-        doubt: the share of kernels that were predicted times the doubt of each.
+        doubt: the doubts of predicted kernels, each times the kernel's share of the latency. Different kernels err
+            independently, so these are added in quadrature: of a hundred kernels alike, a tenth of the doubt of one is left.
         pace: `host` times how far the host's pace is from its usual one, as a logarithm.
     """
 
@@ -124,28 +125,34 @@ class Sources(NamedTuple):
     pace: float = 0.0
 
 
-def sources(kernels: Iterable[tuple[float, Novelty | None]], latency_ms: float, pace: float = 1.0) -> Sources:
+def sources(kernels: Iterable[tuple[str, float, Novelty | None]], latency_ms: float, pace: float = 1.0) -> Sources:
     """The sources of error of a predicted latency.
 
     Args:
-        kernels: the GPU's time (ms) of each kernel, over all its runs, and its novelty; None for a measured kernel.
+        kernels: the id of each kernel, the GPU's time (ms) for all runs of a node, and its novelty; None for a measured kernel.
+            A kernel of several nodes comes several times.
         latency_ms: the prediction.
         pace: of the host, a ratio.
     """
-    total_ms = doubt_ms = 0.0
+    total_ms = 0.0
     weighted_ms: dict[NoveltyKind, float] = {"known": 0.0, "unmeasured": 0.0, "other form": 0.0, "beyond": 0.0}
-    for time_ms, novelty in kernels:
+    doubts_ms: dict[str, float] = {}
+    for name, time_ms, novelty in kernels:
         total_ms += time_ms
-        if novelty is not None:
+        if novelty is None:
+            continue
+        if novelty.doubt:
+            doubts_ms[name] = doubts_ms.get(name, 0.0) + time_ms * novelty.doubt
+        if novelty.kind != "known":
             weighted_ms[novelty.kind] += time_ms * (math.log(novelty.times) if novelty.kind == "beyond" else 1.0)
-            weighted_ms["known"] += time_ms if novelty.kind == "beyond" else 0.0
-            doubt_ms += time_ms * novelty.doubt
+        if novelty.kind in ("known", "beyond") and not novelty.doubt:
+            weighted_ms["known"] += time_ms
     per_ms = min(1.0, total_ms / latency_ms) / total_ms if total_ms and latency_ms else 0.0
     host = 1.0 - total_ms * per_ms
     return Sources(
         predicted=weighted_ms["known"] * per_ms, unmeasured=weighted_ms["unmeasured"] * per_ms,
         other_form=weighted_ms["other form"] * per_ms, beyond=weighted_ms["beyond"] * per_ms, host=host,
-        doubt=doubt_ms * per_ms, pace=host * abs(math.log(pace)))
+        doubt=math.hypot(*doubts_ms.values()) * per_ms, pace=host * abs(math.log(pace)))
 
 
 class Case(NamedTuple):

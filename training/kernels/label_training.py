@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from records.measurement import GPU_LABEL
 from training.kernels import estimators
-from training.kernels.doubt import learn_doubt
 from training.kernels.estimators import FOREST, SHARED, KernelModel, fit_kernel_model
 from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
@@ -39,7 +38,6 @@ class Trained:
         left_out: what trainings without an operator make of its kernels.
         forms_left_out: the same of trainings without a form; of label `gpu` alone, since GPUs' libraries have the most
             algorithms to choose from.
-        doubt: how far off the predictors may be on a kernel (`learn_doubt`); of label `gpu` alone likewise.
     """
 
     label: str
@@ -48,7 +46,6 @@ class Trained:
     times_ms: dict[str, tuple[float, float]]
     left_out: tuple[LeftOutOperator, ...]
     forms_left_out: tuple[LeftOutForm, ...] = ()
-    doubt: KernelModel | None = None
 
 
 @dataclass(frozen=True)
@@ -219,7 +216,5 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
     model = fit_transferred(rows, label, best.predictors, config, start) if start else fit_kernel_model(
         rows, label, best.predictors, config, steady=steady_classes(left_out))
     shipped = best.left_out.shipped(rows, best.predictors)
-    on_gpu = label == GPU_LABEL
     return Trained(label, model, errors, idle_times(rows, label, shipped), tuple(left_out),
-                   tuple(leave_forms_out(rows, label, best.predictors, config)) if on_gpu else (),
-                   learn_doubt(rows, label, shipped, config.seed) if on_gpu else None)
+                   tuple(leave_forms_out(rows, label, best.predictors, config)) if label == GPU_LABEL else ())

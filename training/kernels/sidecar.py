@@ -376,14 +376,27 @@ def _written_files(folder: Path) -> list[Path]:
             if not path.name.startswith((ESTIMATOR_PREFIX, MPS_PREFIX))]
 
 
-def copy_predictors(source: Path, folder: Path) -> None:
+def copy_predictors(source: Path, folder: Path, label: str | None = None) -> None:
     """Copies all that was learned for a target, its composition and its host's kernels too. The sidecar is copied last, which
-    makes the copy valid. Files that only the previous sidecar names are left out."""
-    left_out = {path.name for path in _written_files(source)} - _files_named(source)
+    makes the copy valid. Files that only the previous sidecar names are left out.
+
+    Args:
+        source: the folder of the target's predictors.
+        folder: where the copy goes.
+        label: the only one whose predictors are copied; None: all.
+    """
+    of_label = None
+    if label is not None:
+        sidecar = read_sidecar(source)
+        of_label = sidecar.model_copy(update={"labels": {label: sidecar.labels[label]}})
+    named = _files_of(of_label) if of_label else _files_named(source)
+    left_out = {path.name for path in _written_files(source)} - named
     paths = [path for path in source.iterdir()
              if not path.name.startswith(".") and path.name not in left_out]  # without locks and unfinished files
     for path in sorted(paths, key=lambda path: (path == sidecar_path(source), path)):
         if path.is_dir():
             copy_predictors(path, folder / path.name)
+        elif of_label and path == sidecar_path(source):
+            write_sidecar(folder, of_label)
         else:
             files.write_bytes(folder / path.name, path.read_bytes())

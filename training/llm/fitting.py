@@ -115,8 +115,8 @@ def intervals_of(steps: Iterable[MeasuredStep], predicted_ms: Mapping[int, float
     for step in steps:
         if step.paced:
             time_ms = predicted_ms[id(step)]
-            of_step = sources(((part.runs * part.time_ms, step.novelties.get(part.kernel.id, KNOWN)) for part in step.parts),
-                              time_ms, step.pace)
+            of_step = sources(((part.kernel.id, part.runs * part.time_ms, step.novelties.get(part.kernel.id, KNOWN))
+                               for part in step.parts), time_ms, step.pace)
             cases[step.phase].append(Case("", step.point.family, of_step, math.log(step.measured_ms / time_ms)))
     found = {phase: fitted_to(calibrated, of_phase) for phase, of_phase in cases.items()}
     return {phase: interval for phase, interval in found.items() if interval}

@@ -1,7 +1,8 @@
 """Kernels of no model that the CUDA provider lacks, so that the CPU provider runs them in a CUDA session.
 
 Quantisers write products and convolutions of whole numbers, which CUDA has only for signed ones. Signal processing, some
-functions of single numbers, and tables of features are left to the CPU, too.
+functions of single numbers, and tables of features are left to the CPU, too. So are some operators of image networks, of which
+CUDA has all versions but the newest.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kernel_model.sampling.draws import on_cuda
-from kernel_model.sampling.free_shapes import forms, products
+from kernel_model.sampling.free_shapes import elementwise, forms, products, reductions
 from kernel_model.sampling.free_shapes.forms import any_rank, any_shape, inferred
 from kernel_model.sampling.free_shapes.language import product_sizes, rows
 from kernel_model.sampling.free_shapes.sizes import (
@@ -167,6 +168,27 @@ def any_form(dtype: str, batch: int, generator: Generator) -> Kernel:
         if not on_cuda(drawn):
             return drawn
     raise ValueError(f"CUDA has all of {TRIES} drawn forms")
+
+
+def above_threshold(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Numbers that are large enough, and zeros."""
+    return inferred("ThresholdedRelu", [tensor(dtype, *activation_shape(batch, generator))], alpha=1.0)
+
+
+NEWER: tuple[tuple[str, Callable[[str, int, Generator], Kernel]], ...] = (  # operators, and draws that may give them
+    ("MaxPool", products.pool), ("MaxPool", forms.pool), ("InstanceNormalization", reductions.instance_norm),
+    ("InstanceNormalization", forms.channel_norm), ("Elu", elementwise.UNARY["Elu"]), ("Selu", elementwise.UNARY["Selu"]),
+    ("ThresholdedRelu", above_threshold))
+
+
+def newer_version(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A pooling, a normalisation or an activation that CUDA has, but not in the version of opset 22. To the CPU provider all
+    versions are one kernel."""
+    op, draw = NEWER[int(generator.integers(len(NEWER)))]
+    for _ in range(TRIES):
+        if (drawn := draw(dtype, batch, generator)).op_type == op:
+            return drawn
+    raise ValueError(f"none of {TRIES} draws was a {op}")
 
 
 def spectrum(dtype: str, batch: int, generator: Generator) -> Kernel:

@@ -68,8 +68,9 @@ HOST: tuple[tuple[Draw, float], ...] = (  # as often as quantisers write them, a
     (on_host.quantised_convolution, 300), (on_host.quantised_product, 200), (on_host.integer_product, 200),
     (on_host.rounded_while_running, 80), (on_host.quantised_arithmetic, 100), (on_host.quantised_activation, 60),
     (on_host.quantised_pool, 50), (on_host.moved_channels, 60), (on_host.bias, 30), (on_host.unary, 150),
-    (on_host.any_form, 200), (on_host.spectrum, 100), (on_host.distinct, 80), (on_host.drawn_classes, 40),
-    (on_host.pool, 40), (on_host.other, 60), (on_host.table_of_features, 120), (on_host.on_shapes, 160))
+    (on_host.any_form, 200), (on_host.newer_version, 300), (on_host.spectrum, 100), (on_host.distinct, 80),
+    (on_host.drawn_classes, 40), (on_host.pool, 40), (on_host.other, 60), (on_host.table_of_features, 120),
+    (on_host.on_shapes, 160))
 Kind = Literal["networks", "language", "forms", "standard", "host"]
 
 
