@@ -1,8 +1,8 @@
 """Errors of the predictors for kernels that nothing was learned from, and which of them an answer would mark.
 
 Reads the kernels of a target's dataset in --measured, and the predictors of --workspace (those that come with Hase, if it has
-none). Every kernel is predicted. A kernel counts as marked where the prediction of a model that is nothing else would be a rough
-estimate (`inference/core/uncertainty.py`). Prints a row for each class of operators.
+none). Every kernel is predicted. A kernel counts as marked where the prediction of a model that is nothing else would be a
+rough estimate (`inference/core/uncertainty.py`). Prints a row for each class of operators.
 """
 
 from __future__ import annotations
