@@ -224,7 +224,7 @@ def doubt_warnings(doubt: float) -> tuple[str, ...]:
     estimate."""
     if doubt < FAR_OFF:
         return ()
-    return (f"rough estimate: kernels like these are predicted so badly that latencies were off by {doubt:.0%} in the mean",)
+    return (f"rough estimate: predictions that rest on kernels like these were off by {doubt:.0%} in the mean",)
 
 
 def fitted_span(used: Composition, run_mode: RunMode, measured_share: float, device: str) -> Span:

@@ -19,7 +19,7 @@ from trained_workspace import METRIC, conv_net
 from inference import predict
 from inference.core.answers import Prediction, make_monotonic
 from inference.core.report import print_predictions
-from inference.core.uncertainty import CERTAIN, FAR, Span, is_rough, joined, shortness
+from inference.core.uncertainty import CERTAIN, FAR, FAR_OFF, Span, doubt_warnings, is_rough, joined, shortness
 from runtimes import local_target
 from training.composition.fitted import read_composition
 from training.kernels.sidecar import copy_predictors
@@ -270,3 +270,22 @@ def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate(tmp_path: Path)
     assert shortness(used, shortest_ms / 2).span == pytest.approx((2 ** -0.25, 2 ** 0.25))
     assert shortness(used, 2 * shortest_ms).span == CERTAIN
     assert shortness(used.model_copy(update={"models": ()}), 0.001) == shortness(used, 0.0) == (1.0,)
+
+
+def convolution(path: Path, channels: int, groups: int, image: list[int], window: list[int]) -> Path:
+    """A convolution that keeps sizes, and a Relu."""
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], group=groups, pads=[size // 2 for size in window] * 2),
+             helper.make_node("Relu", ["c"], ["y"])]
+    shape = [1, channels, *image]
+    return graph(path, nodes, {"x": shape}, {"y": shape}, {"w": np.ones((channels, channels // groups, *window))})
+
+
+def test_a_kernel_near_a_cliff_makes_a_rough_estimate(tmp_path: Path) -> None:
+    """The depthwise convolution of a Conformer, for which cuDNN launches two kernels or hundreds: neighbours were far off. A
+    usual one is predicted well."""
+    near = predict(convolution(tmp_path / "near.onnx", 144, 144, [99], [31]), target=H200, host_pace=1.0, strict=True)
+    usual = predict(convolution(tmp_path / "usual.onnx", 64, 1, [56, 56], [3, 3]), target=H200, host_pace=1.0, strict=True)
+    assert (near.rough_estimate, usual.rough_estimate) == (True, False)
+    assert any("rest on kernels like these were off by" in text for text in near.warnings)
+    assert near.interval_ms[1] / near.interval_ms[0] > 2 * usual.interval_ms[1] / usual.interval_ms[0]
+    assert doubt_warnings(FAR_OFF - 0.001) == ()

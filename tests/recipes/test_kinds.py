@@ -19,7 +19,7 @@ from recipes.kinds.node_lists import NodeList, NodeRow, compare, derived_nodes, 
 from training.composition.fitted import read_composition
 from utils.errors import UserError
 from utils.ort_sessions import open_session
-from utils.paths import SHIPPED
+from utils.paths import ROOT, SHIPPED
 
 TINY = ("tiny_add", "loop_constant_trips", "sklearn_linear")
 
@@ -301,3 +301,22 @@ def test_without_real_nodes_the_comparison_is_an_error(made: Path, tmp_path: Pat
     done = command("compare_on_gpu.py", str(made), "--out", str(tmp_path), "--only", "tiny_add", "--derive-only")
     assert done.returncode == 1
     assert "real_nodes.json.gz: no such file" in done.stderr
+
+
+def test_random_chains_are_the_ones_that_were_measured(tmp_path: Path) -> None:
+    """A chain is the same each time, in its operator set, and runs; each that the script makes was measured on an H200."""
+    done = command("random_chains.py", "--out", str(tmp_path), "--count", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    models = read_manifest(tmp_path).models
+    assert [(model.name, model.opset) for model in models] == [
+        *((f"chain_{number}", 22) for number in range(3)), *((f"chain_{number}", 20) for number in range(1000, 1003))]
+    for model in models:
+        path = tmp_path / model.file
+        onnx.checker.check_model(str(path), full_check=True)
+        session = open_session(path, "cpu", name=model.name)
+        [output] = session.run(None, feed_of(session, {}, {}))
+        assert list(output.shape) == session.get_outputs()[0].shape
+    nodes = onnx.load(tmp_path / "chain_0.onnx").graph.node
+    assert [node.op_type for node in nodes] == ["Conv", "LayerNormalization", "Erf", "Conv", "Erf", "Conv", "BatchNormalization"]
+    measured = json.loads((ROOT / "recipes" / "kinds" / "chains-nvidia-h200.json").read_text(encoding="utf-8"))["models"]
+    assert [row["model"] for row in measured] == [f"chain_{first + n}" for first in (0, 1000) for n in range(150)]
