@@ -1,9 +1,9 @@
 """Writes random chains of unusual layers, to check what Hase says near the edges of what it knows.
 
 Each model is a chain of two to a few dozen layers: convolutions of signals, images and videos in any groups, with windows up to
-128 wide, strides and dilations, and channels that no library is tuned for; normalisations, activations, pools, transpositions. A
-number fixes a model. In opset 22, CUDA lacks some of these layers (MaxPool, InstanceNormalization, Elu). Writes one file per model
-into --out, and kinds.json, as make_models.py does: `compare_on_gpu.py` and `judge.py` are the next steps.
+128 wide, strides and dilations, and channels that no library is tuned for; normalisations, activations, pools, transpositions.
+A number fixes a model. In opset 22, CUDA lacks some of these layers (MaxPool, InstanceNormalization, Elu). Writes one file per
+model into --out, and kinds.json, as make_models.py does: `compare_on_gpu.py` and `judge.py` are the next steps.
 chains-nvidia-h200.json has what the default models took on H200s: numbers 0 to 149 in opset 22, and 1000 to 1149 in opset 20.
 """
 
