@@ -170,10 +170,10 @@ def _in_quadrature(batch: Batch, amounts: Floats) -> Floats:
     summed."""
     models, nodes = np.nonzero(amounts[batch.runs])
     kernels = batch.runs[models, nodes]
-    pairs, counts = np.unique(models * len(amounts) + kernels, return_counts=True)
-    model, kernel = np.divmod(pairs, len(amounts))
-    squares = np.bincount(model, (counts * amounts[kernel]) ** 2, len(batch.models))
-    return np.asarray(np.sqrt(squares))
+    _, places, counts = np.unique(models * len(amounts) + kernels, return_inverse=True, return_counts=True)
+    squares = np.zeros(batch.runs.shape)  # added in the order of the nodes, so that a model's sum does not depend on its batch
+    squares[models, nodes] = counts[places] * amounts[kernels] ** 2  # for each of as many nodes
+    return np.asarray(np.sqrt(squares.sum(axis=1)))
 
 
 def _any(batch: Batch, kernels: Mask) -> Mask:
