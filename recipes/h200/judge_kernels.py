@@ -1,8 +1,8 @@
 """Errors of the predictors for kernels that nothing was learned from, and which of them an answer would mark.
 
 Reads the kernels of a target's dataset in --measured, and the predictors of --workspace (those that come with Hase, if it has
-none). Every kernel is predicted. A kernel counts as marked where the prediction of a model that is nothing else would be a
-rough estimate (`inference/core/uncertainty.py`). Prints a row for each class of operators.
+none). Every kernel is predicted. A kernel counts as marked where the prediction of a model in which it takes two fifths of the
+latency would be a rough estimate (`inference/core/uncertainty.py`). Prints a row for each class of operators.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ EXAMPLES = """
 python recipes/h200/judge_kernels.py --measured out/unseen
 """
 TARGET = "nvidia-h200-cuda-ort1.31-all"
+SHARE = 0.4  # of a model's latency that a kernel takes
 FAR, TWICE = 0.3, 1.0  # errors, as a share of the measured time or (a factor of two) of the smaller one
 Floats = npt.NDArray[np.float64]
 
@@ -41,7 +42,7 @@ def error_rows(timed: list[Timed], fitted: Fitted) -> list[dict[str, Any]]:
     doubts = fitted.predictors.doubts(kernels)
     uncertain = kernel_uncertainties(kernels, times.provenance, fitted, GPU_LABEL, doubts)
     predicted_ms = np.array(times.latency_ms)
-    marked = np.array([doubts.get(kernel.id, 0.0) >= FAR_OFF or (kernel.id in uncertain and uncertain[kernel.id].makes_rough)
+    marked = np.array([SHARE * doubts.get(kernel.id, 0.0) >= FAR_OFF or (kernel.id in uncertain and uncertain[kernel.id].makes_rough)
                        for kernel in kernels])
     classes = np.array([operator_row(kernel.op_type).operator_class for kernel in kernels])
     errors = np.abs(predicted_ms / measured_ms - 1)

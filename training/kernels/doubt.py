@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from records.measurement import GPU_LABEL
 from training.kernels.estimators import KernelModel, fit_factors
 from training.kernels.settings import XgboostSettings
 
@@ -38,7 +37,7 @@ def learn_doubt(rows: TrainingSet, gpu_ms: MeasuredAndPredicted, launches: Measu
         launches: the same of the numbers of their launches, as far as these were counted.
         seed: of the booster.
     """
-    known = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]) & np.isin(rows.ids, list(gpu_ms)))
+    known = rows.rows(rows.idle & np.isin(rows.ids, list(gpu_ms)))
     taken_ms = np.array([gpu_ms[name] for name in known.ids.tolist()])
     launched_ms = LAUNCH_MS * np.array([launches.get(name, (0.0, 0.0)) for name in known.ids.tolist()])
     measured_ms, predicted_ms = np.maximum(taken_ms, launched_ms).T
