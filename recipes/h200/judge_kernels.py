@@ -42,8 +42,8 @@ def error_rows(timed: list[Timed], fitted: Fitted) -> list[dict[str, Any]]:
     doubts = fitted.predictors.doubts(kernels)
     uncertain = kernel_uncertainties(kernels, times.provenance, fitted, GPU_LABEL, doubts)
     predicted_ms = np.array(times.latency_ms)
-    marked = np.array([SHARE * doubts.get(kernel.id, 0.0) >= FAR_OFF or (kernel.id in uncertain and uncertain[kernel.id].makes_rough)
-                       for kernel in kernels])
+    marked = np.array([SHARE * doubts.get(kernel.id, 0.0) >= FAR_OFF or (
+        kernel.id in uncertain and uncertain[kernel.id].makes_rough) for kernel in kernels])
     classes = np.array([operator_row(kernel.op_type).operator_class for kernel in kernels])
     errors = np.abs(predicted_ms / measured_ms - 1)
     factors = np.maximum(predicted_ms / measured_ms, measured_ms / predicted_ms) - 1
