@@ -32,7 +32,7 @@ from inference.core.uncertainty import (
     hosts_between,
 )
 from training.composition.fitted import latency_ms
-from training.composition.intervals import ALWAYS, LARGEST_LOG, PACE
+from training.composition.intervals import ALWAYS, KNOWN, LARGEST_LOG, PACE
 from utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _in_quadrature(batch: Batch, amounts: Floats) -> Floats:
     models, nodes = np.nonzero(amounts[batch.runs])
     kernels = batch.runs[models, nodes]
     _, places, counts = np.unique(models * len(amounts) + kernels, return_inverse=True, return_counts=True)
-    squares = np.zeros(batch.runs.shape)  # added in the order of the nodes, so that a model's sum does not depend on its batch
+    squares = np.zeros(batch.runs.shape)  # added in the order of the nodes, as `_totals` does, and not of the batch's kernels
     squares[models, nodes] = counts[places] * amounts[kernels] ** 2  # for each of as many nodes
     return np.asarray(np.sqrt(squares.sum(axis=1)))
 
@@ -267,9 +267,8 @@ def _sources(batch: Batch, latency: Floats, pace: HostPace | None) -> dict[str, 
     within = np.minimum(1.0, np.divide(total_ms, latency, out=np.zeros_like(latency), where=busy))
     per_ms = np.divide(within, total_ms, out=np.zeros_like(latency), where=busy)
     host, off = 1.0 - total_ms * per_ms, abs(math.log(pace.ratio)) if pace and pace.ratio else 0.0
-    shares = {"predicted": "known", **{name: name for name in ("unmeasured", "other_form", "beyond")}}
     return {"host": host, PACE: host * off, "doubt": _in_quadrature(batch, gpu_ms * columns["doubt"]) * per_ms,
-            **{name: _totals(batch, gpu_ms * columns[column]) * per_ms for name, column in shares.items()}}
+            **{name: _totals(batch, gpu_ms * columns[name]) * per_ms for name in KNOWN.weights}}
 
 
 def _calibrated(interval: CalibratedInterval, amounts: Mapping[str, Floats]) -> _Spans:

@@ -5,7 +5,6 @@ A kernel is worked out once, when the first model that holds it comes. A model i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,7 +43,7 @@ class Contribution(NamedTuple):
         time_low, time_high, launches_low, launches_high: the factors by which they may be off.
         rough: whether that may make a prediction a rough estimate.
         calibrated: whether a calibrated interval covers it.
-        known, unmeasured, other_form, beyond, doubt: how much of its time counts for each source of error
+        predicted, unmeasured, other_form, beyond, doubt: how much of its time counts for each source of error
             (`intervals.sources`).
         measured: whether its time was measured.
         works: whether it moves data.
@@ -64,7 +63,7 @@ class Contribution(NamedTuple):
     launches_high: float = 1.0
     rough: bool = False
     calibrated: bool = False
-    known: float = 0.0
+    predicted: float = 0.0
     unmeasured: float = 0.0
     other_form: float = 0.0
     beyond: float = 0.0
@@ -83,12 +82,7 @@ def contribution(kernel: Kernel, known: KernelInModel, learned: EnergyModel | No
     """The row of a kernel; with its energy where that was learned."""
     unsure = known.uncertainty or CERTAINLY
     new = novelty(known)
-    weights = dict.fromkeys(("known", "unmeasured", "other_form", "beyond", "doubt"), 0.0)
-    if new is not None:
-        weights |= {new.kind.replace(" ", "_"): 1.0, "doubt": new.doubt}
-        if new.kind == "beyond":
-            weights["beyond"] = math.log(new.times)
-        weights["known"] = float(new.kind in ("known", "beyond") and not new.doubt)
+    weights = {} if new is None else new.weights | {"doubt": new.doubt}
     timed_j, fixed_j, guessed = 0.0, 0.0, False
     if learned is not None and not known.on_host:
         launches = float(kernel.moves_data) if known.launches is None else known.launches

@@ -97,6 +97,13 @@ class Novelty(NamedTuple):
     times: float = 1.0
     doubt: float = 0.0
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """How much of the kernel's time counts for the sources that are shares of the latency, by field of `Sources`."""
+        return {"predicted": float(self.kind in ("known", "beyond") and not self.doubt),
+                "unmeasured": float(self.kind == "unmeasured"), "other_form": float(self.kind == "other form"),
+                "beyond": math.log(self.times) if self.kind == "beyond" else 0.0}
+
 
 KNOWN = Novelty("known")
 
@@ -135,24 +142,18 @@ def sources(kernels: Iterable[tuple[str, float, Novelty | None]], latency_ms: fl
         pace: of the host, a ratio.
     """
     total_ms = 0.0
-    weighted_ms: dict[NoveltyKind, float] = {"known": 0.0, "unmeasured": 0.0, "other form": 0.0, "beyond": 0.0}
-    doubts_ms: dict[str, float] = {}
+    weighted_ms, doubts_ms = dict.fromkeys(KNOWN.weights, 0.0), dict[str, float]()
     for name, time_ms, novelty in kernels:
         total_ms += time_ms
         if novelty is None:
             continue
-        if novelty.doubt:
-            doubts_ms[name] = doubts_ms.get(name, 0.0) + time_ms * novelty.doubt
-        if novelty.kind != "known":
-            weighted_ms[novelty.kind] += time_ms * (math.log(novelty.times) if novelty.kind == "beyond" else 1.0)
-        if novelty.kind in ("known", "beyond") and not novelty.doubt:
-            weighted_ms["known"] += time_ms
+        doubts_ms[name] = doubts_ms.get(name, 0.0) + time_ms * novelty.doubt
+        for source, weight in novelty.weights.items():
+            weighted_ms[source] += time_ms * weight
     per_ms = min(1.0, total_ms / latency_ms) / total_ms if total_ms and latency_ms else 0.0
     host = 1.0 - total_ms * per_ms
-    return Sources(
-        predicted=weighted_ms["known"] * per_ms, unmeasured=weighted_ms["unmeasured"] * per_ms,
-        other_form=weighted_ms["other form"] * per_ms, beyond=weighted_ms["beyond"] * per_ms, host=host,
-        doubt=math.hypot(*doubts_ms.values()) * per_ms, pace=host * abs(math.log(pace)))
+    return Sources(**{source: time_ms * per_ms for source, time_ms in weighted_ms.items()}, host=host,
+                   doubt=math.hypot(*doubts_ms.values()) * per_ms, pace=host * abs(math.log(pace)))
 
 
 class Case(NamedTuple):
