@@ -1,4 +1,4 @@
-"""Rare forms of operators: drawn, built and run."""
+"""Rare forms of operators, and layers of rare sizes: drawn, built and run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kernel_model.kernel_sampler import sample_free
 from kernel_model.sampling.draws import on_cuda
 from kernel_model.sampling.free_shapes import forms
 from kernel_model.sampling.free_shapes.sizes import kernel, scalar, tensor
-from kernel_model.sampling.free_shapes.table import FORMS, Draw
+from kernel_model.sampling.free_shapes.table import FORMS, RARE, Draw
 from records.kernel_record import Tensor
 from runtimes.ort.building.kernel_models import check_kernel, kernel_build
 from utils.errors import UserError
 
 
-@pytest.mark.parametrize("draw", [draw for draw, _ in FORMS])
+@pytest.mark.parametrize("draw", [draw for draw, _ in (*FORMS, *RARE)])
 def test_draws_run_and_put_out_what_they_describe(draw: Draw, tmp_path: Path) -> None:
     for drawn in small_draws(draw, 6):
         check_kernel(kernel_build(drawn, tmp_path), drawn, "cpu")

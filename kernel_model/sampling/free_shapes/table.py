@@ -20,6 +20,7 @@ from kernel_model.sampling.free_shapes import (
     movement,
     on_host,
     products,
+    rare,
     reductions,
     standard,
 )
@@ -61,6 +62,10 @@ FORMS: tuple[tuple[Draw, float], ...] = (  # as often as libraries have algorith
     (forms.unary, 110), (forms.binary, 130), (forms.choice, 25), (forms.cast, 50), (forms.transpose, 50), (forms.join, 30),
     (forms.cut, 30), (forms.part, 40), (forms.pad, 30), (forms.repeat, 30), (forms.taken, 40), (forms.resize, 35),
     (forms.matrix_product, 90), (forms.gemm, 60), (forms.recurrent, 40))
+RARE: tuple[tuple[Draw, float], ...] = (  # as often as predictions of models left out were far off for them
+    (products.convolution, 180), (rare.convolution, 280), (rare.transposed_convolution, 60), (rare.first_layer, 120),
+    (rare.grouped_signal, 140), (rare.grouped_image, 90), (rare.thin_product, 90), (rare.deep_product, 40),
+    (rare.attention_product, 90), (rare.softmax, 80), (rare.recurrent, 120), (rare.channel_norm, 30))
 STANDARD: tuple[tuple[Draw, float], ...] = (
     (standard.attention, 340), (standard.norm, 40), (standard.rotary, 40), (standard.integer_product, 120),
     (standard.quantised_activation, 80), (standard.quantised_weight, 80), (standard.in_bfloat16, 200))
@@ -71,7 +76,7 @@ HOST: tuple[tuple[Draw, float], ...] = (  # as often as quantisers write them, a
     (on_host.any_form, 200), (on_host.newer_version, 300), (on_host.spectrum, 100), (on_host.distinct, 80),
     (on_host.drawn_classes, 40), (on_host.pool, 40), (on_host.other, 60), (on_host.table_of_features, 120),
     (on_host.on_shapes, 160))
-Kind = Literal["networks", "language", "forms", "standard", "host"]
+Kind = Literal["networks", "language", "forms", "rare", "standard", "host"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class Table:
 TABLES: dict[Kind, Table] = {"networks": Table(DRAWS, ("float32", "float16")),
                              "language": Table(LANGUAGE, ("float16", "float16", "bfloat16")),
                              "forms": Table(FORMS, ("float32", "float16")),
+                             "rare": Table(RARE, ("float32", "float32", "float16")),
                              "standard": Table(STANDARD, ("float16", "float32", "bfloat16")),
                              "host": Table(HOST, ("float32", "float16"))}
 
