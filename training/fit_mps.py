@@ -136,8 +136,7 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     config = read_config(args.config, TrainingConfig, args.changes)
-    if not args.ways.is_dir():
-        raise UserError(f"--ways {args.ways}: no such folder; measure with: recipes/h200/measure_sharing.sh {args.ways}")
+    cli.existing_folder("--ways", args.ways, f"measure with: recipes/h200/measure_sharing.sh {args.ways}")
 
     def fit(target: str, show: Show) -> dict[str, Any]:
         learned = fit_target(workspace, Workspace(args.ways), target, config, args.jobs)

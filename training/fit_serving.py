@@ -21,7 +21,6 @@ from typing import Any
 from training.sharing.serving import ServingHost, serving_path
 from training.sharing.serving_fit import learned_from
 from utils import cli, files
-from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace
@@ -52,10 +51,9 @@ def main() -> int:
                         help="workspace with models that were served, their records, and readings of the host's pace")
     args = parser.parse_args()
     workspace = cli.start(args)
-    if not args.served.is_dir():
-        raise UserError(f"--served {args.served}: no such folder")
+    served = Workspace(cli.existing_folder("--served", args.served))
     with sole_writer(workspace.predictors("")):
-        learned = learned_from(Workspace(args.served), workspace.predictors(args.target))
+        learned = learned_from(served, workspace.predictors(args.target))
         files.write_json(path := serving_path(workspace.predictors(args.target)), learned)
     log.info("saved %s: from %d runs of %d models", path, learned.runs, learned.models)
     if args.json:

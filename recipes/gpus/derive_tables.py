@@ -22,7 +22,6 @@ from training.data_sheet.work import DTYPES, KINDS, work_of
 from training.kernels.settings import LAUNCHES
 from training.kernels.training_set import measured_times, times_under
 from utils import cli
-from utils.errors import UserError
 from utils.lazy import pandas as pd
 from utils.paths import Workspace
 
@@ -54,8 +53,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="where the table goes")
     args = parser.parse_args()
     cli.start(args)
-    if not args.external.is_dir():
-        raise UserError(f"{args.external}: no such folder")
+    cli.existing_folder("--external", args.external)
     parts = [*products(args.external), *neusight(args.external), *([own(args.own)] if args.own else [])]
     table = pd.concat(parts).sort_values(["table", *ABOUT, "gpu"])
     for column in ("flops", "moved_bytes", "outputs", "ms"):

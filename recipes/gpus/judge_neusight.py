@@ -26,7 +26,6 @@ from recipes.gpus.public_tables import ROW_OPERATORS, neusight_rows
 from training.data_sheet.tables import card, too_short
 from training.data_sheet.work import DTYPES, KINDS, Floats, Work
 from utils import cli
-from utils.errors import UserError
 from utils.lazy import pandas as pd
 
 EXAMPLES = """
@@ -121,8 +120,7 @@ def main() -> int:
     parser.add_argument("--validate", action="store_true", help="leave out each training card in turn, and see no test row")
     args = parser.parse_args()
     cli.start(args)
-    if not args.external.is_dir():
-        raise UserError(f"{args.external}: no such folder")
+    cli.existing_folder("--external", args.external)
     tables = {str(rows["operator"].iloc[0]): rows for rows in neusight_rows(args.external)}
     found = {group: judged(group, pd.concat([tables[name] for name in GROUPS[group]]), args.validate)
              for group in cli.progress(list(GROUPS), "operators")}

@@ -214,7 +214,8 @@ def main() -> int:
     parser.add_argument("--begun-at-once", action="store_true", help="as if no server had paused between two runs")
     args = parser.parse_args()
     workspace = cli.start(args)
-    of_errors, of_advice = tables(judge(Predictor(workspace, args.target), Workspace(args.served), args.begun_at_once))
+    served = Workspace(cli.existing_folder("--served", args.served, "measure with: recipes/h200/measure_served_sets.sh"))
+    of_errors, of_advice = tables(judge(Predictor(workspace, args.target), served, args.begun_at_once))
     if args.json:
         cli.print_json({"errors": of_errors, "advice": of_advice})
     else:

@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--measured", type=Path, required=True, metavar="DIR", help="the workspace with latencies and records")
     parser.add_argument("--target", default="nvidia-h200", metavar="NAME", help="the target (default: nvidia-h200)")
     args = parser.parse_args()
-    judged = judge(Predictor(cli.start(args), args.target), Workspace(args.measured))
+    judged = judge(Predictor(cli.start(args), args.target), Workspace(cli.existing_folder("--measured", args.measured)))
     if args.json:
         cli.print_json({"models": [row(model) for model in judged], "errors": errors_of(judged)})
     else:

@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--target", default=TARGET, help=f"its target (default: {TARGET})")
     args = parser.parse_args()
     workspace = cli.start(args)
-    timed = timed_kernels(Workspace(args.measured), args.target)
+    timed = timed_kernels(Workspace(cli.existing_folder("--measured", args.measured)), args.target)
     cli.print_rows(error_rows(timed, fitted_for(workspace, args.target)), args.json, "errors, all kernels predicted")
     return 0
 

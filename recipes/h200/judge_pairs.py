@@ -196,9 +196,8 @@ def main() -> int:
     parser.add_argument("--cases", action="store_true", help="also print each model beside each background, in ms")
     args = parser.parse_args()
     workspace = cli.start(args)
-    if not args.measured.is_dir():
-        raise UserError(f"--measured {args.measured}: no such folder; measure with: recipes/h200/measure_sharing.sh")
-    cases = judge(Predictor(workspace, args.target), Workspace(args.measured))
+    measured = Workspace(cli.existing_folder("--measured", args.measured, "measure with: recipes/h200/measure_sharing.sh"))
+    cases = judge(Predictor(workspace, args.target), measured)
     if args.json:
         cli.print_json({"errors": table(cases)} | ({"cases": [row(case) for case in cases]} if args.cases else {}))
         return 0

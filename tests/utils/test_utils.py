@@ -238,7 +238,7 @@ def run_script(body: str, *arguments: str, workspace: Path | None = None) -> sub
     ("pass", ("--no-such",), 2, "error: unknown option --no-such (see "),
     ("raise KeyboardInterrupt", (), 130, "stopped"),
     ("pass", ("--workspace", "/no/such"), 1, "error: --workspace /no/such: no such folder; check its name, or make it first: "),
-    ("pass", ("--workspace", "/dev/null"), 1, "error: --workspace /dev/null: a file; a workspace is a folder"),
+    ("pass", ("--workspace", "/dev/null"), 1, "error: --workspace /dev/null: a file, not a folder"),
     ("(Path('/proc') / 'here').write_text('x')", (), 1, "error: /proc/here: "),
 ])
 def test_exit_codes(body: str, arguments: tuple[str, ...], code: int, message: str | None) -> None:

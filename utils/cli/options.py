@@ -406,6 +406,24 @@ def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
     return made
 
 
+def existing_folder(option: str, folder: Path, remedy: str = "") -> Path:
+    """The folder that an option names.
+
+    Args:
+        option: its name, for the message.
+        folder: its value.
+        remedy: what to do where there is none.
+
+    Raises:
+        UserError: it is a file, or does not exist.
+    """
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{option} {folder}: a file, not a folder")
+    raise UserError(f"{option} {folder}: no such folder{remedy and '; '}{remedy}")
+
+
 def start(args: argparse.Namespace, begins: bool = False) -> Workspace:
     """Configures logging by the shared options, and returns the workspace.
 
@@ -416,10 +434,8 @@ def start(args: argparse.Namespace, begins: bool = False) -> Workspace:
         UserError: the workspace is a file, or does not exist.
     """
     folder = Path(args.workspace)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--workspace {folder}: a file; a workspace is a folder")
-    if not folder.exists() and not begins:
-        raise UserError(f"--workspace {folder}: no such folder; check its name, or make it first: mkdir -p {folder}")
+    if folder.exists() or not begins:
+        existing_folder("--workspace", folder, f"check its name, or make it first: mkdir -p {folder}")
     workspace = Workspace(folder.resolve())
     logger.configure(workspace.log_file, verbose=args.verbose, quiet=args.quiet)
     if args.wait:
