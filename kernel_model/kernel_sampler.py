@@ -316,9 +316,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="what they are the operators of: networks of all kinds; language models as ONNX Runtime runs "
                              "them, with sizes around those of families of 0.5 to 14 billion parameters; any operator in "
                              "forms that are rare: of any rank, along any axes, with any groups and wide windows, of odd and "
-                             "huge sizes; standard: what ONNX's own sets have for language models since 23, quantised "
-                             "networks, and networks in bfloat16; or host: what the CPU runs in a CUDA session, since CUDA "
-                             "lacks it, where there is no index (default: networks)")
+                             "huge sizes; rare: layers of networks at rare sizes, such as odd channels, first layers, signals "
+                             "in groups, products of a few columns, wide recurrent layers; standard: what ONNX's own sets have "
+                             "for language models since 23, quantised networks, and networks in bfloat16; or host: what the "
+                             "CPU runs in a CUDA session, since CUDA lacks it, where there is no index (default: networks)")
     parser.add_argument("--errors", type=Path, metavar="FILE",
                         help="what training wrote to training/kernel_errors: --count further kernels, those of earlier calls "
                              "not counted, around those that are predicted worst")

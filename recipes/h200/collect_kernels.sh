@@ -3,7 +3,7 @@
 # goes on. Usage: recipes/h200/collect_kernels.sh language|forms|rare|standard|host [workspace] [kernels] [minutes]
 #   recipes/h200/collect_kernels.sh language out/llm 5000 8    # draws 5,000 kernels and measures for eight minutes
 #   recipes/h200/collect_kernels.sh forms out/forms 20000      # rare forms of any operator
-#   recipes/h200/collect_kernels.sh rare out/rare 12000        # layers of networks at rare sizes
+#   recipes/h200/collect_kernels.sh rare out/rare 14000        # layers of networks at rare sizes
 #   recipes/h200/collect_kernels.sh standard out/standard 6000 # ONNX's own attention, quantised networks, bfloat16
 #   recipes/h200/collect_kernels.sh host out/host 3000         # what the CPU runs in CUDA sessions, since CUDA lacks it
 # Further arguments are the collector's: --set 'tracers=6' --set 'block_kernels=60'.

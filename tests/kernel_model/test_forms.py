@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,10 @@ from drawn_kernels import small_draws
 
 from kernel_model.kernel_sampler import sample_free
 from kernel_model.sampling.draws import on_cuda
-from kernel_model.sampling.free_shapes import forms
+from kernel_model.sampling.free_shapes import forms, rare
 from kernel_model.sampling.free_shapes.sizes import kernel, scalar, tensor
 from kernel_model.sampling.free_shapes.table import FORMS, RARE, Draw
-from records.kernel_record import Tensor
+from records.kernel_record import Kernel, Tensor
 from runtimes.ort.building.kernel_models import check_kernel, kernel_build
 from utils.errors import UserError
 
@@ -42,6 +43,31 @@ def test_convolutions_have_any_rank_groups_and_width() -> None:
     assert [max(wide for rank, wide in window if rank == of) for of in (1, 2, 3)] > [90, 25, 7]
     assert 30 <= sum(group == channels > 1 for group, channels in groups) <= 120  # each channel apart
     assert 40 <= sum(1 < group < channels for group, channels in groups) <= 120
+
+
+def test_rare_layers_have_sizes_that_libraries_are_not_tuned_for() -> None:
+    dense = any_that_fit(rare.convolution, 100)
+    assert {conv.attributes.get("group", 1) for conv in dense} == {1}
+    assert {len(conv.inputs[0].shape) for conv in dense} == {3, 4, 5}
+    assert 25 <= sum(conv.inputs[0].shape[1] % 8 > 0 for conv in dense) <= 75
+    assert {conv.inputs[0].shape[1] for conv in any_that_fit(rare.first_layer, 60)} == {1, 2, 3, 4}
+    signals = any_that_fit(rare.grouped_signal, 60)
+    assert {len(conv.inputs[0].shape) for conv in signals} == {3}
+    assert all(conv.attributes["group"] > 1 for conv in signals)
+    assert {1, 128} <= {conv.attributes["kernel_shape"][0] for conv in signals}
+    assert all(product.outputs[0].shape[0] >= 1000 and product.outputs[0].shape[1] <= 96
+               for product in any_that_fit(rare.thin_product, 40))
+    assert {product.inputs[0].shape[2] == 1 for product in any_that_fit(rare.attention_product, 20)} == {True, False}
+    assert all(layer.attributes["hidden_size"] >= 192 for layer in any_that_fit(rare.recurrent, 20))
+
+
+def any_that_fit(draw: Draw, count: int) -> list[Kernel]:
+    """Kernels of a draw, of any size."""
+    generator, found = np.random.default_rng(4), list[Kernel]()
+    while len(found) < count:
+        with suppress(UserError):
+            found.append(draw("float32", 2, generator))
+    return found
 
 
 def test_only_what_the_device_has_is_drawn() -> None:
