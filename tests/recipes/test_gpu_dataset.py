@@ -322,8 +322,8 @@ def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
                    f"{models['Model'].nunique():,} models and batch sizes ({files_of_models:,} model files) in "
                    f"{len(models):,} sessions"):
         assert stated in page
-    assert len(read_header(whole).machines) == 30
-    assert "thirty H200s" in page
+    assert len(read_header(whole).machines) == 32
+    assert "thirty-two H200s" in page
 
 
 @pytest.mark.parametrize("name", TORCH_MODELS)
