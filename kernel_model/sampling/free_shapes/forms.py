@@ -27,6 +27,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     pick,
     scalar,
     tensor,
+    with_weight,
 )
 from records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, type_code
 from records.kernel_types import default_of, describe_kernel
@@ -163,10 +164,8 @@ def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
     window = _window(rank, generator)
     strides, dilations, pads, reach = _moved(window, generator)
     before, after, group = _groups(generator)
-    inputs = [tensor(dtype, batch, before, *_spatial(reach, generator)),
-              tensor(dtype, after, before // group, *window, constant=True)]
-    if generator.random() < 0.5:
-        inputs.append(tensor(dtype, after, constant=True))
+    image = tensor(dtype, batch, before, *_spatial(reach, generator))
+    inputs = with_weight(image, (after, before // group, *window), after, 0.5, generator)
     return inferred("Conv", inputs, kernel_shape=window, strides=strides, pads=pads, dilations=dilations, group=group)
 
 

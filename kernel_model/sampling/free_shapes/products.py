@@ -21,11 +21,13 @@ from kernel_model.sampling.free_shapes.sizes import (
     side,
     tensor,
     tokens,
+    with_weight,
 )
 from records.kernel_record import Kernel
 
 WINDOWS, WINDOW_WEIGHTS = ((1, 1), (3, 3), (5, 5), (7, 7), (1, 7), (7, 1), (1, 3), (3, 1), (2, 2), (11, 11)), (
     0.38, 0.42, 0.06, 0.04, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01)
+BIASED = 0.85  # of convolutions and products
 GROUP_WIDTHS = (2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 168, 232, 264)
 FRAMES = (1, 2, 4, 8, 16, 32)
 VIDEO_WINDOWS = ((1, 1, 1), (3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 7, 7), (7, 7, 7), (3, 7, 7), (2, 2, 2), (5, 1, 1))
@@ -73,9 +75,7 @@ def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
         window, stride = [patch, patch], patch
     pads = [0, 0] if kind == "patches" or generator.random() < 0.06 else [size // 2 for size in window]
     out = [max((size + 2 * pad - k) // stride + 1, 0) for size, pad, k in zip((height, width), pads, window, strict=True)]
-    inputs = [tensor(dtype, batch, cin, height, width), tensor(dtype, cout, cin // group, *window, constant=True)]
-    if generator.random() < 0.85:
-        inputs.append(tensor(dtype, cout, constant=True))
+    inputs = with_weight(tensor(dtype, batch, cin, height, width), (cout, cin // group, *window), cout, BIASED, generator)
     return kernel("Conv", inputs, [(batch, cout, *out)], kernel_shape=window, strides=[stride] * 2, pads=[*pads, *pads],
                   dilations=[1, 1], group=group, auto_pad="NOTSET")
 
@@ -104,9 +104,7 @@ def signal_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
         length *= stride
     pad = dilation * (k - 1) // 2
     out = (length + 2 * pad - dilation * (k - 1) - 1) // stride + 1
-    inputs = [tensor(dtype, batch, cin, length), tensor(dtype, cout, cin // group, k, constant=True)]
-    if generator.random() < 0.85:
-        inputs.append(tensor(dtype, cout, constant=True))
+    inputs = with_weight(tensor(dtype, batch, cin, length), (cout, cin // group, k), cout, BIASED, generator)
     return kernel("Conv", inputs, [(batch, cout, max(out, 0))], kernel_shape=[k], strides=[stride], pads=[pad, pad],
                   dilations=[dilation], group=group, auto_pad="NOTSET")
 
@@ -129,9 +127,7 @@ def video_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
     pads = [0, 0, 0] if window == [2, 2, 2] else [size // 2 for size in window]
     out = [max((size + 2 * pad - k) // stride + 1, 0)
            for size, pad, k, stride in zip((frames, near, near), pads, window, strides, strict=True)]
-    inputs = [tensor(dtype, batch, cin, frames, near, near), tensor(dtype, cout, cin // group, *window, constant=True)]
-    if generator.random() < 0.85:
-        inputs.append(tensor(dtype, cout, constant=True))
+    inputs = with_weight(tensor(dtype, batch, cin, frames, near, near), (cout, cin // group, *window), cout, BIASED, generator)
     return kernel("Conv", inputs, [(batch, cout, *out)], kernel_shape=window, strides=strides, pads=[*pads, *pads],
                   dilations=[1, 1, 1], group=group, auto_pad="NOTSET")
 
@@ -148,9 +144,7 @@ def transposed_convolution(dtype: str, batch: int, generator: Generator) -> Kern
     cin = channels_at(near, generator)
     cout = max(8, cin // pick([1, 2, 2, 4, 8], generator))
     out = (near - 1) * stride + k - 2 * pad + more
-    inputs = [tensor(dtype, batch, cin, *[near] * rank), tensor(dtype, cin, cout, *[k] * rank, constant=True)]
-    if generator.random() < 0.85:
-        inputs.append(tensor(dtype, cout, constant=True))
+    inputs = with_weight(tensor(dtype, batch, cin, *[near] * rank), (cin, cout, *[k] * rank), cout, BIASED, generator)
     return kernel("ConvTranspose", inputs, [(batch, cout, *[out] * rank)], kernel_shape=[k] * rank, strides=[stride] * rank,
                   pads=[pad] * 2 * rank, output_padding=[more] * rank, dilations=[1] * rank, group=1, auto_pad="NOTSET")
 
@@ -194,10 +188,8 @@ def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
     if generator.random() < 0.12:  # from heads to heads, for each pair of tokens
         rows, depth, columns = batch * pick(TOKENS[:18], generator) ** 2, pick(HEADS, generator), pick(HEADS, generator)
     transposed = generator.random() < 0.4
-    inputs = [tensor(dtype, rows, depth),
-              tensor(dtype, *((columns, depth) if transposed else (depth, columns)), constant=True)]
-    if generator.random() < 0.85:
-        inputs.append(tensor(dtype, columns, constant=True))
+    weight = (columns, depth) if transposed else (depth, columns)
+    inputs = with_weight(tensor(dtype, rows, depth), weight, columns, BIASED, generator)
     return kernel("Gemm", inputs, [(rows, columns)], alpha=1.0, beta=1.0, transA=0, transB=int(transposed))
 
 

@@ -20,10 +20,12 @@ from kernel_model.sampling.free_shapes.sizes import (
     log_uniform,
     pick,
     tensor,
+    with_weight,
 )
 from records.kernel_record import Kernel
 
 LONGEST_SIDE = {1: 20000, 2: 256, 3: 64}  # by rank
+BIASED = 0.8  # of convolutions and products
 MOST_NUMBERS = 2.0 ** 26  # of an image with all its channels and its batch
 
 
@@ -47,10 +49,8 @@ def _convolved(dtype: str, batch: int, channels: tuple[int, int], group: int, wi
     rank, (before, after), dilation = len(window), channels, pick(dilations, generator)
     reach = [dilation * (size - 1) + 1 for size in window]
     pads = [size // 2 if generator.random() < 0.85 else 0 for size in reach]
-    inputs = [tensor(dtype, batch, before, *_sides(rank, max(reach), batch * max(channels), generator)),
-              tensor(dtype, after, before // group, *window, constant=True)]
-    if generator.random() < 0.8:
-        inputs.append(tensor(dtype, after, constant=True))
+    image = tensor(dtype, batch, before, *_sides(rank, max(reach), batch * max(channels), generator))
+    inputs = with_weight(image, (after, before // group, *window), after, BIASED, generator)
     return inferred("Conv", inputs, kernel_shape=list(window), strides=[pick(strides, generator)] * rank, pads=[*pads, *pads],
                     dilations=[dilation] * rank, group=group)
 
@@ -119,10 +119,8 @@ def _product(dtype: str, rows: int, depth: int, columns: int, generator: Generat
     turned = bool(generator.random() < 0.5)
     if generator.random() < 0.3:
         return inferred("MatMul", [tensor(dtype, rows, depth), tensor(dtype, depth, columns, constant=True)])
-    inputs = [tensor(dtype, rows, depth), tensor(dtype, *((columns, depth) if turned else (depth, columns)), constant=True)]
-    if generator.random() < 0.8:
-        inputs.append(tensor(dtype, columns, constant=True))
-    return inferred("Gemm", inputs, transB=int(turned))
+    weight = (columns, depth) if turned else (depth, columns)
+    return inferred("Gemm", with_weight(tensor(dtype, rows, depth), weight, columns, BIASED, generator), transB=int(turned))
 
 
 def attention_product(dtype: str, batch: int, generator: Generator) -> Kernel:

@@ -125,6 +125,13 @@ def tensor(dtype: str, *shape: int, constant: bool = False) -> KernelInput:
     return KernelInput(dtype=dtype, shape=shape, constant=constant)
 
 
+def with_weight(x: KernelInput, weight: Sequence[int], columns: int, biased: float, generator: Generator) -> list[KernelInput]:
+    """The inputs of a convolution or product: a tensor, a constant weight, and as often as `biased` says a bias of `columns`
+    numbers."""
+    bias = [tensor(x.dtype, columns, constant=True)] if generator.random() < biased else []
+    return [x, tensor(x.dtype, *weight, constant=True), *bias]
+
+
 def scalar(dtype: str, value: float) -> KernelInput:
     """A constant number, as the type holds it."""
     return KernelInput(dtype=dtype, shape=(), constant=True, values=(np.dtype(dtype).type(value).item(),))
