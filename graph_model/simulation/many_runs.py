@@ -73,6 +73,13 @@ def latencies_ms(runs: Ints, kernels: RunKernels, costs: PipelineCosts, beside: 
     return latencies
 
 
+def hosts_work_ms(runs: Ints, kernels: RunKernels, costs: PipelineCosts) -> Floats:
+    """How long the host of each run works, as `pipeline.host_work_ms` has it; `runs`, `kernels` and `costs` as for
+    `latencies_ms`."""
+    of_kernels = _kernels(kernels, costs).dispatch_ms + costs.off_gpu * kernels.host_ms
+    return np.asarray(costs.start_ms + of_kernels[runs].sum(axis=1))
+
+
 def _dispatched_ms(runs: Ints, known: _Kernels, costs: PipelineCosts) -> Floats:
     """Of runs whose nodes are all on the GPU. For each node the GPU ends no earlier than its dispatch plus all work from it on:
     the sum of all work, and of what dispatch takes longer than work up to there."""

@@ -162,6 +162,12 @@ def own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     return _of_kinds(tracks, costs, OF_NODE) + launch_ms(tracks, costs) * tracks.launches
 
 
+def host_work_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> float:
+    """How long the host works in a run, without the time in which it waits for the GPU, ms."""
+    off_gpu_ms = 0.0 if off_gpu is None else costs.off_gpu * off_gpu.host_ms.sum()
+    return float(costs.start_ms + own_ms(tracks, costs).sum() + off_gpu_ms)
+
+
 class HostTimes(NamedTuple):
     """When the host has dispatched each node, and when it goes on to the next: later where it waits for the GPU. In ms from the
     start of the run."""

@@ -103,9 +103,9 @@ class Prediction(Frozen):
         interval_ms: the range around latency_ms that held nine of ten models; wider with every uncertainty
             (inference/core/uncertainty.py).
         rough_estimate: whether the prediction is a rough estimate: uncertain kernels (estimated, measured in other forms only,
-            or far beyond what was measured) could move the latency by more than uncertainty.ROUGH; or kernels like its own
-            were predicted badly (uncertainty.FAR_OFF); or sizes that depend on data were taken to be the largest possible; or
-            some nodes hold graphs that are not counted.
+            or far beyond what was measured) could move the latency by more than uncertainty.ROUGH, or those of forms that were
+            never measured take more of it; or kernels like its own were predicted badly (uncertainty.FAR_OFF); or sizes that
+            depend on data were taken to be the largest possible; or some nodes hold graphs that are not counted.
         estimated_operators: kernel types that were never measured, so they are estimated from operators of their class.
         doubtful_operators: kernel types that were measured in other forms only (ranks, element types, groups, windows), or
             whose time depends on values and was not measured with realistic ones.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.many_runs import latencies_ms, off_gpu
+from graph_model.simulation.many_runs import hosts_work_ms, latencies_ms, off_gpu
 from inference.core.energy import ABOVE, GUESSED, SCALED, energy_of
 from inference.core.kernel_table import Batch, KernelTable
 from inference.core.memory import device_memory_mib, peak_memory
@@ -38,7 +38,6 @@ from utils.errors import UserError
 if TYPE_CHECKING:
     from graph_model.simulation.pipeline import PipelineCosts
     from inference.core.conditions import Conditions
-    from inference.core.host_pace import HostPace
     from inference.core.model_run import PredictedRun
     from inference.core.sources import Source
     from records.kernel_record import ModelRecord
@@ -227,7 +226,7 @@ def _latencies(batch: Batch, conditions: Conditions) -> _Latencies:
     latency = composed.latency_ms
     everything = np.ones(len(columns["time_ms"]), dtype=bool)
     of_kernels, by_rough = composed.moved_by(everything), composed.moved_by(columns.mask("rough"))
-    amounts = _sources(batch, latency, conditions.pace)
+    amounts = _sources(batch, latency, conditions)
     if used.calibrated is not None:
         fit = _calibrated(used.calibrated, amounts)
         moved = composed.moved_by(~columns.mask("calibrated"))
@@ -242,7 +241,8 @@ def _latencies(batch: Batch, conditions: Conditions) -> _Latencies:
         spans.append(_everywhere(Span(fitted.sheet_range.low, fitted.sheet_range.high), latency))
     joined = _joined(spans)
     power = OTHER_CUDNN if fitted.other_cudnn else 1.0
-    rough = (by_rough.high > 1.0 + ROUGH) | (by_rough.low < 1.0 - ROUGH) | (amounts["doubt"] >= FAR_OFF) | (times >= FAR)
+    rough = ((by_rough.high > 1.0 + ROUGH) | (by_rough.low < 1.0 - ROUGH) | (times >= FAR)
+             | (amounts["other_form"] > ROUGH) | (amounts["doubt"] >= FAR_OFF))
     return _Latencies(latency, _Spans(np.minimum(joined.low, of_kernels.low) ** power,
                                       np.maximum(joined.high, of_kernels.high) ** power), rough)
 
@@ -258,15 +258,19 @@ def _joined(spans: Sequence[_Spans]) -> _Spans:
     return _Spans(np.exp(-low), np.exp(np.sqrt(sum(np.log(np.maximum(span.high, 1.0)) ** 2 for span in spans))))
 
 
-def _sources(batch: Batch, latency: Floats, pace: HostPace | None) -> dict[str, Floats]:
+def _sources(batch: Batch, latency: Floats, conditions: Conditions) -> dict[str, Floats]:
     """What the error of each model may come from, as `intervals.sources` has it."""
-    columns = batch.columns
-    gpu_ms = columns.kernels().gpu_ms
+    columns, costs, pace = batch.columns, conditions.costs, conditions.pace
+    kernels, host = columns.kernels(), np.zeros_like(latency)
+    gpu_ms = kernels.gpu_ms
     total_ms = _totals(batch, gpu_ms)
     busy = (total_ms > 0) & (latency > 0)
     within = np.minimum(1.0, np.divide(total_ms, latency, out=np.zeros_like(latency), where=busy))
     per_ms = np.divide(within, total_ms, out=np.zeros_like(latency), where=busy)
-    host, off = 1.0 - total_ms * per_ms, abs(math.log(pace.ratio)) if pace and pace.ratio else 0.0
+    if conditions.used.kind == "pipeline" and costs is not None:
+        work_ms = hosts_work_ms(batch.runs, kernels, costs)
+        host = np.minimum(1.0, np.divide(work_ms, latency, out=host, where=latency > 0)) ** 2
+    off = abs(math.log(pace.ratio)) if pace and pace.ratio else 0.0
     return {"host": host, PACE: host * off, "doubt": _in_quadrature(batch, gpu_ms * columns["doubt"]) * per_ms,
             **{name: _totals(batch, gpu_ms * columns[name]) * per_ms for name in KNOWN.weights}}
 

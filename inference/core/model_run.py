@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from graph_model.simulation.pipeline import NodeSpan, OffGpu, Tracks, chrome_trace, pipeline_ms, timeline
+from graph_model.simulation.pipeline import NodeSpan, OffGpu, Tracks, chrome_trace, host_work_ms, pipeline_ms, timeline
 from inference.core.answers import PROVENANCES, KernelShare, Prediction, Provenance, UsedComposition
 from inference.core.host_pace import UNKNOWN
 from inference.core.kernels_in_model import KernelInModel, Placed, placed_kernels, runs_of_kernels
@@ -25,12 +25,10 @@ from inference.core.uncertainty import (
     BEYOND_POWER,
     CALIBRATED,
     CERTAIN,
-    FAR_OFF,
     FORCED,
     OTHER_CUDNN,
     KernelUncertainty,
     Span,
-    doubt_warnings,
     fitted_span,
     host_warning,
     hosts_between,
@@ -39,6 +37,7 @@ from inference.core.uncertainty import (
     kernels_under_load_span,
     load_span,
     shortness,
+    source_warnings,
     uncertainty_warnings,
 )
 from inference.sharing.co_runner import UnderLoad, under_load
@@ -138,6 +137,14 @@ class ModelRun:
         """What the nodes in `order` do off the GPU; None where all of them run on the GPU."""
         return _off_gpu(self.nodes_run)
 
+    @property
+    def host_work_ms(self) -> float:
+        """How long the host works; 0 where the run is not simulated as two tracks. Trips that `order` omits work as long."""
+        if self.used.kind != "pipeline" or self.costs is None:
+            return 0.0
+        trips = 1.0 if self._cut == 1 else runs_in_order(self.record, 1) / runs_in_order(self.record, self._cut)
+        return trips * host_work_ms(self.tracks, self.costs, self.off_gpu)
+
     @cached_property
     def _cut(self) -> int:
         """The factor by which loops are shortened in `order`."""
@@ -161,7 +168,8 @@ def kernels_span(run: ModelRun, latency: float, rough_only: bool) -> Span:
 def sources_of(run: ModelRun, latency: float, pace: float | None) -> Sources:
     """What the error of a latency (ms) on a GPU may come from. The pace, a ratio, is the host's; None where it is unknown."""
     return sources(((node.kernel_id, node.runs * kernel.gpu_ms, novelty(kernel))
-                    for node, kernel in zip(run.record.nodes, run.nodes, strict=True)), latency, 1.0 if pace is None else pace)
+                    for node, kernel in zip(run.record.nodes, run.nodes, strict=True)), latency,
+                   min(1.0, run.host_work_ms / latency) if latency else 0.0, 1.0 if pace is None else pace)
 
 
 def novelty(kernel: KernelInModel) -> Novelty | None:
@@ -345,13 +353,14 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
         spans.append(kernels_under_load_span(fitted.predictors, used.label))
     times = (OTHER_CUDNN if fitted.other_cudnn else 1.0) * (
         FORCED if mismatches(record, fitted.target, fitted.predictors.sidecar.dtypes) else 1.0)
-    warnings = (*uncertainty_warnings(uncertainties, moved_by_rough), *doubt_warnings(origins.doubt), *short.warnings,
+    warned = source_warnings(origins)
+    warnings = (*uncertainty_warnings(uncertainties, moved_by_rough), *warned, *short.warnings,
                 *(host_warning(hosts) if pace == UNKNOWN else ()), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
     # A calibrated interval holds for kernels of usual uncertainty; that of this model's kernels may be larger.
     return Uncertainty(joined(spans).covering(of_kernels).widened(times),
-                       any(map(is_rough, (moved_by_rough, trips))) or origins.doubt >= FAR_OFF or short.makes_rough
+                       any(map(is_rough, (moved_by_rough, trips))) or bool(warned) or short.makes_rough
                        or bool(record.assumed or uncounted(record)), warnings)
 
 

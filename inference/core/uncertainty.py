@@ -7,8 +7,8 @@ logarithms are added in quadrature. So an interval widens with every source, nev
 itself.
 
 Kernels of which nothing was learned count as one source: all of them at the low end of their range, or all at the high end.
-Where that moves the latency by more than ROUGH, the prediction is a rough estimate. So is one where the doubts of predicted
-kernels amount to FAR_OFF.
+Where that moves the latency by more than ROUGH, the prediction is a rough estimate. So is one that rests on kernels of forms
+that were never measured for more than ROUGH of its time, and one where the doubts of predicted kernels amount to FAR_OFF.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ if TYPE_CHECKING:
     from inference.core.run_modes import RunMode
     from inference.core.targets import Fitted
     from training.composition.fitted import Composition
-    from training.composition.intervals import ErrorRange
+    from training.composition.intervals import ErrorRange, Sources
     from training.kernels.predictors import Predictors
     from training.sharing.learned import Sharing, SharingErrors
     from utils.timing import ErrorStatistics
 
 WORTH_SAYING = 0.01  # of the latency: no warning about uncertain kernels that move it by less
-ROUGH = 0.10  # of the latency: uncertain kernels that may move it by more make a prediction a rough estimate
+ROUGH = 0.10  # of the latency: uncertain kernels that may move it by more, or take more of it in forms that were never
+# measured, make a prediction a rough estimate
 # What the doubts of predicted kernels amount to (`Sources.doubt`): a prediction is a rough estimate from here on. Of 763 models
-# of an H200 whose collection was held out, all kernels predicted, 3 % were that doubtful: all 8 that were off by over 30 % were
-# among them, and 11 of 12 that were off by over 20 %.
-FAR_OFF = 0.06
+# of an H200 whose collection was held out, all kernels predicted, 4 % were that doubtful: all 4 that were off by over 30 % were
+# among them, and 7 of 8 that were off by over 20 %.
+FAR_OFF = 0.05
 BEYOND_POWER = 0.25  # a kernel with a feature f times beyond what was measured may take f ** ±0.25 times the prediction: a
 # choice; the roofline explains most of a time's growth, and only its ratio to that is learned
 DOUBTFUL = 0.25  # mean error of such kernels, as a logarithm: from here on one may make the prediction a rough estimate
@@ -160,19 +161,25 @@ def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], f
             uncertainties[kernel.id] = KernelUncertainty("estimated", Span(time.low, time.high),
                                                          Span(launches.low, launches.high), True)
         elif (form := fitted.uncertainty.of_other_form(kernel, label)) is not None:
-            uncertainties[kernel.id] = KernelUncertainty("other form", Span(form.low, form.high), CERTAIN, True)
+            doubted = _doubted(doubts.get(kernel.id, 0.0))
+            uncertainties[kernel.id] = KernelUncertainty("other form", Span(form.low, form.high).covering(doubted), doubted,
+                                                         True)
         else:
             predicted.append(kernel)
     for kernel in predicted:
-        if (doubt := doubts.get(kernel.id, 0.0)) >= DOUBTFUL:
-            span = Span(math.exp(-doubt), math.exp(doubt))  # of the time or of the launches, whichever is longer
-            uncertainties[kernel.id] = KernelUncertainty("doubtful", span, span, True)
+        if (doubted := _doubted(doubts.get(kernel.id, 0.0))) != CERTAIN:
+            uncertainties[kernel.id] = KernelUncertainty("doubtful", doubted, doubted, True)
     for name, times in fitted.predictors.beyond_range([
             kernel for kernel in predicted if kernel.id not in uncertainties]).items():
         off = times ** BEYOND_POWER
         uncertainties[name] = KernelUncertainty("beyond", Span(1.0 / off, off), CERTAIN, times >= FAR)
     uncertainties |= _by_values(kernels, provenance, fitted, label, uncertainties)
     return uncertainties | _forced(kernels, provenance, fitted.predictors, label, uncertainties)
+
+
+def _doubted(doubt: float) -> Span:
+    """How far off the time or the launches of a kernel may be, whichever is longer; CERTAIN up to DOUBTFUL."""
+    return Span(math.exp(-doubt), math.exp(doubt)) if doubt >= DOUBTFUL else CERTAIN
 
 
 def _by_values(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted, label: str,
@@ -219,12 +226,14 @@ def is_rough(moved: Span) -> bool:
     return moved.high > 1.0 + ROUGH or moved.low < 1.0 - ROUGH
 
 
-def doubt_warnings(doubt: float) -> tuple[str, ...]:
-    """A warning about what the doubts of predicted kernels amount to (`Sources.doubt`), if that makes a prediction a rough
-    estimate."""
-    if doubt < FAR_OFF:
-        return ()
-    return (f"rough estimate: predictions that rest on kernels like these were off by {doubt:.0%} in the mean",)
+def source_warnings(sources: Sources) -> tuple[str, ...]:
+    """A warning about each source of error that makes a prediction a rough estimate by itself."""
+    warnings = []
+    if sources.other_form > ROUGH:
+        warnings.append(f"kernels of forms that were never measured take {sources.other_form:.0%} of the latency")
+    if sources.doubt >= FAR_OFF:
+        warnings.append(f"predictions that rest on kernels like these were off by {sources.doubt:.0%} in the mean")
+    return tuple(f"rough estimate: {warning}" for warning in warnings)
 
 
 def fitted_span(used: Composition, run_mode: RunMode, measured_share: float, device: str) -> Span:

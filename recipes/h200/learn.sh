@@ -2,7 +2,7 @@
 # Learns from the H200's datasets in this folder, on any machine, and shows how far off predictions are for models that were held
 # out of everything. Usage: recipes/h200/learn.sh [workspace [part...]]     The parts, in this order (default: all but pack):
 #   unpack       the dataset of this folder, into the workspace; without it, learns from what the workspace holds
-#   learn        the predictors of kernels, the host's side, the composition      half an hour on two cores
+#   learn        the predictors of kernels, the host's side, the composition      1.5 to 2 hours on two cores
 #   sharing      what a co-runner does to a model, in time slices and through MPS, and what a host does that serves requests
 #                                                                                 20 minutes
 #   energy       what a run takes of the GPU's energy, by these predictors        some seconds

@@ -17,6 +17,7 @@ from graph_model.simulation.pipeline import (
     Tracks,
     chrome_trace,
     dispatched_ms,
+    host_work_ms,
     node_kind,
     pipeline_ms,
     timeline,
@@ -76,6 +77,9 @@ def test_by_hand() -> None:
     assert pipeline_ms(tracks, costs) == 13.0 - 1.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 4.0  # from the first launch on
     assert pipeline_ms(tracks._replace(gpu_ms=tracks.gpu_ms / 100), costs) == 17.5 + 4.0  # the host is the slower track
     assert pipeline_ms(Tracks(np.zeros(0), np.zeros(0), np.zeros(0, dtype=int)), costs) == 14.0  # an empty graph
+    assert host_work_ms(tracks, costs) == 17.5
+    waiting = OffGpu(np.array([0.0, 0.0, 3.0]), np.array([False, False, True]))
+    assert host_work_ms(tracks, costs.at_pace(2.0), waiting) == 2 * 20.5  # not what it waits for the GPU
 
 
 def test_a_librarys_call_costs_the_host_more() -> None:

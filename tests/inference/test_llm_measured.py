@@ -21,13 +21,14 @@ def test_kernels_are_measured_at_three_lengths(tmp_path: Path) -> None:
     workspace = tmp_path / "out"
     workspace.mkdir()
     done = run_script("inference/predict_llm.py", "--workspace", workspace, "--model", folder, "--target", TARGET,
-                      "--prompt", "20", "--generate", "60", "--measure-missing")
+                      "--prompt", "200", "--generate", "60", "--measure-missing")
     assert done.returncode == 0, done.stderr
-    answer = predict_language_model(folder, prompt=20, generate=60, workspace=workspace, target=TARGET)
+    answer = predict_language_model(folder, prompt=200, generate=60, workspace=workspace, target=TARGET)
     assert answer.token_share
     assert min(answer.prompt_share["measured"], answer.token_share["measured"]) > 0.98
-    assert {20, 49, 78} <= {token.cached for token in answer.tokens}
+    assert {200, 229, 258} <= {token.cached for token in answer.tokens}
     assert answer.tpot
+    # Two hundred tokens take about six times as long as one here; twenty may not, on a machine that others disturb.
     assert 0.0 < answer.tpot.ms < answer.ttft.ms
     assert answer.energy is None
     assert any("does not say how many threads" in warning for warning in answer.warnings)

@@ -10,18 +10,20 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from command import run_script
 from forgotten_types import forget
 from onnx import TensorProto, helper, numpy_helper
 from trained_workspace import METRIC, conv_net
 
-from inference import predict
+from inference import Predictor, predict
 from inference.core.answers import Prediction, make_monotonic
 from inference.core.report import print_predictions
-from inference.core.uncertainty import CERTAIN, FAR, FAR_OFF, Span, doubt_warnings, is_rough, joined, shortness
+from inference.core.uncertainty import CERTAIN, FAR, FAR_OFF, Span, is_rough, joined, shortness, source_warnings
 from runtimes import local_target
 from training.composition.fitted import read_composition
+from training.composition.intervals import Sources
 from training.kernels.sidecar import copy_predictors
 from training.kernels.uncertainty import DEFAULT_RANGES, Range, read_uncertainty, uncertainty_path
 from utils import files
@@ -288,4 +290,18 @@ def test_a_kernel_near_a_cliff_makes_a_rough_estimate(tmp_path: Path) -> None:
     assert (near.rough_estimate, usual.rough_estimate) == (True, False)
     assert any("rest on kernels like these were off by" in text for text in near.warnings)
     assert near.interval_ms[1] / near.interval_ms[0] > 2 * usual.interval_ms[1] / usual.interval_ms[0]
-    assert doubt_warnings(FAR_OFF - 0.001) == ()
+    assert source_warnings(Sources(doubt=FAR_OFF - 0.001)) == ()
+
+
+def test_a_form_that_was_never_measured_makes_a_rough_estimate() -> None:
+    """Relus of floats were measured at all ranks to 6. Beyond a tenth of the latency one of rank 7 marks an answer."""
+    wide, usual = (onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 20]> g (float[{shape}] x) => (float[{shape}] y) {{ y = Relu(x) }}')
+        for shape in ("4,4,4,4,4,128,1024", "256,512,1024"))
+    new, known = (predict(model, target=H200, host_pace=1.0) for model in (wide, usual))
+    assert (new.rough_estimate, known.rough_estimate) == (True, False)
+    assert any(text.startswith("rough estimate: kernels of forms that were never measured take ") for text in new.warnings)
+    assert new.interval_ms[1] / new.latency_ms > 1.1 * known.interval_ms[1] / known.latency_ms
+    (brief,) = Predictor(target=H200).predict_briefly([wide], host_pace=1.0)
+    assert (brief.rough_estimate, brief.interval_ms) == (True, pytest.approx(new.interval_ms))
+    assert source_warnings(Sources(other_form=0.1)) == ()

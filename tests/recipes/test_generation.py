@@ -155,7 +155,7 @@ def test_an_interval_is_fitted_to_errors_with_their_doubts() -> None:
         steps.append(step)
         predicted_ms[id(step)] = 1.0
     of_others = CalibratedInterval(reach={"doubt": 1.0}, low=-4.0, high=4.0, left_out="family", families=9)
-    fitted = intervals_of(steps, predicted_ms, of_others)["token"]
+    fitted = intervals_of(steps, predicted_ms, dict.fromkeys(predicted_ms, 0.5), of_others)["token"]
     assert fitted.ends(Sources(doubt=0.2)) == pytest.approx((math.exp(-0.2), math.exp(0.2)))
 
 

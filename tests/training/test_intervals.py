@@ -30,6 +30,7 @@ from training.composition.intervals import (
     calibrate,
     fitted_to,
     for_any_host,
+    interval_score,
     intervals_held_out,
     sources,
 )
@@ -105,17 +106,18 @@ def test_an_interval_is_fitted_to_models_of_another_sort() -> None:
 
 
 def test_the_doubt_about_a_known_pace_is_learned_from_runs_at_many() -> None:
-    """Made-up runs of which the host decides a half: those at twice its usual pace err three times as much."""
+    """Made-up runs whose host works for most of the time: those at twice its usual pace err three times as much."""
     generator, interval = np.random.default_rng(1), calibrate(laplace_cases(40, 25, 0.1))
     assert interval is not None
-    cases = [Case("", f"f{number % 51}", sources([("a", 1.0, KNOWN)], 2.0, pace), float(generator.laplace(0.0, spread)))
+    cases = [Case("", f"f{number % 51}", sources([("a", 1.0, KNOWN)], 2.0, 0.7, pace), float(generator.laplace(0.0, spread)))
              for number in range(2000) for pace, spread in [((1.0, 0.05), (0.5, 0.15))[number % 2]]]
     fitted = fitted_to(interval, cases)
     assert fitted is not None
     assert 0.87 < fitted.coverage < 0.93
-    usual, fast = (fitted.scale(sources([("a", 1.0, KNOWN)], 2.0, pace)) for pace in (1.0, 0.5))
+    usual, fast = (fitted.scale(sources([("a", 1.0, KNOWN)], 2.0, 0.7, pace)) for pace in (1.0, 0.5))
     assert fast / usual == pytest.approx(3.0, rel=0.15)
-    assert fitted.scale(sources([("a", 2.0, KNOWN)], 2.0, 0.5)) == fitted.scale(sources([("a", 2.0, KNOWN)], 2.0))  # no host
+    no_host, fast_host = (fitted.scale(sources([("a", 2.0, KNOWN)], 2.0, 0.0, pace)) for pace in (1.0, 0.5))
+    assert no_host == fast_host
 
 
 def test_a_large_family_counts_as_much_as_a_small_one() -> None:
@@ -128,6 +130,11 @@ def test_a_large_family_counts_as_much_as_a_small_one() -> None:
     assert sizes[1] == pytest.approx(sizes[0], rel=0.1)
 
 
+def test_a_wide_interval_scores_badly_and_a_miss_worse() -> None:
+    ends = [(math.exp(-0.1), math.exp(0.2)), (math.exp(-0.2), math.exp(0.4)), (math.exp(-0.1), math.exp(0.2))]
+    assert interval_score(ends, np.exp([0.1, 0.1, 0.25])).tolist() == pytest.approx([0.3, 0.6, 0.3 + 20 * 0.05])
+
+
 def test_a_host_of_unknown_pace_widens_in_quadrature() -> None:
     low, high = for_any_host((math.exp(-0.3), math.exp(0.3)), math.exp(-0.4), 1.0, math.exp(0.4))
     assert (math.log(low), math.log(high)) == pytest.approx((-0.5, 0.5))
@@ -137,10 +144,10 @@ def test_a_host_of_unknown_pace_widens_in_quadrature() -> None:
 def test_sources_by_hand() -> None:
     """The GPU works for 8 of 10 ms: 2 of them measured, 1 known, 2 of unmeasured operators, 3 four times beyond the data."""
     kernels = [("a", 2.0, None), ("b", 1.0, KNOWN), ("c", 2.0, Novelty("unmeasured")), ("d", 3.0, Novelty("beyond", 4.0))]
-    assert sources(kernels, 10.0) == pytest.approx(
-        Sources(predicted=0.4, unmeasured=0.2, other_form=0.0, beyond=0.3 * math.log(4), host=0.2))
-    assert sources([("a", 1.0, KNOWN)], 0.5) == pytest.approx(Sources(predicted=1.0))  # never more than the whole latency
-    assert sources([], 1.0) == Sources(host=1.0)
+    assert sources(kernels, 10.0, 0.6, 2.0) == pytest.approx(Sources(
+        predicted=0.4, unmeasured=0.2, other_form=0.0, beyond=0.3 * math.log(4), host=0.36, pace=0.36 * math.log(2)))
+    assert sources([("a", 1.0, KNOWN)], 0.5, 0.0) == pytest.approx(Sources(predicted=1.0))  # never more than the whole latency
+    assert sources([], 1.0, 1.0) == Sources(host=1.0)
 
 
 def test_novelties_of_a_fold(workspace: Workspace) -> None:
@@ -180,9 +187,9 @@ def test_cases_of_held_out_models(workspace: Workspace) -> None:
         errors = np.log(held_out.latency_ms / latencies.paced_ms)[:-1]
         assert [case.error for case in of] == pytest.approx(errors.tolist())
         assert all((case.sources.predicted > 0.2) == shown for case in of)
-        gpu_ms = [0.04 * len(record.nodes) for record in records[:-1]]
-        host = [1 - min(1.0, gpu / latency) for gpu, latency in zip(gpu_ms, latencies.paced_ms, strict=False)]
-        assert [case.sources.host for case in of] == pytest.approx(host)
+        host_shares = np.minimum(1.0, latencies.host_work_ms / latencies.paced_ms)[:-1]
+        assert [case.sources.host for case in of] == pytest.approx((host_shares ** 2).tolist())
+        assert 0.0 < host_shares.min() < 0.1 < 0.5 < host_shares.max()
 
 
 def test_a_prediction_takes_its_calibrated_interval(tmp_path: Path) -> None:

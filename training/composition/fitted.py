@@ -27,7 +27,7 @@ from utils.frozen import Frozen
 from utils.paths import COMPOSITION, SIDECAR
 from utils.timing import ErrorStatistics
 
-COMPOSITION_VERSION = 3  # 3: the doubts of different kernels are added in quadrature
+COMPOSITION_VERSION = 4  # 4: intervals follow from how long the host works
 FIT = "python training/fit_composition.py"
 Kind = Literal["sum", "sum_nodes", "critical_path", "pipeline"]
 KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # the kinds that are a line over Σ or the longest path

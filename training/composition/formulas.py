@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import PipelineCosts, Runs, pipeline_ms
+from graph_model.simulation.pipeline import OffGpu, PipelineCosts, Runs, Tracks, host_work_ms, pipeline_ms
 from training.composition.fitted import GraphReplay, HostIo, Line, Mask, copied_mib, host_io_ms, latency_ms
 from training.composition.intervals import error_range_of
 from training.composition.measured_models import MeasuredModel, MeasuredTracks
@@ -178,12 +178,13 @@ def paced_runs(models: Sequence[MeasuredTracks]) -> Runs:
 
 class LeftOut(NamedTuple):
     """Each model's latency (ms) with costs fitted without its group: at the host's usual pace, at the measured pace, and at the
-    paces of the fastest and the slowest plausible host."""
+    paces of the fastest and the slowest plausible host; and how long its host works (ms) at the measured pace."""
 
     usual_ms: Floats
     paced_ms: Floats
     fastest_ms: Floats
     slowest_ms: Floats
+    host_work_ms: Floats
 
 
 def left_out_costs(models: Sequence[MeasuredTracks], groups: Sequence[str]) -> dict[str, PipelineCosts]:
@@ -199,11 +200,12 @@ def left_out_ms(models: Sequence[MeasuredTracks], groups: Sequence[str]) -> Left
     """The latencies of models, each group held out of the fit in turn."""
     costs = left_out_costs(models, groups)
 
-    def at(pace: float | None) -> Floats:
-        return np.array([pipeline_ms(model.tracks, costs[group].at_pace(model.pace if pace is None else pace), model.off_gpu)
+    def of_each(of_run: Callable[[Tracks, PipelineCosts, OffGpu | None], float], pace: float | None) -> Floats:
+        return np.array([of_run(model.tracks, costs[group].at_pace(model.pace if pace is None else pace), model.off_gpu)
                          for model, group in zip(models, groups, strict=True)])
 
-    return LeftOut(at(1.0), at(None), *(at(pace) for pace in HOSTS))
+    usual_ms, paced_ms, fastest_ms, slowest_ms = (of_each(pipeline_ms, pace) for pace in (1.0, None, *HOSTS))
+    return LeftOut(usual_ms, paced_ms, fastest_ms, slowest_ms, of_each(host_work_ms, None))
 
 
 def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: Sequence[str]) -> HostIo | None:

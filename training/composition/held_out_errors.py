@@ -30,7 +30,7 @@ from training.composition.held_out import (
     hold_out,
     kernel_errors,
 )
-from training.composition.intervals import Case, Sources, for_any_host, intervals_held_out
+from training.composition.intervals import Case, Sources, for_any_host, interval_score, intervals_held_out
 from training.composition.measured_models import MeasuredModel, TimesOfModels
 from training.kernels import targets
 from training.kernels.estimators import fit_roofline, parallel_map
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 SOME = 0.02  # share of the latency (or the same times a logarithm) from which a source of error is counted
-HOST_BOUND = 0.25  # share of the latency in which the GPU waits, from which the host counts as the slower track
+HOST_BOUND = 0.9  # square of the share of the latency in which the host works, from which it counts as the slower track
 ALL = "all"  # in column `of`: the models of all collections
 MOST_KERNELS = 6000  # that a forest learns from, drawn at random from its class; nn-Meter samples about as many
 SIZES = ("batch", "height", "width", "channels", "out_channels", "kernel_height", "stride", "log_flops", "log_weights")
@@ -145,9 +145,9 @@ CONDITIONS: dict[str, Callable[[Sources], bool]] = {  # groups of predictions by
 
 
 def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
-    """How many models lie in their 90 % interval, calibrated on the other collections (or families), and how wide it is: the
-    median of its upper over its lower end, less one. Over all, for each collection, and by what a prediction rests on. Without
-    models of which the CPU provider runs a part."""
+    """How many models lie in their 90 % interval, calibrated on the other collections (or families), how wide it is (the median
+    of its upper over its lower end, less one), and its mean `interval_score`. Over all, for each collection, and by what a
+    prediction rests on. Without models of which the CPU provider runs a part."""
     predicted, measured = (held_out.cases(kernels) for kernels in ("predicted", "measured"))
     held_out_ends = intervals_held_out([*predicted, *measured])
     if not held_out_ends:
@@ -156,16 +156,17 @@ def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
     for kernels, cases, latencies, ends in (("predicted", predicted, held_out.predicted, held_out_ends[:len(predicted)]),
                                             ("as measured", measured, held_out.as_measured, held_out_ends[len(predicted):])):
         for pace in ("measured", "unknown"):
-            usual_ms, paced_ms, fastest_ms, slowest_ms = (of_pace[held_out.on_gpu] for of_pace in latencies)
+            usual_ms, paced_ms, fastest_ms, slowest_ms, _ = (of_pace[held_out.on_gpu] for of_pace in latencies)
             hosts = zip(fastest_ms, usual_ms, slowest_ms, strict=True)
             spans = ends if pace == "measured" else [for_any_host(end, *host) for end, host in zip(ends, hosts, strict=True)]
             ratios = held_out.latency_ms[held_out.on_gpu] / (paced_ms if pace == "measured" else usual_ms)
             inside = np.array([low <= ratio <= high for (low, high), ratio in zip(spans, ratios, strict=True)])
-            width = np.array([high / low - 1.0 for low, high in spans])
+            width, score = np.array([high / low - 1.0 for low, high in spans]), interval_score(spans, ratios)
             for part, mask in _interval_parts(cases).items():
                 if mask.any():
                     table.append({"kernels": kernels, "host's pace": pace, "of": part, "models": int(mask.sum()),
-                                  "held_%": 100 * float(inside[mask].mean()), "width_%": 100 * float(np.median(width[mask]))})
+                                  "held_%": 100 * float(inside[mask].mean()), "width_%": 100 * float(np.median(width[mask])),
+                                  "score": float(score[mask].mean())})
     return table
 
 

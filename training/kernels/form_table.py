@@ -20,7 +20,6 @@ from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import Show
 from training.kernels.training_set import read_training_set
-from training.kernels.uncertainty import FORMLESS
 from utils import files
 from utils.cli.printing import markdown_table
 from utils.errors import UserError
@@ -33,17 +32,13 @@ Rows = list[dict[str, Any]]
 
 
 def left_out_rows(forms: Sequence[LeftOutForm]) -> Rows:
-    """One row per class of operators, and one for all: errors of kernels whose form was left out, in per cent, and how many of
-    those that are far off an answer marks."""
+    """One row per class of operators, and one for all: errors of kernels whose form was left out, in per cent."""
     table: Rows = []
     for kind in [*sorted({form.kind for form in forms}), "all"] if forms else ():
         chosen = [form for form in forms if kind in (form.kind, "all")]
         errors = np.concatenate([form.errors for form in chosen])
-        far = {marked: sum(int((form.errors > FAR_OFF).sum()) for form in chosen if (form.kind not in FORMLESS) == marked)
-               for marked in (True, False)}
         table.append({"class": kind, "forms": len(chosen), "kernels": len(errors), "median_%": 100 * float(np.median(errors)),
-                      f"off_by_over_{round(100 * FAR_OFF)}_%": 100 * float((errors > FAR_OFF).mean()),
-                      "of_these_marked_%": 100 * far[True] / (sum(far.values()) or 1)})
+                      f"off_by_over_{round(100 * FAR_OFF)}_%": 100 * float((errors > FAR_OFF).mean())})
     return table
 
 
@@ -102,11 +97,10 @@ def markdown(target: str, forms: Rows, left_out: Rows, cliffs: Sequence[Cliff]) 
         f"{target} --markdown docs/forms.md`.", "",
         "A form is what libraries choose their algorithms by, other than sizes: an operator's element type and rank, a "
         "convolution's groups and the width of its window, and whether a reduction works along the last axis. A prediction "
-        "that rests on a form that was never measured has a wider interval, and is a rough estimate where that moves it by "
-        "more than a tenth. Elementwise operators and those that move data count as known at any rank.", "",
+        "that rests on a form that was never measured has a wider interval, and is a rough estimate where such kernels take "
+        "more than a tenth of its time, or may move it by more than a tenth.", "",
         "## A form that was never measured", "",
-        "Forms were left out of the training of their operators, a fifth of them at a time. An answer marks all kernels of "
-        "such a form but those of the two classes above.", "", markdown_table(left_out), "",
+        "Forms were left out of the training of their operators, a fifth of them at a time.", "", markdown_table(left_out), "",
         "## Cliffs", "",
         "Neighbours differ in sizes alone. The slower one may take as many times as long as it moves more bytes or computes "
         f"more; a cliff is where it takes {LEAST_HEIGHT:g} times that, or more. {len(cliffs):,} pairs of neighbours are left "

@@ -16,7 +16,7 @@ from utils import files
 from utils.frozen import Frozen
 from utils.timing import ErrorStatistics
 
-GENERATION_VERSION = 2  # 2: the doubts of different kernels are added in quadrature
+GENERATION_VERSION = 3  # 3: intervals follow from how long the host works
 FILE, ENERGY_FILE = "generation.json", "generation_energy.json"  # beside what else was learned of a target
 FIT = "python training/fit_generation.py"
 LARGEST_EXPONENT = 5.0
