@@ -4,7 +4,7 @@ Each model is a chain of two to a few dozen layers: convolutions of signals, ima
 128 wide, strides and dilations, and channels that no library is tuned for; normalisations, activations, pools, transpositions.
 A number fixes a model. In opset 22, CUDA lacks some of these layers (MaxPool, InstanceNormalization, Elu). Writes one file per
 model into --out, and kinds.json, as make_models.py does: `compare_on_gpu.py` and `judge.py` are the next steps.
-chains-nvidia-h200.json has what the default models took on H200s: numbers 0 to 149 in opset 22, and 1000 to 1149 in opset 20.
+chains-nvidia-h200.json has what the models took on H200s: numbers 0 to 149 in opset 22, and 1000 to 1299 in opset 20.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +28,7 @@ from utils.lazy import onnx
 
 T = TypeVar("T")
 SEED = 77
-DEFAULT = ((0, 22), (1000, 20))  # the first number, and the operator set
+MEASURED = ((range(150), 22), (range(1000, 1300), 20))  # numbers, and the operator set
 MOST_NUMBERS, MOST_HALVES = 2 ** 22, 2 ** 23  # of an activation, in float32 and in float16
 WINDOWS = {1: (128, 64), 2: (15, 11), 3: (5, 5)}  # the widest, by rank
 SIDES = {1: 20_000, 2: 256, 3: 40}
@@ -196,11 +196,11 @@ class Chain:
             self._activation()
 
 
-def write_chains(folder: Path, first: int, count: int, opset: int) -> list[MadeModel]:
-    """Writes chains into a folder; returns their descriptions."""
+def write_chains(folder: Path, numbers: Iterable[int], opset: int) -> list[MadeModel]:
+    """Writes the chains of some numbers into a folder; returns their descriptions."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
-    for number in range(first, first + count):
+    for number in numbers:
         path = folder / f"chain_{number}.onnx"
         with files.replacing(path) as temporary:
             onnx.save(Chain(number).model(number, opset), temporary)
@@ -211,10 +211,10 @@ def write_chains(folder: Path, first: int, count: int, opset: int) -> list[MadeM
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the models go")
-    parser.add_argument("--count", type=cli.whole, default=150, metavar="N", help="of each operator set (default: 150)")
+    parser.add_argument("--count", type=cli.whole, metavar="N", help="the first N of each operator set alone (default: all)")
     args = parser.parse_args()
     cli.start(args)
-    made = [model for first, opset in DEFAULT for model in write_chains(args.out, first, args.count, opset)]
+    made = [model for numbers, opset in MEASURED for model in write_chains(args.out, numbers[:args.count], opset)]
     files.write_json(args.out / MANIFEST, Manifest(versions={"onnx": package_version("onnx")}, models=tuple(made)))
     cli.print_rows([{"folder": str(args.out), "models": len(made)}], args.json)
     return 0

@@ -20,6 +20,7 @@ def test_kernels_that_are_far_off_are_marked(tmp_path: Path) -> None:
     rows = {row["class"]: row for row in json.loads(done.stdout)}
     assert sum(row["kernels"] for name, row in rows.items() if name != "all") == rows["all"]["kernels"] == 5054
     assert rows["all"]["median_%"] < 12
-    assert rows["all"]["of_2x_marked_%"] > 80
-    assert rows["all"]["marked_%"] < 30
+    assert rows["all"]["of_these_marked_%"] > 70  # of those that are off by over 30 %, which are 16 % of all
+    assert rows["all"]["of_2x_marked_%"] > 85
+    assert rows["all"]["marked_%"] < 40  # doubts mark from 5 % on; with 6 % it was 29, and of_these_marked 70
     assert rows["convolution"]["of_2x_marked_%"] > 95
