@@ -168,8 +168,8 @@ def kernels_span(run: ModelRun, latency: float, rough_only: bool) -> Span:
 def sources_of(run: ModelRun, latency: float, pace: float | None) -> Sources:
     """What the error of a latency (ms) on a GPU may come from. The pace, a ratio, is the host's; None where it is unknown."""
     return sources(((node.kernel_id, node.runs * kernel.gpu_ms, novelty(kernel))
-                    for node, kernel in zip(run.record.nodes, run.nodes, strict=True)), latency,
-                   min(1.0, run.host_work_ms / latency) if latency else 0.0, 1.0 if pace is None else pace)
+                    for node, kernel in zip(run.record.nodes, run.nodes, strict=True)), latency, run.host_work_ms,
+                   1.0 if pace is None else pace)
 
 
 def novelty(kernel: KernelInModel) -> Novelty | None:

@@ -109,12 +109,12 @@ def test_the_doubt_about_a_known_pace_is_learned_from_runs_at_many() -> None:
     """Made-up runs whose host works for most of the time: those at twice its usual pace err three times as much."""
     generator, interval = np.random.default_rng(1), calibrate(laplace_cases(40, 25, 0.1))
     assert interval is not None
-    cases = [Case("", f"f{number % 51}", sources([("a", 1.0, KNOWN)], 2.0, 0.7, pace), float(generator.laplace(0.0, spread)))
+    cases = [Case("", f"f{number % 51}", sources([("a", 1.0, KNOWN)], 2.0, 1.4, pace), float(generator.laplace(0.0, spread)))
              for number in range(2000) for pace, spread in [((1.0, 0.05), (0.5, 0.15))[number % 2]]]
     fitted = fitted_to(interval, cases)
     assert fitted is not None
     assert 0.87 < fitted.coverage < 0.93
-    usual, fast = (fitted.scale(sources([("a", 1.0, KNOWN)], 2.0, 0.7, pace)) for pace in (1.0, 0.5))
+    usual, fast = (fitted.scale(sources([("a", 1.0, KNOWN)], 2.0, 1.4, pace)) for pace in (1.0, 0.5))
     assert fast / usual == pytest.approx(3.0, rel=0.15)
     no_host, fast_host = (fitted.scale(sources([("a", 2.0, KNOWN)], 2.0, 0.0, pace)) for pace in (1.0, 0.5))
     assert no_host == fast_host
@@ -144,7 +144,7 @@ def test_a_host_of_unknown_pace_widens_in_quadrature() -> None:
 def test_sources_by_hand() -> None:
     """The GPU works for 8 of 10 ms: 2 of them measured, 1 known, 2 of unmeasured operators, 3 four times beyond the data."""
     kernels = [("a", 2.0, None), ("b", 1.0, KNOWN), ("c", 2.0, Novelty("unmeasured")), ("d", 3.0, Novelty("beyond", 4.0))]
-    assert sources(kernels, 10.0, 0.6, 2.0) == pytest.approx(Sources(
+    assert sources(kernels, 10.0, 6.0, 2.0) == pytest.approx(Sources(
         predicted=0.4, unmeasured=0.2, other_form=0.0, beyond=0.3 * math.log(4), host=0.36, pace=0.36 * math.log(2)))
     assert sources([("a", 1.0, KNOWN)], 0.5, 0.0) == pytest.approx(Sources(predicted=1.0))  # never more than the whole latency
     assert sources([], 1.0, 1.0) == Sources(host=1.0)

@@ -200,7 +200,7 @@ def novelties_of(fold: Fold, rows: TrainingSet, label: str, doubts: Mapping[str,
 
 
 def sources_of_model(times_ms: Sequence[tuple[Kernel, float]], novelties: Mapping[str, Novelty], measured: Iterable[str],
-                     latency_ms: float, host_share: float) -> Sources:
+                     latency_ms: float, host_work_ms: float) -> Sources:
     """`sources` of a held-out model.
 
     Args:
@@ -208,11 +208,11 @@ def sources_of_model(times_ms: Sequence[tuple[Kernel, float]], novelties: Mappin
         novelties: as `novelties_of` gives them.
         measured: ids of the kernels whose measured time was taken.
         latency_ms: the prediction.
-        host_share: the share of it in which the host works.
+        host_work_ms: how long the host works.
     """
     taken = set(measured)
     return sources(((kernel.id, time_ms, None if kernel.id in taken or not time_ms else novelties.get(kernel.id, KNOWN))
-                    for kernel, time_ms in times_ms), latency_ms, host_share)
+                    for kernel, time_ms in times_ms), latency_ms, host_work_ms)
 
 
 @dataclass(frozen=True)
@@ -292,10 +292,9 @@ class HeldOut:
     def cases(self, kernels: Literal["predicted", "measured"]) -> list[Case]:
         """The error of each model of `on_gpu` at the measured pace of its host, and what it may come from."""
         latencies, times = (self.predicted, self.strict) if kernels == "predicted" else (self.as_measured, self.known)
-        host_shares = np.minimum(1.0, latencies.host_work_ms / latencies.paced_ms)
         cases = []
-        for model, group, paced_ms, host_share, judged in zip(
-                self.models, self.groups, latencies.paced_ms, host_shares, self.on_gpu, strict=True):
+        for model, group, paced_ms, host_work_ms, judged in zip(
+                self.models, self.groups, latencies.paced_ms, latencies.host_work_ms, self.on_gpu, strict=True):
             if not judged:
                 continue
             gpu_ms = times[GPU_LABEL][model.record.model]
@@ -303,7 +302,7 @@ class HeldOut:
             nodes = [(kernel, node.runs * gpu_ms[kernel.id]) for node, out in zip(model.record.nodes, off, strict=True)
                      for kernel in [model.record.kernel_of(node)] if not out]
             taken = {name for name in gpu_ms if GPU_LABEL in self.measured.get(name, {})} if kernels == "measured" else set()
-            of_model = sources_of_model(nodes, self.novelties[group], taken, paced_ms, host_share)
+            of_model = sources_of_model(nodes, self.novelties[group], taken, paced_ms, host_work_ms)
             cases.append(Case(model.collection, model.group, of_model, math.log(model.latency_ms / paced_ms)))
         return cases
 

@@ -133,7 +133,7 @@ class Sources(NamedTuple):
     pace: float = 0.0
 
 
-def sources(kernels: Iterable[tuple[str, float, Novelty | None]], latency_ms: float, host_share: float,
+def sources(kernels: Iterable[tuple[str, float, Novelty | None]], latency_ms: float, host_work_ms: float,
             pace: float = 1.0) -> Sources:
     """The sources of error of a predicted latency.
 
@@ -141,7 +141,7 @@ def sources(kernels: Iterable[tuple[str, float, Novelty | None]], latency_ms: fl
         kernels: the id of each kernel, the GPU's time (ms) for all runs of a node, and its novelty; None for a measured kernel.
             A kernel of several nodes comes several times.
         latency_ms: the prediction.
-        host_share: the share of the latency in which the host works (`pipeline.host_work_ms`), at most 1.
+        host_work_ms: how long the host works (`pipeline.host_work_ms`).
         pace: of the host, a ratio.
     """
     total_ms = 0.0
@@ -154,7 +154,7 @@ def sources(kernels: Iterable[tuple[str, float, Novelty | None]], latency_ms: fl
         for source, weight in novelty.weights.items():
             weighted_ms[source] += time_ms * weight
     per_ms = min(1.0, total_ms / latency_ms) / total_ms if total_ms and latency_ms else 0.0
-    host = host_share ** 2
+    host = min(1.0, host_work_ms / latency_ms) ** 2 if latency_ms else 0.0
     return Sources(**{source: time_ms * per_ms for source, time_ms in weighted_ms.items()}, host=host,
                    doubt=math.hypot(*doubts_ms.values()) * per_ms, pace=host * abs(math.log(pace)))
 

@@ -92,25 +92,25 @@ def fit_generation(target: str, steps: Sequence[MeasuredStep], costs: PipelineCo
     left_out = {phase: error_statistics(*(list(column) for column in zip(*(
         (predicted_ms[id(step)], step.measured_ms) for step in counted if step.phase == phase), strict=True)))
         for phase in PHASES}
-    host_shares = {id(step): _host_share(step, predicted_ms[id(step)], fitted.host, costs) for step in counted}
+    work_ms = {id(step): _host_work_ms(step, fitted.host, costs) for step in counted}
     return LearnedGeneration(
         target=target, genai_version=steps[0].point.machine.versions.get("onnxruntime-genai", ""),
         predictors_created=predictors_created, product_ms=fitted.host.product_ms, attention_ms=fitted.host.attention_ms,
         loop=fitted.host.loop, power_limit=fitted.limit, left_out=left_out,
-        intervals=intervals_of(counted, predicted_ms, host_shares, calibrated) if calibrated else {}, steps=tuple(
+        intervals=intervals_of(counted, predicted_ms, work_ms, calibrated) if calibrated else {}, steps=tuple(
             FittedStep(model=step.point.model, family=step.point.family, phase=step.phase, batch=step.point.batch,
                        prompt=step.point.prompt, pace=round(step.pace, 4), paced=step.paced, measured_ms=step.measured_ms,
                        predicted_ms=predicted_ms[id(step)]) for step in counted))
 
 
-def intervals_of(steps: Iterable[MeasuredStep], predicted_ms: Mapping[int, float], host_shares: Mapping[int, float],
+def intervals_of(steps: Iterable[MeasuredStep], predicted_ms: Mapping[int, float], work_ms: Mapping[int, float],
                  calibrated: CalibratedInterval) -> dict[Phase, CalibratedInterval]:
     """The interval of each phase, from the errors of steps whose host's pace was read meanwhile.
 
     Args:
         steps: that count.
         predicted_ms: of each step by its `id`, its family held out.
-        host_shares: the share of each step's time in which the host works, likewise.
+        work_ms: how long the host works in each step, likewise.
         calibrated: the interval of other models.
     """
     cases: dict[Phase, list[Case]] = {phase: [] for phase in PHASES}
@@ -118,15 +118,15 @@ def intervals_of(steps: Iterable[MeasuredStep], predicted_ms: Mapping[int, float
         if step.paced:
             time_ms = predicted_ms[id(step)]
             of_step = sources(((part.kernel.id, part.runs * part.time_ms, step.novelties.get(part.kernel.id, KNOWN))
-                               for part in step.parts), time_ms, host_shares[id(step)], step.pace)
+                               for part in step.parts), time_ms, work_ms[id(step)], step.pace)
             cases[step.phase].append(Case("", step.point.family, of_step, math.log(step.measured_ms / time_ms)))
     found = {phase: fitted_to(calibrated, of_phase) for phase, of_phase in cases.items()}
     return {phase: interval for phase, interval in found.items() if interval}
 
 
-def _host_share(step: MeasuredStep, time_ms: float, host: _Host, costs: PipelineCosts) -> float:
-    """The share of a step's time in which the host works, at most 1."""
-    return min(1.0, (host_work_ms(step.tracks, host.costs(costs).at_pace(step.pace)) + _loop_ms(step, host)) / time_ms)
+def _host_work_ms(step: MeasuredStep, host: _Host, costs: PipelineCosts) -> float:
+    """How long the host works in a step, with the loop."""
+    return host_work_ms(step.tracks, host.costs(costs).at_pace(step.pace)) + _loop_ms(step, host)
 
 
 def fit_steps(steps: Sequence[MeasuredStep], costs: PipelineCosts, energy: EnergyModel | None) -> Fit:
