@@ -28,7 +28,7 @@ quick: setup
 
 check: setup
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy .
+	$(RUN) -m mypy hase tests
 
 clean:
 	rm -rf out

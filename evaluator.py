@@ -15,22 +15,22 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmark.collecting.config import CollectorConfig
-from inference.core.run_modes import RunMode
-from inference.evaluation.comparison import Comparison, Evaluation, summary_table, table, warned_of
-from inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, EvaluationLoads, MeasuringPlan, evaluate
-from inference.evaluation.plot import Point
-from inference.evaluation.plot import draw as draw_points
-from inference.live.load import CONFIG_FILE, InferenceConfig
-from inference.reporting.evaluations import called, evaluation_page, interval_of, scatter
-from utils import cli, files
-from utils.config import read_config
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.pages.plot_files import write_plot
-from utils.pages.rendering import write_page
-from utils.paths import ROOT
-from utils.timing import error_statistics
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.inference.core.run_modes import RunMode
+from hase.inference.evaluation.comparison import Comparison, Evaluation, summary_table, table, warned_of
+from hase.inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, EvaluationLoads, MeasuringPlan, evaluate
+from hase.inference.evaluation.plot import Point
+from hase.inference.evaluation.plot import draw as draw_points
+from hase.inference.live.load import CONFIG_FILE, InferenceConfig
+from hase.inference.reporting.evaluations import called, evaluation_page, interval_of, scatter
+from hase.utils import cli, files
+from hase.utils.config import read_config
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.pages.plot_files import write_plot
+from hase.utils.pages.rendering import write_page
+from hase.utils.paths import ROOT
+from hase.utils.timing import error_statistics
 
 log = get_logger("evaluator")
 

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.dag import (
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.profile import NodeEvent, ProfiledRun, kernel_times_ms, profile_model, read_profile
+from hase.graph_model.simulation.dag import (
     MAKE_DAG,
     DagFile,
     calculate_latency,
@@ -30,19 +32,17 @@ from graph_model.simulation.dag import (
     read_dag,
     record_paths,
 )
-from measuring.run_times import Effort
-from records.kernel_record import REMAKE
-from records.kernel_record_files import read_model_record
-from records.operators import CONTROL_FLOW
-from runtimes.analysis import check_opens
-from runtimes.ort.graph.analysis import record_of
-from runtimes.ort.profile import NodeEvent, ProfiledRun, kernel_times_ms, profile_model, read_profile
-from utils import cli
-from utils.errors import UserError
-from utils.fingerprint import resolve_device
-from utils.frozen import Frozen
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.ort_analysis.graph.analysis import record_of
+from hase.ort_analysis.isolated.analysis import check_opens
+from hase.records.kernel_record import REMAKE
+from hase.records.kernel_record_files import read_model_record
+from hase.records.operators import CONTROL_FLOW
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import resolve_device
+from hase.utils.frozen import Frozen
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 Floats = npt.NDArray[np.float64]
 log = get_logger("overlap")

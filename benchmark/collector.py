@@ -28,13 +28,13 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from contextlib import nullcontext
 
-from benchmark.collecting.collect import collect
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.ray_actors import ray_devices
-from utils import cli
-from utils.config import read_config
-from utils.logger import get_logger
-from utils.paths import ROOT
+from hase.benchmark.collecting.collect import collect
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.ray_actors import ray_devices
+from hase.utils import cli
+from hase.utils.config import read_config
+from hase.utils.logger import get_logger
+from hase.utils.paths import ROOT
 
 log = get_logger("collector")
 EXAMPLES = """

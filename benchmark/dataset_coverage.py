@@ -15,13 +15,13 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from records.dataset_coverage import DatasetCoverage, OperatorCoverage, coverage_of
-from records.dataset_files import DatasetHeader, collected_targets, read_header, read_kernels
-from records.dataset_tables import read_kernel_table, read_model_table
-from utils import cli
-from utils.errors import UserError
-from utils.pages.page import Fact, Grid, Page, Section, Table
-from utils.pages.rendering import write_page
+from hase.records.dataset_coverage import DatasetCoverage, OperatorCoverage, coverage_of
+from hase.records.dataset_files import DatasetHeader, collected_targets, read_header, read_kernels
+from hase.records.dataset_tables import read_kernel_table, read_model_table
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.pages.page import Fact, Grid, Page, Section, Table
+from hase.utils.pages.rendering import write_page
 
 MOST = 30  # operators of the page's grid
 FEW = 5  # kernels of an operator: with fewer it is named on the page

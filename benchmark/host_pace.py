@@ -1,7 +1,7 @@
 """Measures how fast this machine's host dispatches work to its GPU, in two seconds.
 
 With another host, or with other work on the same host, the same GPU gets its work up to 1.6 times more slowly, and small models
-take that much longer. A fixed graph of many small kernels (measuring/quiet_host.py) is dispatched again and again;
+take that much longer. A fixed graph of many small kernels (benchmark/measuring/quiet_host.py) is dispatched again and again;
 the median time is the host pace. Predictors hold for one pace; a prediction takes the ratio to it (`--host-pace`).
 
 Writes a record: by default into the workspace (benchmark/host_pace.json), where predictions for this machine use it for ten
@@ -18,14 +18,14 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from runtimes import local_target
-from runtimes.ort.probes import PACE_SECONDS, check_gpu, measure_pace
-from utils import cli, files
-from utils.locks import measuring
-from utils.paths import COMPOSITION, SHIPPED, Workspace
+from hase.benchmark.ort.probes import PACE_SECONDS, check_gpu, measure_pace
+from hase.runtimes import local_target
+from hase.utils import cli, files
+from hase.utils.locks import measuring
+from hase.utils.paths import COMPOSITION, SHIPPED, Workspace
 
 if TYPE_CHECKING:
-    from records.host_pace import MachinePace
+    from hase.records.host_pace import MachinePace
 
 EXAMPLES = """
   python benchmark/host_pace.py

@@ -19,14 +19,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from measuring.pending import TimedUnit, Times, idle_units, median_times, tie_rows
-from records.dataset_files import DatasetHeader, collected_targets, read_header, read_journal
-from records.dataset_tables import model_sessions
-from utils import cli
-from utils.logger import get_logger
+from hase.benchmark.measuring.pending import TimedUnit, Times, idle_units, median_times, tie_rows
+from hase.records.dataset_files import DatasetHeader, collected_targets, read_header, read_journal
+from hase.records.dataset_tables import model_sessions
+from hase.utils import cli
+from hase.utils.logger import get_logger
 
 if TYPE_CHECKING:
-    from records.blocks import Block
+    from hase.records.blocks import Block
 
 log = get_logger("ties")
 EXAMPLES = """

@@ -15,13 +15,13 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from records.dataset_files import collected_targets
-from records.dataset_writer import merge_dataset
-from records.kernel_record import ModelOrigin
-from utils import cli, files
-from utils.errors import UserError
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.records.dataset_files import collected_targets
+from hase.records.dataset_writer import merge_dataset
+from hase.records.kernel_record import ModelOrigin
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("merge")
 EXAMPLES = """

@@ -1,7 +1,7 @@
 """Serves this machine's metrics, or replayed ones, to Prometheus where NVIDIA's dcgm-exporter is missing.
 
 Names, labels and units are those of dcgm-exporter: the old names, or with `--names new` those since its version 4.9, some of
-which have other units. The values are means over `--interval` seconds, from any source of measuring/metrics/sources.py.
+which have other units. The values are means over `--interval` seconds, from any source of benchmark/metrics/sources.py.
 `hase_exporter_last_sample_timestamp_seconds` is the time of the latest sample, and `hase_gpu_processes` the number of other
 processes that have the GPU open. Samples that can't be right are never served. If the latest good sample is older than STALE
 intervals, the answer is HTTP 503 with the reason, so that Prometheus sees the target as down and does not take old values for
@@ -35,22 +35,22 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from prometheus_client.core import GaugeMetricFamily
 
-from measuring.metrics.names import DEVICE_LABEL, FIELDS, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
-from measuring.metrics.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
-from measuring.metrics.source import Mean, MetricSource, Window
-from measuring.metrics.sources import SOURCES, open_source
-from records import host_pace
-from records.host_pace import HostProbed
-from records.probe_reading import summarised
-from runtimes.ort.probes import check_gpu, measure_pace
-from runtimes.ort.sharing_probe import SharingProbe
-from utils import cli
-from utils.errors import UserError
-from utils.fingerprint import machine, resolve_device
-from utils.logger import get_logger
-from utils.processes import set_by_signal
-from utils.scrape_server import LOCALHOST, ScrapeServer, gauge, scrape_server, stale
-from utils.sharing_mode import other_processes
+from hase.benchmark.metrics.names import DEVICE_LABEL, FIELDS, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
+from hase.benchmark.metrics.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
+from hase.benchmark.metrics.source import Mean, MetricSource, Window
+from hase.benchmark.metrics.sources import SOURCES, open_source
+from hase.benchmark.ort.probes import check_gpu, measure_pace
+from hase.benchmark.ort.sharing_probe import SharingProbe
+from hase.records import host_pace
+from hase.records.host_pace import HostProbed
+from hase.records.probe_reading import summarised
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import machine, resolve_device
+from hase.utils.logger import get_logger
+from hase.utils.processes import set_by_signal
+from hase.utils.scrape_server import LOCALHOST, ScrapeServer, gauge, scrape_server, stale
+from hase.utils.sharing_mode import other_processes
 
 EXAMPLES = """
   python benchmark/metrics_exporter.py

@@ -18,18 +18,18 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping
 from typing import Any
 
-from measuring.run_times import Effort
-from measuring.worker_process import WorkerFailed
-from runtimes import MODULES, local_target, runtime_named
-from runtimes.analysis import check_opens
-from runtimes.ort.runner import DEFAULT_LOOPS, DEFAULT_WARMUP, Timing, open_runner
-from runtimes.protocol import Request, Setting, Worker
-from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
-from utils.locks import measuring
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.runner import DEFAULT_LOOPS, DEFAULT_WARMUP, Timing, open_runner
+from hase.ort_analysis.isolated.analysis import check_opens
+from hase.runtimes import MODULES, local_target, runtime_named
+from hase.runtimes.protocol import Request, Setting, Worker
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import DEFAULT_RUNTIME, resolve_device
+from hase.utils.locks import measuring
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.worker_process import WorkerFailed
 
 log = get_logger("runner")
 TIMEOUT_S = 600.0  # of another runtime, which may have to compile the file

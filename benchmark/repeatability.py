@@ -17,20 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.devices import LocalDevice
-from benchmark.collecting.units import steadiness_of
-from benchmark.collecting.work import Item, find_work
-from measuring.loads import measure_by
-from measuring.pending import Plan, Planned, chunks
-from records.blocks import Block, Journal
-from records.dataset_files import read_header, read_journal
-from records.measurement import COLLECT
-from utils import cli
-from utils.config import read_config
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace
-from utils.timing import error_statistics
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.devices import LocalDevice
+from hase.benchmark.collecting.units import steadiness_of
+from hase.benchmark.collecting.work import Item, find_work
+from hase.benchmark.load.loads import measure_by
+from hase.benchmark.measuring.pending import Plan, Planned, chunks
+from hase.records.blocks import Block, Journal
+from hase.records.dataset_files import read_header, read_journal
+from hase.records.measurement import COLLECT
+from hase.utils import cli
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.timing import error_statistics
 
 IN_MODEL = "kernel_time"  # the label of kernels in models
 SHORT_MS = 0.02  # shorter kernels are not in the second row: their times are mostly overhead

@@ -19,21 +19,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from measuring.gpu_trace import PARTS, Anatomy, GpuRun, anatomy_of, measured_trace, typical_run
-from measuring.quiet_host import PATIENCE
-from measuring.run_times import Effort
-from measuring.worker_process import WorkerFailed
-from records.kernel_record import record_name
-from runtimes import flavour_of
-from runtimes.analysis import own_sizes, record_of, weight_files
-from runtimes.protocol import Reply, Request, Worker
-from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
-from utils.frozen import Frozen
-from utils.locks import measuring
-from utils.logger import get_logger
-from utils.timing import summarize
+from hase.benchmark.measuring.gpu_trace import PARTS, Anatomy, GpuRun, anatomy_of, measured_trace, typical_run
+from hase.benchmark.measuring.quiet_host import PATIENCE
+from hase.benchmark.measuring.run_times import Effort
+from hase.ort_analysis.isolated.analysis import own_sizes, record_of, weight_files
+from hase.records.kernel_record import record_name
+from hase.runtimes import flavour_of
+from hase.runtimes.protocol import Reply, Request, Worker
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
+from hase.utils.frozen import Frozen
+from hase.utils.locks import measuring
+from hase.utils.logger import get_logger
+from hase.utils.timing import summarize
+from hase.utils.worker_process import WorkerFailed
 
 log = get_logger("anatomy")
 TIMEOUT_S = 120.0  # for opening a model and for its runs, without the time that waiting for the host may take

@@ -19,12 +19,12 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmark.serving.config import ServedSetsConfig
-from benchmark.serving.measure import measure_sets
-from utils import cli
-from utils.config import read_config
-from utils.logger import get_logger
-from utils.paths import ROOT
+from hase.benchmark.serving.config import ServedSetsConfig
+from hase.benchmark.serving.measure import measure_sets
+from hase.utils import cli
+from hase.utils.config import read_config
+from hase.utils.logger import get_logger
+from hase.utils.paths import ROOT
 
 EXAMPLES = """
 python benchmark/served_sets.py --config recipes/h200/served_sets.yaml --first 20  # needs a GPU

@@ -19,13 +19,13 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from records.probe_reading import ProbeReading
-from runtimes.ort.sharing_probe import PROBE_SECONDS, probe
-from utils import cli, files
-from utils.errors import UserError
-from utils.logger import get_logger
-from utils.sharing_mode import check_sharing_mode
-from utils.timing import summarize
+from hase.benchmark.ort.sharing_probe import PROBE_SECONDS, probe
+from hase.records.probe_reading import ProbeReading
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.sharing_mode import check_sharing_mode
+from hase.utils.timing import summarize
 
 EXAMPLES = """
   python benchmark/sharing_probe.py --device cuda

@@ -15,10 +15,10 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import shlex
 
-from runtimes.ort.runner import read_inputs
-from runtimes.ort.sizes_of_a_run import sizes_of_a_run
-from utils import cli
-from utils.logger import get_logger
+from hase.benchmark.ort.runner import read_inputs
+from hase.benchmark.ort.sizes_of_a_run import sizes_of_a_run
+from hase.utils import cli
+from hase.utils.logger import get_logger
 
 log = get_logger("sizes")
 EXAMPLES = """

@@ -32,18 +32,18 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import psutil
 
-from benchmark.load.burners import burn_core, bursts, cuda_work
-from measuring.metrics.source import MetricSource, values
-from measuring.metrics.sources import open_source
-from records.backgrounds import COMPUTE, KINDS, LONGEST_PERIOD_MS, QUEUES, Background
-from utils import cli
-from utils.config import validate
-from utils.errors import UserError
-from utils.fingerprint import resolve_device
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.processes import die_with_parent, set_by_signal
-from utils.timing import pause
+from hase.benchmark.load.burners import burn_core, bursts, cuda_work
+from hase.benchmark.metrics.source import MetricSource, values
+from hase.benchmark.metrics.sources import open_source
+from hase.records.backgrounds import COMPUTE, KINDS, LONGEST_PERIOD_MS, QUEUES, Background
+from hase.utils import cli
+from hase.utils.config import validate
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import resolve_device
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.processes import die_with_parent, set_by_signal
+from hase.utils.timing import pause
 
 EXAMPLES = """
 python benchmark/stressor.py --kind compute --intensity 0.6 --duration 10

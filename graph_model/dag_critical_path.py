@@ -14,13 +14,13 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from graph_model.simulation.dag import dag_file, dag_of, longest_path, record_paths
-from records.kernel_record import REMAKE
-from records.kernel_record_files import read_model_record
-from utils import cli, files
-from utils.errors import UserError
-from utils.lazy import networkx as nx
-from utils.logger import get_logger
+from hase.graph_model.simulation.dag import dag_file, dag_of, longest_path, record_paths
+from hase.records.kernel_record import REMAKE
+from hase.records.kernel_record_files import read_model_record
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.lazy import networkx as nx
+from hase.utils.logger import get_logger
 
 log = get_logger("dag")
 EXAMPLES = """

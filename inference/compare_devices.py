@@ -23,23 +23,23 @@ from typing import Annotated, Any
 
 from pydantic import Field, RootModel
 
-from inference.core.answers import Prediction
-from inference.core.chances import chance_within
-from inference.core.energy import EnergyPrediction
-from inference.core.from_data_sheet import CardPredictors
-from inference.core.predictor import Predictor
-from inference.core.targets import predictor_folders
-from inference.reporting.devices import device_chart, devices_page
-from records.gpu_catalogue import gpu_named
-from runtimes.analysis import own_sizes
-from utils import cli
-from utils.config import read_config
-from utils.errors import UserError
-from utils.fingerprint import FROM_SHEET, slug
-from utils.logger import get_logger
-from utils.pages.plot_files import write_plot
-from utils.pages.rendering import write_page
-from utils.paths import Workspace
+from hase.inference.core.answers import Prediction
+from hase.inference.core.chances import chance_within
+from hase.inference.core.energy import EnergyPrediction
+from hase.inference.core.from_data_sheet import CardPredictors
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.targets import predictor_folders
+from hase.inference.reporting.devices import device_chart, devices_page
+from hase.ort_analysis.isolated.analysis import own_sizes
+from hase.records.gpu_catalogue import gpu_named
+from hase.utils import cli
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import FROM_SHEET, slug
+from hase.utils.logger import get_logger
+from hase.utils.pages.plot_files import write_plot
+from hase.utils.pages.rendering import write_page
+from hase.utils.paths import Workspace
 
 log = get_logger("compare")
 THIS = "this"

@@ -15,15 +15,15 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from inference.core.host_pace import PaceAsked
-from inference.core.model_differences import compare_runs, said_of_difference
-from inference.core.predictor import Predictor
-from inference.core.questions import questions_of
-from inference.core.run_modes import RunMode
-from inference.reporting.model_differences import difference_page, difference_rows
-from utils import cli
-from utils.logger import get_logger
-from utils.pages.rendering import write_page
+from hase.inference.core.host_pace import PaceAsked
+from hase.inference.core.model_differences import compare_runs, said_of_difference
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.questions import questions_of
+from hase.inference.core.run_modes import RunMode
+from hase.inference.reporting.model_differences import difference_page, difference_rows
+from hase.utils import cli
+from hase.utils.logger import get_logger
+from hase.utils.pages.rendering import write_page
 
 log = get_logger("compare_models")
 EXAMPLES = """

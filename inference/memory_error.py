@@ -19,16 +19,16 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from inference.core.memory import peak_memory
-from measuring.held_memory import RESET_PEAK, HeldMemory
-from runtimes import flavour_of
-from runtimes.analysis import own_sizes, record_of
-from runtimes.ort.runner import bind, random_feed
-from utils import cli
-from utils.errors import UserError
-from utils.lazy import onnx
-from utils.ort_sessions import open_nodes, open_session
-from utils.paths import ROOT
+from hase.benchmark.measuring.held_memory import RESET_PEAK, HeldMemory
+from hase.benchmark.ort.runner import bind, random_feed
+from hase.inference.core.memory import peak_memory
+from hase.ort_analysis.isolated.analysis import own_sizes, record_of
+from hase.runtimes import flavour_of
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx
+from hase.utils.ort_sessions import open_nodes, open_session
+from hase.utils.paths import ROOT
 
 RUNS = 4
 EXAMPLES = """
@@ -63,7 +63,7 @@ def held_mib(model: Path, dims: Mapping[str, int], device: str = "cpu") -> float
     """
     if not RESET_PEAK.exists():
         raise UserError("resident memory is measured as Linux reports it; this system has no /proc/self/clear_refs")
-    program = (f"from pathlib import Path; from inference.memory_error import hold; "
+    program = (f"from pathlib import Path; from hase.inference.memory_error import hold; "
                f"print(hold(Path({str(model.resolve())!r}), {dict(dims)}, {device!r}))")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -16,12 +16,12 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from inference.core.predictor import Predictor
-from inference.reporting.pairs import share_chart
-from utils import cli
-from utils.logger import get_logger
-from utils.pages.plot_files import write_plot
-from utils.sharing_mode import ALL_THREADS, SetSharing
+from hase.inference.core.predictor import Predictor
+from hase.inference.reporting.pairs import share_chart
+from hase.utils import cli
+from hase.utils.logger import get_logger
+from hase.utils.pages.plot_files import write_plot
+from hase.utils.sharing_mode import ALL_THREADS, SetSharing
 
 EXAMPLES = """
 python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --target nvidia-h200

@@ -31,21 +31,21 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from inference.core.host_pace import PaceAsked
-from inference.core.predictor import Predictor
-from inference.core.run_modes import AS_USUAL
-from inference.llm.language_model import LanguageModel, language_model
-from inference.llm.predicting import measure_missing, requests_with_runs
-from inference.llm.report import print_answers, write_table
-from inference.llm.requests import Request, request_for
-from inference.reporting.language_models import requests_page, sweep_charts, warned_requests
-from utils import cli
-from utils.logger import get_logger
-from utils.pages.plot_files import write_plot
-from utils.pages.rendering import write_page
+from hase.inference.core.host_pace import PaceAsked
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.run_modes import AS_USUAL
+from hase.inference.llm.language_model import LanguageModel, language_model
+from hase.inference.llm.predicting import measure_missing, requests_with_runs
+from hase.inference.llm.report import print_answers, write_table
+from hase.inference.llm.requests import Request, request_for
+from hase.inference.reporting.language_models import requests_page, sweep_charts, warned_requests
+from hase.utils import cli
+from hase.utils.logger import get_logger
+from hase.utils.pages.plot_files import write_plot
+from hase.utils.pages.rendering import write_page
 
 if TYPE_CHECKING:
-    from inference.llm.answers import LlmPrediction
+    from hase.inference.llm.answers import LlmPrediction
 
 log = get_logger("predict")
 

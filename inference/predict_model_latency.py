@@ -56,35 +56,35 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from inference.core.answers import Prediction, make_monotonic
-from inference.core.best_batch import best_batches, said_of_batches
-from inference.core.host_pace import PaceAsked
-from inference.core.model_run import trace_of
-from inference.core.predictor import Predictor
-from inference.core.questions import Question, questions_of
-from inference.core.ranking import order_of, said_of_order
-from inference.core.report import Answer, log_measured, print_predictions, verdict
-from inference.core.run_modes import RunMode
-from inference.core.targets import local_targets
-from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading
-from inference.live.load_sources import LiveSources
-from inference.reporting.predictions import prediction_page
-from inference.sharing.shared_models import PERCENTILE
-from records.host_pace import read_pace
-from runtimes.analysis import optimized_once
-from utils import cli
-from utils.config import read_config
-from utils.errors import UserError
-from utils.files import write_json
-from utils.logger import get_logger
-from utils.pages.rendering import write_page
-from utils.paths import ROOT
-from utils.trace_events import MEASURED, document, read_processes
+from hase.inference.core.answers import Prediction, make_monotonic
+from hase.inference.core.best_batch import best_batches, said_of_batches
+from hase.inference.core.host_pace import PaceAsked
+from hase.inference.core.model_run import trace_of
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.questions import Question, questions_of
+from hase.inference.core.ranking import order_of, said_of_order
+from hase.inference.core.report import Answer, log_measured, print_predictions, verdict
+from hase.inference.core.run_modes import RunMode
+from hase.inference.core.targets import local_targets
+from hase.inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading
+from hase.inference.live.load_sources import LiveSources
+from hase.inference.reporting.predictions import prediction_page
+from hase.inference.sharing.shared_models import PERCENTILE
+from hase.ort_analysis.isolated.analysis import optimized_once
+from hase.records.host_pace import read_pace
+from hase.utils import cli
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.files import write_json
+from hase.utils.logger import get_logger
+from hase.utils.pages.rendering import write_page
+from hase.utils.paths import ROOT
+from hase.utils.trace_events import MEASURED, document, read_processes
 
 if TYPE_CHECKING:
-    from inference.core.model_run import PredictedRun
-    from inference.core.predictor import LoadOptions
-    from inference.core.sources import Precision
+    from hase.inference.core.model_run import PredictedRun
+    from hase.inference.core.predictor import LoadOptions
+    from hase.inference.core.sources import Precision
 
 log = get_logger("predict")
 
@@ -236,7 +236,7 @@ def watch(args: argparse.Namespace, sources: LiveSources, model: Path, dims: dic
     Raises:
         UserError: no source says what else runs, or the first prediction, for an idle device, fails.
     """
-    from inference.live.watch import follow
+    from hase.inference.live.watch import follow
 
     if not sources.change:
         raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config}, or "
@@ -358,7 +358,7 @@ def main() -> int:
     check_together(parser, args, sizes)
     workspace = cli.start(args)
     if args.dag:
-        from graph_model.simulation.dag import record_of_dag
+        from hase.graph_model.simulation.dag import record_of_dag
 
         args.model = [record_of_dag(args.dag, workspace)]
     models = list(dict.fromkeys(workspace.find_models(args.model)))  # before anything is measured: one may be missing

@@ -26,21 +26,21 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from inference import Predictor, predict
-from inference.core.sources import record_of
-from inference.core.targets import choose_target, fitted_for
-from inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading, current_load, fields_asked
-from inference.sharing.co_runner import probe_of
-from utils import cli
-from utils.cache_folder import OFF, VARIABLE
-from utils.config import read_config
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace
-from utils.temporary import temporary_folder
-from utils.timing import summarize
+from hase.inference import Predictor, predict
+from hase.inference.core.sources import record_of
+from hase.inference.core.targets import choose_target, fitted_for
+from hase.inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading, current_load, fields_asked
+from hase.inference.sharing.co_runner import probe_of
+from hase.utils import cli
+from hase.utils.cache_folder import OFF, VARIABLE
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.temporary import temporary_folder
+from hase.utils.timing import summarize
 
 if TYPE_CHECKING:
-    from records.kernel_record import ModelRecord
+    from hase.records.kernel_record import ModelRecord
 
 MANY = 1000
 SHELLS = 3  # predictions from the shell, at most

@@ -26,15 +26,15 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import argparse
 from typing import Any
 
-from inference.core.host_pace import PaceAsked
-from inference.core.predictor import Predictor
-from inference.core.run_modes import AS_USUAL
-from inference.search.evaluating import Candidate, Limits, Question
-from inference.search.scores import FLOPS, NAME, OWN, SCORE, TABLE, WEIGHTS
-from inference.search.searching import Found, search
-from inference.search.spaces import COUNT
-from utils import cli
-from utils.logger import get_logger
+from hase.inference.core.host_pace import PaceAsked
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.run_modes import AS_USUAL
+from hase.inference.search.evaluating import Candidate, Limits, Question
+from hase.inference.search.scores import FLOPS, NAME, OWN, SCORE, TABLE, WEIGHTS
+from hase.inference.search.searching import Found, search
+from hase.inference.search.spaces import COUNT
+from hase.utils import cli
+from hase.utils.logger import get_logger
 
 log = get_logger("search")
 EXAMPLES = """

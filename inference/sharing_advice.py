@@ -18,15 +18,15 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import argparse
 
-from benchmark.serving.config import ServedModel
-from inference.core.host_pace import PaceAsked
-from inference.core.predictor import Predictor
-from inference.core.run_modes import AS_USUAL
-from inference.sharing.advice import MOST_MODELS, ServedSet, advise, rows, verdict
-from inference.sharing.shared_models import PERCENTILE
-from utils import cli
-from utils.config import read_config, validate
-from utils.logger import get_logger
+from hase.benchmark.serving.config import ServedModel
+from hase.inference.core.host_pace import PaceAsked
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.run_modes import AS_USUAL
+from hase.inference.sharing.advice import MOST_MODELS, ServedSet, advise, rows, verdict
+from hase.inference.sharing.shared_models import PERCENTILE
+from hase.utils import cli
+from hase.utils.config import read_config, validate
+from hase.utils.logger import get_logger
 
 BATCHES = (1, 2, 4, 8, 16)
 EXAMPLES = """

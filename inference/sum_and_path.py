@@ -22,22 +22,22 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from graph_model.simulation.dag import build_dag, longest_path
-from records.dataset_files import collected_targets, read_header, read_journal
-from records.dataset_tables import read_model_table
-from records.host_pace import idle_models
-from records.kernel_record import ModelRecord
-from records.kernel_record_files import read_model_record, record_path
-from runtimes import runtime_named
-from runtimes.tvm.operators import SCALES, network_kind, network_scale
-from training.composition.fitted import Kind, composition_path, read_composition
-from training.composition.fitting import compose
-from training.kernels.training_set import measured_times
-from utils import cli
-from utils.errors import UserError
-from utils.fingerprint import Target
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.graph_model.simulation.dag import build_dag, longest_path
+from hase.learned.composition.fitted import Kind, composition_path, read_composition
+from hase.records.dataset_files import collected_targets, read_header, read_journal
+from hase.records.dataset_tables import read_model_table
+from hase.records.host_pace import idle_models
+from hase.records.kernel_record import ModelRecord
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.runtimes import runtime_named
+from hase.runtimes.tvm.operators import SCALES, network_kind, network_scale
+from hase.training.composition.fitting import compose
+from hase.training.kernels.training_set import measured_times
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("sum_and_path")
 IN_MODEL = "kernel_time"  # the label of kernels that adds up on a CPU, where it is taken

@@ -16,14 +16,14 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from records.kernel_record_files import index_paths, kernels_in_file
-from runtimes import flavour_of, runtime_named
-from utils import cli
-from utils.errors import UserError
-from utils.fingerprint import resolve_device
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.records.kernel_record_files import index_paths, kernels_in_file
+from hase.runtimes import flavour_of, runtime_named
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import resolve_device
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("builder")
 EXAMPLES = """

@@ -26,24 +26,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernel_model.sampling.cliffs import Cliff, between, draw_weights, find_cliffs, timed_kernels
-from kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, footprint_mib, on_cpu, on_cuda
-from kernel_model.sampling.free_shapes.table import TABLES, Kind, draw_free_kernel
-from kernel_model.sampling.kernel_errors import KernelErrors, error_weights, read_errors
-from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
-from records.dataset_files import read_header
-from records.kernel_record import Kernel, KernelInput
-from records.kernel_record_files import index_paths, read_index
-from records.operators import operator_row
-from runtimes import flavour_of
-from runtimes.ort.building.kernel_models import kernel_build
-from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import Flavour, resolve_device
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.processes import process_pool
+from hase.kernel_model.building.kernel_models import kernel_build
+from hase.kernel_model.sampling.cliffs import Cliff, between, draw_weights, find_cliffs, timed_kernels
+from hase.kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, footprint_mib, on_cpu, on_cuda
+from hase.kernel_model.sampling.free_shapes.table import TABLES, Kind, draw_free_kernel
+from hase.kernel_model.sampling.kernel_errors import KernelErrors, error_weights, read_errors
+from hase.kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
+from hase.records.dataset_files import read_header
+from hase.records.kernel_record import Kernel, KernelInput
+from hase.records.kernel_record_files import index_paths, read_index
+from hase.records.operators import operator_row
+from hase.runtimes import flavour_of
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour, resolve_device
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.processes import process_pool
 
 log = get_logger("sampler")
 MOST_MIB = 256

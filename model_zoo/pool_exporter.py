@@ -24,10 +24,10 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from model_zoo.exporting.export_process import report
-from model_zoo.exporting.pool_export import export_networks
-from model_zoo.exporting.zoo_config import COLLECTIONS, POOL_FILE, read_pool
-from utils import cli
+from hase.model_zoo.exporting.export_process import report
+from hase.model_zoo.exporting.pool_export import export_networks
+from hase.model_zoo.exporting.zoo_config import COLLECTIONS, POOL_FILE, read_pool
+from hase.utils import cli
 
 EXAMPLES = """
   python model_zoo/pool_exporter.py --collection timm --model seresnet50 --dtype fp32 --dtype fp16

@@ -21,15 +21,15 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from model_zoo.exporting.export_process import ExportProcess, report
-from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig
-from runtimes import flavour_of
-from utils import cli
-from utils.config import read_config, validate
-from utils.errors import UserError
-from utils.fingerprint import resolve_device
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.model_zoo.exporting.export_process import ExportProcess, report
+from hase.model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig
+from hase.runtimes import flavour_of
+from hase.utils import cli
+from hase.utils.config import read_config, validate
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import resolve_device
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 EXAMPLES = """
 python model_zoo/torchvision_exporter.py

@@ -15,16 +15,16 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections import Counter
 from typing import Any
 
-from records.kernel_record import ModelOrigin, ModelRecord
-from records.kernel_record_files import index_path, update_index
-from runtimes import MODULES, runtime_named
-from runtimes.analysis import analyze_all
-from utils import cli
-from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, graph_device
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import model_files
+from hase.ort_analysis.isolated.analysis import analyze_all
+from hase.records.kernel_record import ModelOrigin, ModelRecord
+from hase.records.kernel_record_files import index_path, update_index
+from hase.runtimes import MODULES, runtime_named
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import DEFAULT_RUNTIME, graph_device
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import model_files
 
 log = get_logger("fusion")
 EXAMPLES = """

@@ -13,9 +13,9 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from runtimes.analysis import graph_of
-from utils import cli
-from utils.logger import get_logger
+from hase.ort_analysis.isolated.analysis import graph_of
+from hase.utils import cli
+from hase.utils.logger import get_logger
 
 log = get_logger("parser")
 

@@ -15,21 +15,21 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from utils import cli, files
-from utils.cli.printing import markdown_table
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.utils import cli, files
+from hase.utils.cli.printing import markdown_table
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 PAGE = ROOT / "docs" / "commands.md"
 PURPOSES = {  # and the folders and scripts at the top that serve it
     "Get models": ("model_zoo",),
-    "See the graph that really runs, and its kernels": ("ort_analysis", "tvm_analysis", "kernel_model"),
+    "See the graph that really runs, and its kernels": ("ort_analysis", "runtimes", "kernel_model"),
     "Measure": ("benchmark",),
     "Learn from what was measured": ("training",),
     "See a run as a graph of kernels": ("graph_model", "overlap_simulator.py"),
     "Predict, and compare with measurements": ("inference", "evaluator.py"),
-    "Choose convolution algorithms": ("convolutions",),
-    "Place the stages of a graph network": ("graph_stages",),
+    "Choose convolution algorithms": ("extras/convolutions",),
+    "Place the stages of a graph network": ("extras/graph_stages",),
     "Recipes: several commands for one result, and what makes the pages of docs/": ("recipes",),
 }
 INTRODUCTION = """# Commands

@@ -18,10 +18,10 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from utils import cli, files
-from utils.cli.printing import markdown_table
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.utils import cli, files
+from hase.utils.cli.printing import markdown_table
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 PAGE = ROOT / "docs" / "json.md"
 EXAMPLES = """
@@ -38,15 +38,15 @@ PRINTED = {  # by command: what it prints, the record's module and class
         "a list with an object for each row. Besides the fields of `Prediction`: `file` with several models, `best_for` where "
         "a table has several batches, `slo` with `--slo-ms` (`SloUnderLoad`), and `energy` with `--energy` "
         "(`EnergyPrediction`)",
-        ("inference.core.answers.Prediction", "inference.sharing.shared_models.SloUnderLoad",
-         "inference.core.energy.EnergyPrediction")),
-    "inference/predict_model_latency.py --watch": ("an object a line", ("inference.live.watch.WatchLine",)),
-    "inference/compare_models.py": ("one object", ("inference.core.model_differences.ModelDifference",)),
-    "inference/load_curve.py": ("one object", ("inference.sharing.shared_models.LoadCurve",)),
-    "inference/pair_latency.py": ("one object, or a list for several ways", ("inference.sharing.shared_models.Pair",)),
-    "benchmark/dataset_coverage.py": ("one object", ("records.dataset_coverage.DatasetCoverage",)),
-    "inference/sharing_advice.py": ("one object", ("inference.sharing.advice.SharingAdvice",)),
-    "inference/predict_llm.py": ("a list with an object for each request", ("inference.llm.answers.LlmPrediction",)),
+        ("hase.inference.core.answers.Prediction", "hase.inference.sharing.shared_models.SloUnderLoad",
+         "hase.inference.core.energy.EnergyPrediction")),
+    "inference/predict_model_latency.py --watch": ("an object a line", ("hase.inference.live.watch.WatchLine",)),
+    "inference/compare_models.py": ("one object", ("hase.inference.core.model_differences.ModelDifference",)),
+    "inference/load_curve.py": ("one object", ("hase.inference.sharing.shared_models.LoadCurve",)),
+    "inference/pair_latency.py": ("one object, or a list for several ways", ("hase.inference.sharing.shared_models.Pair",)),
+    "benchmark/dataset_coverage.py": ("one object", ("hase.records.dataset_coverage.DatasetCoverage",)),
+    "inference/sharing_advice.py": ("one object", ("hase.inference.sharing.advice.SharingAdvice",)),
+    "inference/predict_llm.py": ("a list with an object for each request", ("hase.inference.llm.answers.LlmPrediction",)),
 }
 VERSION = "of the record's form"
 ATTRIBUTE = re.compile(r"^    (\w+(?:, \w+)*): (.*)$")

@@ -19,10 +19,10 @@ from typing import NamedTuple
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from recipes.printed_answers import DEMO, answer
-from utils import cli
-from utils.errors import UserError
-from utils.temporary import temporary_folder
+from hase.recipes.printed_answers import DEMO, answer
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.temporary import temporary_folder
 
 RESNET, MNASNET = "resnet18_fp32_b8_224x224.onnx", "mnasnet1_0.onnx"
 CHROMIUM = "/usr/bin/chromium"  # Debian's

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from utils.errors import UserError
-from utils.fingerprint import WITHOUT_GPU
-from utils.paths import ROOT
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import WITHOUT_GPU
+from hase.utils.paths import ROOT
 
 TABLE_OR_LINE = re.compile(r"((?:^.*\t.*\n)+)|(?:^[^\t\n]*\n)", re.MULTILINE)
 DEMO, LANGUAGE_MODEL = "out/demo", "llama-int4"  # as the pages name them

@@ -14,9 +14,9 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from recipes.printed_answers import answer
-from utils import cli, files
-from utils.paths import ROOT
+from hase.recipes.printed_answers import answer
+from hase.utils import cli, files
+from hase.utils.paths import ROOT
 
 PAGE = ROOT / "docs" / "questions.md"
 QUESTION = re.compile(r"^```bash\n(?P<command>.*?)\n```\n\n```text\n(?P<answer>.*?)```\n", re.MULTILINE | re.DOTALL)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-from records.kernel_record import Kernel, KernelInput, Tensor, input_at
+from hase.records.kernel_record import Kernel, KernelInput, Tensor, input_at
 
 OPERATOR = "GroupQueryAttention"
 KEY = 1  # inputs: the key; "" where the query holds keys and values, too

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from utils.config import Config
-from utils.errors import UserError
+from hase.utils.config import Config
+from hase.utils.errors import UserError
 
 Kind = Literal["compute", "memory", "mixed", "model"]
 Queue = Literal["synchronised", "deep"]

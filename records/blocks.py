@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from records.measurement import (
+from hase.records.measurement import (
     BELOW_BEST,
     BUSY_ADMITTED,
     CPU_BUSY,
@@ -20,11 +20,11 @@ from records.measurement import (
     Measurement,
     Milliseconds,
 )
-from records.probe_reading import ProbeReading
-from utils import files
-from utils.errors import UserError
-from utils.frozen import Frozen
-from utils.logger import get_logger
+from hase.records.probe_reading import ProbeReading
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
+from hase.utils.logger import get_logger
 
 log = get_logger("collector")
 

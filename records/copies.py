@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from utils import files
-from utils.fingerprint import Machine
-from utils.frozen import Frozen
+from hase.utils import files
+from hase.utils.fingerprint import Machine
+from hase.utils.frozen import Frozen
 
 COPIES_VERSION = 1
 MEASURE = "python recipes/cuda_kernels/measure_copies.py"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from records.dataset_files import DatasetHeader, DatasetKernel, idle_rows, run_ms
-from records.dataset_tables import UNFINISHED
-from records.operators import operator_row
-from utils.frozen import Frozen
+from hase.records.dataset_files import DatasetHeader, DatasetKernel, idle_rows, run_ms
+from hase.records.dataset_tables import UNFINISHED
+from hase.records.operators import operator_row
+from hase.utils.frozen import Frozen
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,19 +12,19 @@ import numpy as np
 from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
-from records.backgrounds import Background
-from records.blocks import Block, journal_line, read_blocks
-from records.environment import Environment
-from records.kernel_costs import recosted
-from records.kernel_record import Kernel, ModelRecord
-from records.measurement import COLLECT, DATASET_VERSION, DEFAULT_LABELS, GPU_LABEL, LABELS
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Machine, Target
-from utils.frozen import Frozen
-from utils.lazy import pandas as pd
-from utils.paths import FileName, Workspace, targets_in
-from utils.sharing_mode import SLICES
+from hase.records.backgrounds import Background
+from hase.records.blocks import Block, journal_line, read_blocks
+from hase.records.environment import Environment
+from hase.records.kernel_costs import recosted
+from hase.records.kernel_record import Kernel, ModelRecord
+from hase.records.measurement import COLLECT, DATASET_VERSION, DEFAULT_LABELS, GPU_LABEL, LABELS
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Machine, Target
+from hase.utils.frozen import Frozen
+from hase.utils.lazy import pandas as pd
+from hase.utils.paths import FileName, Workspace, targets_in
+from hase.utils.sharing_mode import SLICES
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from records.blocks import Block, Measured, steadiest, unsteady_labels
-from records.dataset_files import (
+from hase.records.blocks import Block, Measured, steadiest, unsteady_labels
+from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
     are_as_noted,
@@ -30,9 +30,9 @@ from records.dataset_files import (
     read_kernels,
     read_table,
 )
-from records.host_pace import is_undisturbed
-from records.kernel_record import Kernel
-from records.measurement import (
+from hase.records.host_pace import is_undisturbed
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import (
     COLLECT,
     DEFAULT_LABELS,
     ENERGY,
@@ -44,12 +44,12 @@ from records.measurement import (
     Measurement,
     Place,
 )
-from utils import files
-from utils.errors import UserError
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.timing import summarize
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.timing import summarize
 
 if TYPE_CHECKING:
     import pandas as pd

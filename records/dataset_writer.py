@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from records.blocks import Block, Journal, append_block
-from records.dataset_files import (
+from hase.records.blocks import Block, Journal, append_block
+from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
     are_as_noted,
@@ -30,13 +30,13 @@ from records.dataset_files import (
     write_journal,
     write_kernels,
 )
-from records.dataset_tables import add_rows, kernel_columns, kernels_in, model_columns, model_sessions, write_tables
-from records.kernel_record import ModelOrigin
-from records.kernel_record_files import joined_by_name, merge_records
-from utils import files
-from utils.errors import UserError
-from utils.locks import sole_writer
-from utils.paths import Workspace
+from hase.records.dataset_tables import add_rows, kernel_columns, kernels_in, model_columns, model_sessions, write_tables
+from hase.records.kernel_record import ModelOrigin
+from hase.records.kernel_record_files import joined_by_name, merge_records
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.locks import sole_writer
+from hase.utils.paths import Workspace
 
 TABLES_EVERY_S = 30.0  # at least; writing them never takes more than a tenth of the time
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from utils.fingerprint import Target, machine
-from utils.frozen import Frozen
+from hase.utils.fingerprint import Target, machine
+from hase.utils.frozen import Frozen
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container; "max" where there is none

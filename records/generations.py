@@ -10,10 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, get_args
 
-from utils import files
-from utils.fingerprint import Machine
-from utils.frozen import Frozen
-from utils.paths import Workspace
+from hase.utils import files
+from hase.utils.fingerprint import Machine
+from hase.utils.frozen import Frozen
+from hase.utils.paths import Workspace
 
 Phase = Literal["first", "token"]  # the prompt's run with the first token; a run with a further one
 PHASES: tuple[Phase, ...] = get_args(Phase)

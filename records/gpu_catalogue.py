@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from utils.config import read_config
-from utils.fingerprint import slug
-from utils.frozen import Frozen
+from hase.utils.config import read_config
+from hase.utils.fingerprint import slug
+from hase.utils.frozen import Frozen
 
 CATALOGUE = Path(__file__).with_name("gpus.yaml")
 Generation = Literal["pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell"]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from pydantic import AwareDatetime, Field, FiniteFloat
 
-from records.dataset_files import idle_rows
-from records.measurement import DISTURBANCE_ADMITTED, DRIFT_ADMITTED, VARIANTS
-from utils import files
-from utils.fingerprint import Machine, boot_id
-from utils.frozen import Frozen
+from hase.records.dataset_files import idle_rows
+from hase.records.measurement import DISTURBANCE_ADMITTED, DRIFT_ADMITTED, VARIANTS
+from hase.utils import files
+from hase.utils.fingerprint import Machine, boot_id
+from hase.utils.frozen import Frozen
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from utils.frozen import Frozen
+from hase.utils.frozen import Frozen
 
 
 class OpenTensor(Frozen):

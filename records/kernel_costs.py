@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from records import attention
-from records.kernel_record import Kernel, KernelInput, Tensor, input_at
-from records.operators import operator_row
-from records.plain_attention import intermediate_bytes, plain_attended, projection_flops, projects
+from hase.records import attention
+from hase.records.kernel_record import Kernel, KernelInput, Tensor, input_at
+from hase.records.operators import operator_row
+from hase.records.plain_attention import intermediate_bytes, plain_attended, projection_flops, projects
 
 # A step down a decision tree counts as this many operations, because it waits for memory. Measured on two cores of an AMD
 # EPYC: 2.8 ns per step (64 rows, 200 trees of a scikit-learn forest).

@@ -9,12 +9,12 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from records.operators import operator_row
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.frozen import Frozen
-from utils.lazy import onnx
-from utils.paths import FileName, FileNamePart, as_file_name
+from hase.records.operators import operator_row
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.frozen import Frozen
+from hase.utils.lazy import onnx
+from hase.utils.paths import FileName, FileNamePart, as_file_name
 
 DTYPE_BYTES = {
     "float32": 4, "float16": 2, "float64": 8, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from records.kernel_costs import recosted
-from records.kernel_record import (
+from hase.records.kernel_costs import recosted
+from hase.records.kernel_record import (
     INDEX_VERSION,
     RECORD_VERSION,
     REMAKE,
@@ -20,10 +20,10 @@ from records.kernel_record import (
     ModelOrigin,
     ModelRecord,
 )
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.paths import Workspace
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.paths import Workspace
 
 
 def record_path(workspace: Workspace, flavour: Flavour, model: str) -> Path:

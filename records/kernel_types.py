@@ -14,11 +14,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from records.kernel_costs import bytes_read, bytes_written, flops
-from records.kernel_record import SHORT_DTYPE, Kernel, KernelInput, Tensor
-from records.operators import operator_row
-from utils.lazy import onnx
-from utils.paths import as_file_name
+from hase.records.kernel_costs import bytes_read, bytes_written, flops
+from hase.records.kernel_record import SHORT_DTYPE, Kernel, KernelInput, Tensor
+from hase.records.operators import operator_row
+from hase.utils.lazy import onnx
+from hase.utils.paths import as_file_name
 
 if TYPE_CHECKING:
     from onnx.defs import OpSchema

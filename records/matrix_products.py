@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from records.kernel_record import Kernel
+from hase.records.kernel_record import Kernel
 
 MOST_ALIGNMENT = 64
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from utils.frozen import Frozen
-from utils.paths import FileName
+from hase.utils.frozen import Frozen
+from hase.utils.paths import FileName
 
 LONGEST_MS = 1e12  # 30 years: a longer time is damage
 Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS)]

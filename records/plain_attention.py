@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from records.attention import Attended, Mask
-from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, input_at
-from records.operators import operator_row
+from hase.records.attention import Attended, Mask
+from hase.records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, input_at
+from hase.records.operators import operator_row
 
 PROJECTING = ("Attention", "PackedAttention")  # with a matrix as their second input, they project the first one
 TOKEN_OFFSETS = {"PackedAttention": 3, "PackedMultiHeadAttention": 4}  # inputs of shape (rows, tokens of the longest row)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import FiniteFloat, model_validator
 
-from utils import files
-from utils.fingerprint import SharingMode
-from utils.frozen import Frozen
+from hase.utils import files
+from hase.utils.fingerprint import SharingMode
+from hase.utils.frozen import Frozen
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -114,7 +114,7 @@ def summarised(reading: ProbeReading) -> ProbeSummary:
     A run counts as waiting if it is longer than the runs that certainly did not wait, which are about as short as the shortest
     one. (Compared with the shortest one itself, twice as many measurements of an idle H200 would have runs that waited.)
     Whether all runs waited can be known only from their time on an idle device
-    (`training.sharing.learned.co_runner_summarised`).
+    (`hase.learned.sharing.slices.co_runner_summarised`).
     """
     latencies = np.array(reading.long.latencies_ms)
     undisturbed = latencies[latencies <= waiting_from_ms(latencies.min())]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from records.kernel_record import BRANCHES, ModelRecord
+from hase.records.kernel_record import BRANCHES, ModelRecord
 
 TOLERANCE = 1e-6  # of sums
 MOST_RUNS = 10_000  # of nodes in one order: longer loops are cut short, and the omitted trips are extrapolated

@@ -8,14 +8,14 @@ import functools
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, Flavour, Target, cpu_name, gpu_facts, instruction_set, physical_cores
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import DEFAULT_RUNTIME, Flavour, Target, cpu_name, gpu_facts, instruction_set, physical_cores
 
 if TYPE_CHECKING:
-    from runtimes.runtime import Runtime
+    from hase.runtimes.runtime import Runtime
 
 # By name, the module that defines RUNTIME. It is loaded when it is asked for.
-MODULES = {"ort": "runtimes.ort.runtime", "tvm": "runtimes.tvm.runtime", "openvino": "runtimes.openvino.runtime"}
+MODULES = {"ort": "hase.benchmark.ort.runtime", "tvm": "hase.runtimes.tvm.runtime", "openvino": "hase.runtimes.openvino.runtime"}
 
 
 @functools.cache

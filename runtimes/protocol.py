@@ -12,18 +12,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from measuring.gpu_trace import GpuRun
-from measuring.run_times import Effort
-from measuring.worker_process import WorkerFailed, WorkerProcess
-from records.kernel_record import record_name
-from records.measurement import Measurement, now
-from records.probe_reading import ProbeReading
-from runtimes import runtime_named
-from utils.errors import DeviceUnavailable, UserError, machine_lacks
-from utils.fingerprint import DEFAULT_RUNTIME, Target
-from utils.frozen import Frozen
-from utils.processes import serve_lines
-from utils.temporary import no_room
+from hase.benchmark.measuring.gpu_trace import GpuRun
+from hase.benchmark.measuring.run_times import Effort
+from hase.records.kernel_record import record_name
+from hase.records.measurement import Measurement, now
+from hase.records.probe_reading import ProbeReading
+from hase.runtimes import runtime_named
+from hase.utils.errors import DeviceUnavailable, UserError, machine_lacks
+from hase.utils.fingerprint import DEFAULT_RUNTIME, Target
+from hase.utils.frozen import Frozen
+from hase.utils.processes import serve_lines
+from hase.utils.temporary import no_room
+from hase.utils.worker_process import WorkerFailed, WorkerProcess
 
 IDLE_CANARY = Effort(warmup=2, warmup_s=0.02, budget_s=0.03, least_runs=15, most_runs=15)
 LOADED_CANARY = Effort(warmup=2, warmup_s=0.02, budget_s=0.3, least_runs=15, most_runs=300)
@@ -184,7 +184,7 @@ class Worker(WorkerProcess[Request, Reply]):
         return reply
 
     def canary_ms(self, device: str, loaded: bool = False) -> tuple[float, ...]:
-        """Times of the canary on `cpu` or `cuda` in ms; see `measuring.bench.Canary.run_ms`.
+        """Times of the canary on `cpu` or `cuda` in ms; see `hase.benchmark.measuring.bench.Canary.run_ms`.
 
         Raises:
             WorkerFailed: it does not run.

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from records.kernel_record import Kernel, ModelOrigin, ModelRecord
-from records.measurement import Label, Variant
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.paths import Workspace
+from hase.records.kernel_record import Kernel, ModelOrigin, ModelRecord
+from hase.records.measurement import Label, Variant
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.paths import Workspace
 
 if TYPE_CHECKING:
     import onnx
@@ -86,7 +86,7 @@ class Runtime:
         measures_energy, probes_sharing: whether its worker can measure the energy of runs, and read the sharing probe.
         keeps_arena: whether its sessions keep memory beyond weights and live activations, as ONNX Runtime's arena does.
         uses_cudnn: whether times on a GPU depend on the version of cuDNN.
-        analysis_limit_s: how long taking a small model apart may take (see `runtimes.analysis`).
+        analysis_limit_s: how long taking a small model apart may take (see `hase.ort_analysis.isolated.analysis`).
         analyze_with, build_with: the commands that make records and built kernels.
     """
 

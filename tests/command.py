@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from utils import cli
-from utils.cli import running
-from utils.cli.running import SIGNALS
-from utils.paths import ROOT
+from hase.utils import cli
+from hase.utils.cli import running
+from hase.utils.cli.running import SIGNALS
+from hase.utils.paths import ROOT
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def run_script(script: str, *options: str | Path) -> subprocess.CompletedProcess
         script: its path in the repository, for instance `evaluator.py`.
     """
     words = [script, *map(str, options)]
-    main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
+    main = importlib.import_module("hase." + script.removesuffix(".py").replace("/", ".")).main
     out, err = io.StringIO(), io.StringIO()
     with (_as_before(), mock.patch.object(sys, "argv", words), mock.patch.object(running, "stop_at_signals"),
           mock.patch.object(running, "_is_command", False), mock.patch.object(cli, "is_command", return_value=False),

@@ -19,19 +19,19 @@ from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
 from xdist.scheduler import LoadScopeScheduling
 
-from kernel_model.sampling.free_shapes.table import DRAWS
-from model_zoo.exporting.torch_models import group_of
-from records.kernel_record import Kernel
-from records.kernel_record_files import record_path, update_index
-from runtimes import flavour_of
-from runtimes.ort.building.kernel_models import kernel_build
-from runtimes.ort.graph.analysis import analyze
-from utils import files
-from utils.cache_folder import OFF, VARIABLE
-from utils.fingerprint import Flavour
-from utils.locks import FOLDER_VARIABLE
-from utils.model_files import GROUP_KEY
-from utils.paths import ROOT, Workspace
+from hase.kernel_model.building.kernel_models import kernel_build
+from hase.kernel_model.sampling.free_shapes.table import DRAWS
+from hase.model_zoo.exporting.torch_models import group_of
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import Kernel
+from hase.records.kernel_record_files import record_path, update_index
+from hase.runtimes import flavour_of
+from hase.utils import files
+from hase.utils.cache_folder import OFF, VARIABLE
+from hase.utils.fingerprint import Flavour
+from hase.utils.locks import FOLDER_VARIABLE
+from hase.utils.model_files import GROUP_KEY
+from hase.utils.paths import ROOT, Workspace
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -127,7 +127,7 @@ def no_cache() -> Iterator[None]:
 def beside_each_other() -> Iterator[None]:
     """Tests keep the CPU busy for each other. What they measure is not marked for that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("records.blocks.BUSY_ADMITTED", 1.0)
+        patch.setattr("hase.records.blocks.BUSY_ADMITTED", 1.0)
         yield
 
 
@@ -285,7 +285,7 @@ def canary(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def steady_canary(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times of the collector's canary, ms, made up so that the machine is steady; the last one is repeated."""
-    from benchmark.collecting import units
+    from hase.benchmark.collecting import units
 
     times_ms = [1.0]
 

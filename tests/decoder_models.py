@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import onnx
+from decoders import CACHE, DecoderSize, Precision, write_decoder
 from onnx import TensorProto, helper, numpy_helper
-
-from recipes.large_models.decoders import CACHE, DecoderSize, Precision, write_decoder
 
 TINY = DecoderSize(layers=2, hidden=64, intermediate=128, heads=4, key_heads=2, words=512, positions=2048)
 PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"

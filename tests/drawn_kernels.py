@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernel_model.kernel_sampler import footprint_mib
-from kernel_model.sampling.draws import on_cpu
-from kernel_model.sampling.free_shapes.table import Draw
-from records.kernel_record import Kernel
-from utils.errors import UserError
+from hase.kernel_model.kernel_sampler import footprint_mib
+from hase.kernel_model.sampling.draws import on_cpu
+from hase.kernel_model.sampling.free_shapes.table import Draw
+from hase.records.kernel_record import Kernel
+from hase.utils.errors import UserError
 
 
 def small_draws(draw: Draw, count: int) -> list[Kernel]:

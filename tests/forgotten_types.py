@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from training.kernels.sidecar import copy_predictors, read_sidecar, write_sidecar
-from utils.paths import SHIPPED, Workspace
+from hase.learned.kernels.sidecar import copy_predictors, read_sidecar, write_sidecar
+from hase.utils.paths import SHIPPED, Workspace
 
 
 def forget(workspace: Workspace, target: str, *types: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from model_zoo.exporting.torch_models import group_of
-from records.blocks import Block
-from records.dataset_files import (
+from hase.model_zoo.exporting.torch_models import group_of
+from hase.records.blocks import Block
+from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
     header_path,
@@ -19,15 +19,15 @@ from records.dataset_files import (
     note_tables,
     write_kernels,
 )
-from records.dataset_tables import input_shape, kernel_columns, model_columns
-from records.dataset_writer import DatasetWriter
-from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
-from records.kernel_record_files import record_path
-from records.kernel_types import describe_kernel
-from records.measurement import Measurement
-from utils import files
-from utils.fingerprint import Flavour, Machine, Target
-from utils.paths import Workspace
+from hase.records.dataset_tables import input_shape, kernel_columns, model_columns
+from hase.records.dataset_writer import DatasetWriter
+from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from hase.records.kernel_record_files import record_path
+from hase.records.kernel_types import describe_kernel
+from hase.records.measurement import Measurement
+from hase.utils import files
+from hase.utils.fingerprint import Flavour, Machine, Target
+from hase.utils.paths import Workspace
 
 FLAVOUR = Flavour(device="cpu", runtime_version="1.31", instruction_set="avx2")
 TARGET = Target(device_name="Made Up", flavour=FLAVOUR, threads=2)

@@ -25,11 +25,11 @@ import pytest
 import requests
 import yaml
 
-from benchmark.metrics_exporter import PaceSampler, ProbeSampler, ProcessSampler, Sampler, make_exporter
-from measuring.metrics.names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
-from measuring.metrics.sources import TIME, ReplaySource
-from utils.paths import ROOT
-from utils.scrape_server import ScrapeServer
+from hase.benchmark.metrics.names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
+from hase.benchmark.metrics.sources import TIME, ReplaySource
+from hase.benchmark.metrics_exporter import PaceSampler, ProbeSampler, ProcessSampler, Sampler, make_exporter
+from hase.utils.paths import ROOT
+from hase.utils.scrape_server import ScrapeServer
 
 NEEDED = "HASE_NEEDS_PROMETHEUS"  # set where a missing Prometheus is a failure
 SCRAPE_S = 0.2

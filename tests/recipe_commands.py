@@ -7,18 +7,18 @@ import os
 import subprocess
 from pathlib import Path
 
-from benchmark.collecting.config import CollectorConfig
-from model_zoo.exporting.zoo_config import ZooConfig
-from runtimes.tvm.drawn import OperatorSizes
-from training.kernels.settings import TrainingConfig
-from utils.config import Config, read_config
-from utils.paths import ROOT
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.learned.kernels.settings import TrainingConfig
+from hase.model_zoo.exporting.zoo_config import ZooConfig
+from hase.runtimes.tvm.drawn import OperatorSizes
+from hase.utils.config import Config, read_config
+from hase.utils.paths import ROOT
 
 WORD_END, COMMAND_END = "\x1f", "\x1e"
 READS: dict[str, tuple[type[Config], str]] = {  # what a command reads, and the default
     "benchmark/collector.py": (CollectorConfig, "benchmark/config.yaml"),
     "benchmark/repeatability.py": (CollectorConfig, "benchmark/config.yaml"),
-    "tvm_analysis/operator_sampler.py": (OperatorSizes, "tvm_analysis/operator_sizes.yaml"),
+    "runtimes/tvm/operator_sampler.py": (OperatorSizes, "runtimes/tvm/operator_sizes.yaml"),
     "model_zoo/torchvision_exporter.py": (ZooConfig, "model_zoo/config.yaml"),
     "training/train_kernel_model.py": (TrainingConfig, "training/config.yaml"),
 }

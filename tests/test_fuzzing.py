@@ -1,4 +1,4 @@
-"""The campaigns of recipes/fuzz at a small size: each case gives an answer or an error for the user."""
+"""The campaigns of tests/fuzz at a small size: each case gives an answer or an error for the user."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from fuzz import cluster_kills, kills, long_run, rewriting, wrong_models
+from fuzz.damaged_workspace import damaged, files_of
+from fuzz.hostile_clients import clients
+from fuzz.reporting import Outcome
 from optional_packages import needs
 
-from recipes.fuzz import cluster_kills, kills, long_run, rewriting, wrong_models
-from recipes.fuzz.damaged_workspace import damaged, files_of
-from recipes.fuzz.hostile_clients import clients
-from recipes.fuzz.reporting import Outcome
-from runtimes import local_target
-from utils.paths import Workspace
+from hase.runtimes import local_target
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from utils.paths import ROOT
+from hase.utils.paths import ROOT
 
 ORDER = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "tvm_analysis", "benchmark",
          "graph_model", "overlap_simulator", "training", "inference", "evaluator", "convolutions", "graph_stages", "recipes")
@@ -91,7 +91,7 @@ def test_no_modules_import_each_other() -> None:
 def test_no_module_imports_from_a_script() -> None:
     files, graph = hase_modules()
     runnable = scripts(files)
-    assert {"evaluator", "overlap_simulator", "training.train_kernel_model", "inference.predict_model_latency"} <= runnable
+    assert {"evaluator", "overlap_simulator", "hase.training.train_kernel_model", "hase.inference.predict_model_latency"} <= runnable
     assert not [f"{module} imports {script}" for module, script in graph.edges if script in runnable]
 
 

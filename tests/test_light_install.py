@@ -19,10 +19,10 @@ import pytest
 from onnx import TensorProto, helper
 from optional_packages import without
 
-from runtimes import local_target
-from utils import no_package
-from utils.cli import LEFT_OUT
-from utils.paths import ROOT
+from hase.runtimes import local_target
+from hase.utils import no_package
+from hase.utils.cli import LEFT_OUT
+from hase.utils.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from test_layers import ORDER
 
-from recipes.commands_page import PAGE, all_commands, anchor, page
-from runtimes import MODULES as RUNTIMES
-from utils.paths import ROOT
+from hase.recipes.commands_page import PAGE, all_commands, anchor, page
+from hase.runtimes import MODULES as RUNTIMES
+from hase.utils.paths import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("[!.]*/README.md")])  # the README links to them
 PAGES = [ROOT / "README.md", *DOCUMENTS, *sorted(ROOT.glob("recipes/*/*.md"))]

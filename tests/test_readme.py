@@ -17,10 +17,10 @@ import yaml
 from decoder_models import genai_folder
 from recipe_commands import commands_of
 
-from model_zoo.torchvision_exporter import asked_config, command_line
-from recipes.commands_page import read_command
-from utils.fingerprint import has_cuda
-from utils.paths import ROOT
+from hase.model_zoo.torchvision_exporter import asked_config, command_line
+from hase.recipes.commands_page import read_command
+from hase.utils.fingerprint import has_cuda
+from hase.utils.paths import ROOT
 
 QUICK_COLLECTOR = """
 window_s: 0.2

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands_page import all_commands
-from utils.paths import ROOT
+from hase.recipes.commands_page import all_commands
+from hase.utils.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

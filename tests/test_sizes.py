@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from test_layers import FILES
 
-from utils.paths import ROOT
+from hase.utils.paths import ROOT
 
 MOST_LINES = 500  # of a file
 MOST_FUNCTION_LINES = 100
@@ -22,19 +22,19 @@ LONG_FILES: dict[str, str] = {}  # file: why it is longer
 LONG_FUNCTIONS: dict[str, str] = {}  # file:function: why it is longer
 NOT_FOR_A_PREDICTION = "most predictions do not need what it loads"
 IN_FUNCTIONS: dict[tuple[str, str], str] = {  # (file, module imported in a function): why it is not at the top
-    ("inference/core/host_pace.py", "runtimes.ort.probes"): NOT_FOR_A_PREDICTION,
-    ("inference/core/model_run.py", "graph_model.simulation.dag"): NOT_FOR_A_PREDICTION,
-    ("inference/core/predictor.py", "inference.core.missing_kernels"): NOT_FOR_A_PREDICTION,
-    ("inference/core/predictor.py", "inference.live.watch"): NOT_FOR_A_PREDICTION,
-    ("inference/live/load.py", "inference.live.prometheus_readings"): NOT_FOR_A_PREDICTION,
-    ("inference/live/prometheus.py", "inference.live.timed_http"): NOT_FOR_A_PREDICTION,
-    ("inference/predict_model_latency.py", "graph_model.simulation.dag"): NOT_FOR_A_PREDICTION,
-    ("inference/predict_model_latency.py", "inference.live.watch"): NOT_FOR_A_PREDICTION,
-    ("inference/sharing/co_runner.py", "runtimes.ort.sharing_probe"): NOT_FOR_A_PREDICTION,
-    ("recipes/operating/grafana_dashboard.py", "recipes.operating.grafana_panels"): "needs a package that the options do not",
-    ("recipes/kinds/recipe_list.py", "recipes.kinds"): "its networks are subclasses of torch's, so torch is loaded with them",
-    ("runtimes/ort/graph/half_precision.py", "onnxruntime.transformers.float16"): NOT_FOR_A_PREDICTION,
-    ("training/kernels/predictors.py", "training.admission.admitted"): NOT_FOR_A_PREDICTION,
+    ("inference/core/host_pace.py", "hase.benchmark.ort.probes"): NOT_FOR_A_PREDICTION,
+    ("inference/core/model_run.py", "hase.graph_model.simulation.dag"): NOT_FOR_A_PREDICTION,
+    ("inference/core/predictor.py", "hase.inference.core.missing_kernels"): NOT_FOR_A_PREDICTION,
+    ("inference/core/predictor.py", "hase.inference.live.watch"): NOT_FOR_A_PREDICTION,
+    ("inference/live/load.py", "hase.inference.live.prometheus_readings"): NOT_FOR_A_PREDICTION,
+    ("inference/live/prometheus.py", "hase.inference.live.timed_http"): NOT_FOR_A_PREDICTION,
+    ("inference/predict_model_latency.py", "hase.graph_model.simulation.dag"): NOT_FOR_A_PREDICTION,
+    ("inference/predict_model_latency.py", "hase.inference.live.watch"): NOT_FOR_A_PREDICTION,
+    ("inference/sharing/co_runner.py", "hase.benchmark.ort.sharing_probe"): NOT_FOR_A_PREDICTION,
+    ("recipes/operating/grafana_dashboard.py", "hase.recipes.operating.grafana_panels"): "needs a package that the options do not",
+    ("recipes/kinds/recipe_list.py", "hase.recipes.kinds"): "its networks are subclasses of torch's, so torch is loaded with them",
+    ("ort_analysis/graph/half_precision.py", "onnxruntime.transformers.float16"): NOT_FOR_A_PREDICTION,
+    ("learned/kernels/predictors.py", "hase.learned.kernels.admitted"): NOT_FOR_A_PREDICTION,
     ("recipes/gpus/judge_vision.py", "timm.utils.model"): "timm loads torch, and the options need neither",
 }
 
@@ -71,9 +71,9 @@ def test_no_function_is_long() -> None:
 
 
 def test_imports_are_at_the_top() -> None:
-    """Slow packages too: utils.lazy binds them there and loads them at their first use."""
+    """Slow packages too: hase.utils.lazy binds them there and loads them at their first use."""
     imports = Counter((name, module) for name, tree in trees().items() for module in imports_in_functions(tree))
-    assert imports == Counter(IN_FUNCTIONS.keys()), "import at the top, slow packages by utils.lazy; or list it with its reason"
+    assert imports == Counter(IN_FUNCTIONS.keys()), "import at the top, slow packages by hase.utils.lazy; or list it with its reason"
 
 
 def test_imports_in_functions_are_detected() -> None:

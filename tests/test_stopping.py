@@ -18,7 +18,7 @@ import pytest
 from conftest import build_workspace, small_model
 from onnx import TensorProto, helper, numpy_helper
 
-from utils.paths import ROOT, Workspace
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 

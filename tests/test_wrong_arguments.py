@@ -11,12 +11,12 @@ import torch
 from command import run_script
 from conftest import small_model
 
-from inference import predict
-from inference.core.sources import record_of
-from runtimes import flavour_of
-from utils import files
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.inference import predict
+from hase.inference.core.sources import record_of
+from hase.runtimes import flavour_of
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 PREDICT = "inference/predict_model_latency.py --model dyn.onnx"
 H200 = f"{PREDICT} --target h200"

@@ -1,12 +1,11 @@
-"""The small workspace of recipes/fuzz, trained in this process."""
+"""The small workspace of tests/fuzz, trained in this process."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from command import printed
-
-from recipes.fuzz.small_workspace import (
+from fuzz.small_workspace import (
     HELD_OUT,
     METRIC,
     OPSETS,
@@ -19,7 +18,8 @@ from recipes.fuzz.small_workspace import (
     make_workspace,
     model_ms,
 )
-from utils.paths import Workspace
+
+from hase.utils.paths import Workspace
 
 __all__ = ["HELD_OUT", "METRIC", "OPSETS", "TRAINING", "conv_net", "copies_ms", "made_up_ms", "make_dataset", "model_ms",
            "train"]

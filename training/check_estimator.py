@@ -22,9 +22,13 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from records.measurement import GPU_LABEL
-from training.admission.admitted import KnownEstimator, admit, find_estimator, find_estimators, read_entries, remove
-from training.admission.checking import (
+from hase.learned.composition.fitted import composition_path, read_composition
+from hase.learned.kernels.admitted import KnownEstimator, admit, find_estimator, find_estimators, read_entries, remove
+from hase.learned.kernels.estimators import KernelModel
+from hase.learned.kernels.settings import LAUNCHES, TrainingConfig
+from hase.learned.kernels.sidecar import Sidecar, read_sidecar
+from hase.records.measurement import GPU_LABEL
+from hase.training.admission.checking import (
     BEFORE,
     ROOFLINE,
     Floats,
@@ -36,18 +40,14 @@ from training.admission.checking import (
     task_for,
     why_not,
 )
-from training.composition.fitted import composition_path, read_composition
-from training.kernels.estimators import KernelModel
-from training.kernels.settings import LAUNCHES, TrainingConfig
-from training.kernels.sidecar import Sidecar, read_sidecar
-from training.kernels.targets import add_config, trained_targets
-from training.kernels.training_set import TrainingSet, read_training_set
-from utils import cli
-from utils.config import read_config
-from utils.errors import UserError
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.training.kernels.targets import add_config, trained_targets
+from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.utils import cli
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("estimators")
 EXAMPLES = """

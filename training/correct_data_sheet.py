@@ -18,20 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from records.dataset_files import read_header, read_kernels
-from records.kernel_record import Kernel
-from records.measurement import GPU_LABEL
-from training.data_sheet.adjusted import adjust
-from training.data_sheet.card import card_of, on_base
-from training.data_sheet.correction import correction_of, correction_path
-from training.data_sheet.saved import read_sheet
-from training.data_sheet.work import Floats
-from training.kernels.predictors import read_predictors
-from training.kernels.training_set import measured_times, times_under
-from utils import cli, files
-from utils.errors import UserError
-from utils.locks import sole_writer
-from utils.paths import SHIPPED, Workspace
+from hase.learned.data_sheet.adjusted import adjust
+from hase.learned.data_sheet.correction import correction_of, correction_path
+from hase.learned.data_sheet.saved import read_sheet
+from hase.learned.data_sheet.work import Floats
+from hase.learned.kernels.predictors import read_predictors
+from hase.records.dataset_files import read_header, read_kernels
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import GPU_LABEL
+from hase.training.data_sheet.card import card_of, on_base
+from hase.training.kernels.training_set import measured_times, times_under
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.locks import sole_writer
+from hase.utils.paths import SHIPPED, Workspace
 
 LEAST = 10  # kernels: fewer say nothing of how far off the others are
 EXAMPLES = """

@@ -21,14 +21,14 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from training.composition.fitted import Candidate, Composition, composition_path
-from training.composition.fitting import SIMPLEST_FIRST, fit_target, kept_composition
-from training.kernels.settings import TrainingConfig
-from training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from utils import cli, files
-from utils.config import read_config
-from utils.locks import sole_writer
-from utils.logger import get_logger
+from hase.learned.composition.fitted import Candidate, Composition, composition_path
+from hase.learned.kernels.settings import TrainingConfig
+from hase.training.composition.fitting import SIMPLEST_FIRST, fit_target, kept_composition
+from hase.training.kernels.targets import Show, add_options, for_each_target, trained_targets
+from hase.utils import cli, files
+from hase.utils.config import read_config
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
 
 log = get_logger("composition")
 EXAMPLES = """

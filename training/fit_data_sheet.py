@@ -2,7 +2,7 @@
 
 Reads a table of kernels on several GPUs (--tables, as recipes/gpus/derive_tables.py makes it). Each card is left out in turn,
 and predicted from the H200's times: errors by table and size of the kernel, in per cent, beside those of the ratio of rooflines
-alone, and those of the other kernels once the most useful ones are measured (--replay). Writes training/data_sheet/learned (or
+alone, and those of the other kernels once the most useful ones are measured (--replay). Writes learned/data_sheet/learned (or
 --out), which `--gpu` predicts with. Takes two minutes on two cores.
 """
 
@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from records.gpu_catalogue import Gpu
-from training.data_sheet.adjusted import adjust
-from training.data_sheet.choosing import most_useful
-from training.data_sheet.fit import learn
-from training.data_sheet.ratios import BASE, OWN, CardRatios
-from training.data_sheet.saved import FOLDER, Range, write_sheet
-from training.data_sheet.tables import Table, card, read_tables
-from training.data_sheet.work import Floats, Work, peaks_flop_s
-from utils import cli
-from utils.errors import UserError
+from hase.learned.data_sheet.adjusted import adjust
+from hase.learned.data_sheet.ratios import BASE, OWN, CardRatios
+from hase.learned.data_sheet.saved import FOLDER, Range, write_sheet
+from hase.learned.data_sheet.work import Floats, Work, peaks_flop_s
+from hase.records.gpu_catalogue import Gpu
+from hase.training.data_sheet.choosing import most_useful
+from hase.training.data_sheet.fit import learn
+from hase.training.data_sheet.tables import Table, card, read_tables
+from hase.utils import cli
+from hase.utils.errors import UserError
 
 LONG_MS = 0.05
 POOL = 2500  # kernels among which those to measure are chosen

@@ -3,7 +3,7 @@
 Reads the dataset of each target, which was collected with energy_s, the kernel records, the predictors and their composition.
 Writes energy.json into the predictors' folder. energy = idle power · time + Σ coefficient · work; the work is the time of
 kernels by class, the time in which they fill the device, their operations by class, the bytes that they move, and launches
-(training/energy/learned.py). Coefficients are not negative. Each family of models is held out in turn, and the combination that
+(learned/energy.py). Coefficients are not negative. Each family of models is held out in turn, and the combination that
 errs least is used.
 
 With --predictors, the predictors lie in another folder, such as that of the predictors that come with Hase. --models also shows
@@ -20,20 +20,20 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from training.composition.fitted import read_composition
-from training.composition.measured_models import models_sha256
-from training.energy.fitting import fit_energy, measured_energies
-from training.energy.learned import EnergyModel, coefficient_rows, energy_path, error_rows, model_rows, page
-from training.kernels.predictors import read_predictors
-from training.kernels.targets import Show, for_each_target, trained_targets
-from utils import cli, files
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.learned.composition.fitted import read_composition
+from hase.learned.energy import EnergyModel, coefficient_rows, energy_path, error_rows, model_rows, page
+from hase.learned.kernels.predictors import read_predictors
+from hase.training.composition.measured_models import models_sha256
+from hase.training.energy.fitting import fit_energy, measured_energies
+from hase.training.kernels.targets import Show, for_each_target, trained_targets
+from hase.utils import cli, files
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("energy")
 EXAMPLES = """
 python training/fit_energy.py
-python training/fit_energy.py --workspace out/energy --predictors training/shipped/nvidia-h200-cuda-ort1.31-all
+python training/fit_energy.py --workspace out/energy --predictors learned/shipped/nvidia-h200-cuda-ort1.31-all
 """
 
 

@@ -18,20 +18,20 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from records.generations import PHASES
-from training.composition.fitted import Composition, read_composition
-from training.energy.fitting import fit_energy
-from training.energy.fitting import measured_energies as energies_of_models
-from training.energy.learned import EnergyModel, read_energy
-from training.kernels.predictors import Predictors, read_predictors
-from training.llm.fitting import fit_captured, fit_generation, measured_energies
-from training.llm.learned import LearnedGeneration, generation_energy_path, generation_path
-from training.llm.measured_steps import MeasuredStep, measured_steps
-from utils import cli, files
-from utils.errors import UserError
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.timing import error_statistics
+from hase.learned.composition.fitted import Composition, read_composition
+from hase.learned.energy import EnergyModel, read_energy
+from hase.learned.kernels.predictors import Predictors, read_predictors
+from hase.learned.llm import LearnedGeneration, generation_energy_path, generation_path
+from hase.records.generations import PHASES
+from hase.training.energy.fitting import fit_energy
+from hase.training.energy.fitting import measured_energies as energies_of_models
+from hase.training.llm.fitting import fit_captured, fit_generation, measured_energies
+from hase.training.llm.measured_steps import MeasuredStep, measured_steps
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.timing import error_statistics
 
 EXAMPLES = """
 python training/fit_generation.py --target nvidia-h200-cuda-ort1.31-all --workspace out/h200 --generations out/genai

@@ -16,21 +16,21 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from graph_model.simulation.pipeline import PipelineCosts
-from records.copies import MEASURE, WaitTimes, read_copies
-from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_types import describe_kernel
-from training.composition.default_composition import shipped_costs
-from training.composition.fitted import composition_path, read_composition
-from training.composition.host_side import HOST_LABEL, HostCosts, fit_copies, host_costs_path, host_folder, host_predictors
-from training.kernels.predictors import ON_GPU, Predictors, read_predictors
-from training.kernels.sidecar import copy_predictors, read_sidecar
-from training.kernels.targets import trained_targets
-from utils import cli, files
-from utils.errors import UserError
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.graph_model.simulation.pipeline import PipelineCosts
+from hase.learned.composition.fitted import composition_path, read_composition
+from hase.learned.composition.host_side import HOST_LABEL, HostCosts, fit_copies, host_costs_path, host_folder, host_predictors
+from hase.learned.kernels.predictors import ON_GPU, Predictors, read_predictors
+from hase.learned.kernels.sidecar import copy_predictors, read_sidecar
+from hase.records.copies import MEASURE, WaitTimes, read_copies
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.training.composition.default_composition import shipped_costs
+from hase.training.kernels.targets import trained_targets
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("host")
 EXAMPLES = """

@@ -20,26 +20,26 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from records.dataset_files import collected_targets, read_header
-from records.measurement import GPU_LABEL
-from training.composition.fitted import read_composition
-from training.kernels.predictors import read_predictors
-from training.kernels.saved_form import save_estimator
-from training.kernels.settings import TrainingConfig
-from training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from training.kernels.training_set import read_training_set
-from training.sharing.mps import GPU_BOUND, STEM, MpsErrors, MpsSharing, mps_path, write_mps
-from training.sharing.mps_fit import MeasuredWay, MpsFit, bytes_per_ms, fit_widths, host_slowdown, read_way, records_of
-from utils import cli
-from utils.config import read_config
-from utils.errors import UserError
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.learned.composition.fitted import read_composition
+from hase.learned.kernels.predictors import read_predictors
+from hase.learned.kernels.saved_form import save_estimator
+from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.sharing.mps import GPU_BOUND, STEM, MpsErrors, MpsSharing, mps_path, write_mps
+from hase.records.dataset_files import collected_targets, read_header
+from hase.records.measurement import GPU_LABEL
+from hase.training.kernels.targets import Show, add_options, for_each_target, trained_targets
+from hase.training.kernels.training_set import read_training_set
+from hase.training.sharing.mps_fit import MeasuredWay, MpsFit, bytes_per_ms, fit_widths, host_slowdown, read_way, records_of
+from hase.utils import cli
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from graph_model.simulation.pipeline import PipelineCosts
-    from records.kernel_record import ModelRecord
+    from hase.graph_model.simulation.pipeline import PipelineCosts
+    from hase.records.kernel_record import ModelRecord
 
 log = get_logger("mps")
 EXAMPLES = """

@@ -18,12 +18,12 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from statistics import median
 from typing import Any
 
-from training.sharing.serving import ServingHost, serving_path
-from training.sharing.serving_fit import learned_from
-from utils import cli, files
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.learned.sharing.serving import ServingHost, serving_path
+from hase.training.sharing.serving_fit import learned_from
+from hase.utils import cli, files
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("serving")
 EXAMPLES = """

@@ -33,12 +33,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from records.backgrounds import Background
-from records.dataset_files import collected_targets, read_header, read_journal
-from training.kernels.settings import TrainingConfig
-from training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from training.sharing.learned import Sharing, co_runner_guessed, sharing_path
-from training.sharing.shared_runs import (
+from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.sharing.slices import Sharing, co_runner_guessed, sharing_path
+from hase.records.backgrounds import Background
+from hase.records.dataset_files import collected_targets, read_header, read_journal
+from hase.training.kernels.targets import Show, add_options, for_each_target, trained_targets
+from hase.training.sharing.shared_runs import (
     STATISTICS,
     Pairs,
     SharedRuns,
@@ -55,12 +55,12 @@ from training.sharing.shared_runs import (
     summed_ms,
     typical,
 )
-from utils import cli, files
-from utils.config import read_config
-from utils.errors import UserError
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.utils import cli, files
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("sharing")
 Floats = npt.NDArray[np.float64]

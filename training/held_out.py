@@ -25,15 +25,15 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from training.composition.held_out_errors import judge_targets
-from training.kernels.form_table import form_report
-from training.kernels.operator_table import operator_report
-from training.kernels.settings import TrainingConfig
-from training.kernels.settings_left_out import left_out_rows, settings_of
-from training.kernels.targets import add_options, for_each_target, trained_targets
-from utils import cli
-from utils.config import read_config
-from utils.paths import Workspace
+from hase.learned.kernels.settings import TrainingConfig
+from hase.training.composition.held_out_errors import judge_targets
+from hase.training.kernels.form_table import form_report
+from hase.training.kernels.operator_table import operator_report
+from hase.training.kernels.settings_left_out import left_out_rows, settings_of
+from hase.training.kernels.targets import add_options, for_each_target, trained_targets
+from hase.utils import cli
+from hase.utils.config import read_config
+from hase.utils.paths import Workspace
 
 EXAMPLES = """
 python training/held_out.py --by collection --target nvidia-h200-cuda-ort1.31-all

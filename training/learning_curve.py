@@ -22,18 +22,18 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from records.dataset_files import collected_targets, read_kernels
-from records.measurement import GPU_LABEL
-from training.kernels.predictors import StartFrom
-from training.kernels.replay import ORDERS, Order, Replay, errors_of, half_from_single, read_replay
-from training.kernels.settings import TrainingConfig
-from training.kernels.targets import Show, add_options, for_each_target
-from training.kernels.training_set import TrainingSet, read_training_set
-from utils import cli
-from utils.config import read_config
-from utils.errors import UserError
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.learned.kernels.predictors import StartFrom
+from hase.learned.kernels.settings import TrainingConfig
+from hase.records.dataset_files import collected_targets, read_kernels
+from hase.records.measurement import GPU_LABEL
+from hase.training.kernels.replay import ORDERS, Order, Replay, errors_of, half_from_single, read_replay
+from hase.training.kernels.targets import Show, add_options, for_each_target
+from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.utils import cli
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("learning curve")
 EXAMPLES = """

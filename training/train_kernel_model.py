@@ -5,7 +5,7 @@ training/predictors/<target>/ the boosters of each label, a sidecar that describ
 Also writes training/kernel_errors/<target>.json, the error of each kernel when it is held out, for kernel_sampler.py --errors.
 
 With --start-from, what another target's predictors say is corrected, where that lowers the error
-(training/kernels/transfer.py).
+(learned/kernels/transfer.py).
 
 XGBoost learns log(time / roofline), once for all kernel types together and once per type with enough kernels. Cross-validation
 chooses between the two for each type. With `estimators: [xgboost, random_forest]` in the settings a random forest predicts the
@@ -27,17 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
-from records.dataset_files import collected_targets, read_kernels
-from records.kernel_record import Kernel
-from records.measurement import GPU_LABEL
-from training.data_sheet.carried_rows import WithCarried, with_carried
-from training.kernels.doubt import learn_doubt
-from training.kernels.estimators import KernelModel, learning_problem
-from training.kernels.label_training import Trained, train_label
-from training.kernels.predictors import StartFrom
-from training.kernels.settings import LAUNCHES, TrainingConfig
-from training.kernels.sidecar import (
+from hase.kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
+from hase.learned.kernels.estimators import KernelModel, learning_problem
+from hase.learned.kernels.predictors import StartFrom
+from hase.learned.kernels.settings import LAUNCHES, TrainingConfig
+from hase.learned.kernels.sidecar import (
     Carried,
     Sidecar,
     TypeErrors,
@@ -46,15 +40,21 @@ from training.kernels.sidecar import (
     save_predictors,
     sidecar_path,
 )
-from training.kernels.targets import Show, add_options, for_each_target
-from training.kernels.training_set import TrainingSet, measured_times, read_training_set
-from training.kernels.uncertainty import save_uncertainty
-from utils import cli
-from utils.config import read_config
-from utils.errors import UserError
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.learned.kernels.uncertainty import save_uncertainty
+from hase.records.dataset_files import collected_targets, read_kernels
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import GPU_LABEL
+from hase.training.data_sheet.carried_rows import WithCarried, with_carried
+from hase.training.kernels.doubt import learn_doubt
+from hase.training.kernels.label_training import Trained, train_label
+from hase.training.kernels.targets import Show, add_options, for_each_target
+from hase.training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from hase.utils import cli
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("training")
 HEAD_COLUMNS = ("batch", "channels", "height", "width", "out_channels", "kernel_height", "stride", "log_flops", "log_bytes")

@@ -16,9 +16,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from utils.logger import get_logger
-from utils.paths import ROOT
-from utils.temporary import temporary_file
+from hase.utils.logger import get_logger
+from hase.utils.paths import ROOT
+from hase.utils.temporary import temporary_file
 
 VARIABLE = "HASE_CACHE"  # environment: the folder, or `off`
 OFF = "off"

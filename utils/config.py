@@ -2,7 +2,7 @@
 
 A config may extend another one: `extends: other.yaml`, a path relative to its own folder. It then states only what differs.
 Mappings are merged key by key; any other value, a list too, replaces that of the other file. `--set KEY=VALUE` of a command
-(`utils.cli.add_config`) changes one more value: `--set kernel.budget_s=0.1`.
+(`hase.utils.cli.add_config`) changes one more value: `--set kernel.budget_s=0.1`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from utils.errors import UserError
+from hase.utils.errors import UserError
 
 _SHORTLY = reprlib.Repr()  # a few lines of YAML, whose aliases repeat each other, can stand for gigabytes of text
 _SHORTLY.maxstring = _SHORTLY.maxother = 200

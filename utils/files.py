@@ -19,8 +19,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from utils.errors import UserError
-from utils.temporary import temporary_file
+from hase.utils.errors import UserError
+from hase.utils.temporary import temporary_file
 
 M = TypeVar("M", bound=BaseModel)
 _CHUNK = 1 << 20

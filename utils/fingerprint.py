@@ -16,9 +16,9 @@ from typing import Any, Literal
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
-from utils.errors import UserError
-from utils.lazy import pynvml
-from utils.paths import FileNamePart
+from hase.utils.errors import UserError
+from hase.utils.lazy import pynvml
+from hase.utils.paths import FileNamePart
 
 CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
 WITHOUT_GPU = "HASE_WITHOUT_GPU"  # in the environment: act like a machine without a GPU

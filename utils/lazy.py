@@ -1,7 +1,7 @@
 """Packages that are slow to import: bound at the top of a module, loaded when they are first used.
 
-    from utils.lazy import onnx
-    from utils.lazy import pandas as pd
+    from hase.utils.lazy import onnx
+    from hase.utils.lazy import pandas as pd
 
 An import of torch takes seconds and one of onnx a fifth of one, but `--help` and a prediction of a recorded model need neither.
 

@@ -23,9 +23,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from utils.errors import UserError
-from utils.fingerprint import gpu_facts
-from utils.logger import get_logger
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import gpu_facts
+from hase.utils.logger import get_logger
 
 try:
     import fcntl

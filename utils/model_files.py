@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.errors import UserError
-from utils.lazy import onnx
-from utils.ort_sessions import model_errors
-from utils.wire_format import BYTES, fields
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx
+from hase.utils.ort_sessions import model_errors
+from hase.utils.wire_format import BYTES, fields
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from utils.errors import UserError
-from utils.lazy import onnx
-from utils.model_files import (
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx
+from hase.utils.model_files import (
     DEEPEST,
     SHOWN,
     check_plain_file,
@@ -29,8 +29,8 @@ from utils.model_files import (
     tensor_bytes,
     with_values,
 )
-from utils.ort_sessions import model_errors
-from utils.wire_format import BYTES, Field, fields, with_contents
+from hase.utils.ort_sessions import model_errors
+from hase.utils.wire_format import BYTES, Field, fields, with_contents
 
 LARGE_BYTES = 1024  # a tensor of more bytes is left where it is
 MOST_BYTES = 2**31 - 1  # of a file that ONNX Runtime loads

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from utils.errors import DeviceUnavailable, UserError
-from utils.fingerprint import allowed_cores, physical_cores
-from utils.lazy import onnx, onnxruntime
+from hase.utils.errors import DeviceUnavailable, UserError
+from hase.utils.fingerprint import allowed_cores, physical_cores
+from hase.utils.lazy import onnx, onnxruntime
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
 CUDA_GRAPH = {"enable_cuda_graph": "1"}  # options of the CUDA provider: capture a model once, then replay it

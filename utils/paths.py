@@ -18,10 +18,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from utils.errors import UserError
+from hase.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ROOT / "training" / "shipped"  # predictors that come with Hase, in the same layout as those of a workspace
+SHIPPED = ROOT / "learned" / "shipped"  # predictors that come with Hase, in the same layout as those of a workspace
 ESTIMATORS = ROOT / "training" / "estimators"  # estimators that come with Hase, a file each
 SIDECAR = "predictors.json"  # describes the predictors of a target. Training writes it last: without it they do not count
 ADMITTED = "estimators.json"  # estimators that were admitted for a target, beside its sidecar
@@ -76,17 +76,17 @@ class Workspace:
     def convolution_results(self) -> Path:
         """`<stage>/<model>_<algorithm>_<gpu>/`: times of convolution algorithms. Written by run_profile; read by
         choose_algorithms."""
-        return self.root / "convolutions" / "results"
+        return self.root / "extras" / "convolutions" / "results"
 
     @property
     def stage_models(self) -> Path:
         """`onnx_models/` and `ir_models/`: the stages of a graph network. Written and read by profile_stages."""
-        return self.root / "graph_stages" / "exported_models"
+        return self.root / "extras" / "graph_stages" / "exported_models"
 
     @property
     def stage_results(self) -> Path:
         """Times and bandwidths of the stages of a graph network. Written by profile_stages; read by plan_stages."""
-        return self.root / "graph_stages" / "results"
+        return self.root / "extras" / "graph_stages" / "results"
 
     @property
     def this_device(self) -> Path:

@@ -16,10 +16,10 @@ from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
-from utils import cli
-from utils.cli.running import CHILD_GRACE_S, GARBAGE_EVERY, SIGNALS, stop_at_signals
-from utils.lazy import multiprocessing
-from utils.temporary import temporary_folder
+from hase.utils import cli
+from hase.utils.cli.running import CHILD_GRACE_S, GARBAGE_EVERY, SIGNALS, stop_at_signals
+from hase.utils.lazy import multiprocessing
+from hase.utils.temporary import temporary_folder
 
 T = TypeVar("T")
 R = TypeVar("R")

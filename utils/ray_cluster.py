@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from utils.cli.running import SIGNALS
-from utils.errors import UserError
-from utils.lazy import ray
-from utils.logger import get_logger
-from utils.paths import ROOT
+from hase.utils.cli.running import SIGNALS
+from hase.utils.errors import UserError
+from hase.utils.lazy import ray
+from hase.utils.logger import get_logger
+from hase.utils.paths import ROOT
 
 log = get_logger("ray")
 AUTO = "auto"  # the address of the cluster that this machine belongs to; where there is none, one is started here

@@ -14,10 +14,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 
-from utils.deadlines import DeadlineReader, TooLate
-from utils.errors import UserError
-from utils.logger import get_logger
-from utils.web_config import WebAccess
+from hase.utils.deadlines import DeadlineReader, TooLate
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.web_config import WebAccess
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -136,7 +136,7 @@ def scrape_server(collector: Collector, trouble: Callable[[], str], host: str, p
         collector: gives the metrics at every scrape.
         trouble: why there is nothing to serve (the answer is then HTTP 503); "" while all is well.
         host, port: where to listen. Host "" is this machine alone, 0.0.0.0 all of its addresses; port 0 is a free port.
-        web_config: a file that asks for TLS or users (`utils.web_config`).
+        web_config: a file that asks for TLS or users (`hase.utils.web_config`).
 
     Raises:
         UserError: the port is not free, or the file, or one that it names, can't be used.

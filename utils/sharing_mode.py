@@ -15,9 +15,9 @@ from typing import Annotated, NamedTuple, Self
 
 from pydantic import AfterValidator
 
-from utils.errors import UserError
-from utils.fingerprint import SharingMode, driver_fails, gpu_facts
-from utils.lazy import pynvml
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import SharingMode, driver_fails, gpu_facts
+from hase.utils.lazy import pynvml
 
 THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # a process's share of the GPU's threads under MPS
 ALL_THREADS = 100

@@ -1,6 +1,6 @@
 """Temporary files and folders that are removed with the process that made them, at the latest when another process makes one.
 
-A process that must end at once (utils.cli.running) removes its own first. One that is killed with SIGKILL can't. Each folder is
+A process that must end at once (hase.utils.cli.running) removes its own first. One that is killed with SIGKILL can't. Each folder is
 therefore locked (flock) while its process lives, and whoever makes a folder first removes those of this user that no living
 process holds. Without flock (Windows) a process removes only its own.
 """
@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from utils.errors import UserError
-from utils.locks import try_lock
+from hase.utils.errors import UserError
+from hase.utils.locks import try_lock
 
 PREFIX = "hase-temp-"
 UNLOCKED_PREFIX = "hase-new-"  # of a folder that is made but not locked yet: empty, and renamed at once

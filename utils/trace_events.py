@@ -11,8 +11,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from utils import files
-from utils.errors import UserError
+from hase.utils import files
+from hase.utils.errors import UserError
 
 PREDICTED, MEASURED = "predicted", "measured"  # names of the processes in a trace; each is one run of a model
 Time = Annotated[float, Field(allow_inf_nan=False, ge=0)]

@@ -18,9 +18,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from utils.config import Config, read_config
-from utils.errors import UserError
-from utils.lazy import bcrypt
+from hase.utils.config import Config, read_config
+from hase.utils.errors import UserError
+from hase.utils.lazy import bcrypt
 
 INSTALL = "pip install -r requirements-operating.txt"
 PAGE = "docs/operating.md"

@@ -11,26 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.devices import Device, Devices, LocalDevice, check_alike
-from benchmark.collecting.units import Workers, may_share_host, steadiness_of
-from benchmark.collecting.work import Item, KernelItem, ModelItem, Work, find_work
-from kernel_model.sampling.kernel_errors import KernelError, read_errors
-from kernel_model.sampling.usefulness import useful_kernels
-from measuring.actors import Actors
-from measuring.loads import measure_by
-from measuring.pending import Plan, Planned, choose_ties, chunks, first_names, in_blocks, pending, shuffled
-from records.blocks import Block
-from records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header, read_kernels
-from records.dataset_tables import model_sessions
-from records.dataset_writer import DatasetWriter
-from records.measurement import IN_MODEL_LABELS, Measurement
-from runtimes import runtime_named
-from utils.errors import UserError
-from utils.fingerprint import Target, resolve_device
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.devices import Device, Devices, LocalDevice, check_alike
+from hase.benchmark.collecting.units import Workers, may_share_host, steadiness_of
+from hase.benchmark.collecting.work import Item, KernelItem, ModelItem, Work, find_work
+from hase.benchmark.load.loads import measure_by
+from hase.benchmark.measuring.actors import Actors
+from hase.benchmark.measuring.pending import Plan, Planned, choose_ties, chunks, first_names, in_blocks, pending, shuffled
+from hase.kernel_model.sampling.kernel_errors import KernelError, read_errors
+from hase.kernel_model.sampling.usefulness import useful_kernels
+from hase.records.blocks import Block
+from hase.records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header, read_kernels
+from hase.records.dataset_tables import model_sessions
+from hase.records.dataset_writer import DatasetWriter
+from hase.records.measurement import IN_MODEL_LABELS, Measurement
+from hase.runtimes import runtime_named
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target, resolve_device
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("collector")
 # For a user who waits for a few kernels. As always, a block whose canaries differ is measured again.

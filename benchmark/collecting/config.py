@@ -7,19 +7,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from measuring.metrics.power_sensors import NoPowerSensor, open_power_sensor
-from measuring.metrics.source import MetricSource
-from measuring.metrics.sources import SourceName, open_source
-from measuring.run_times import Effort
-from records.backgrounds import COMPUTE, Background
-from records.environment import Environment, environment_of
-from records.measurement import DRIFT_ADMITTED, ENERGY, Label, Variant
-from runtimes import MODULES, local_target, runtime_named
-from utils.config import Config
-from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, Target
-from utils.logger import get_logger
-from utils.sharing_mode import SLICES, GpuSharing, SharingText
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
+from hase.benchmark.metrics.source import MetricSource
+from hase.benchmark.metrics.sources import SourceName, open_source
+from hase.records.backgrounds import COMPUTE, Background
+from hase.records.environment import Environment, environment_of
+from hase.records.measurement import DRIFT_ADMITTED, ENERGY, Label, Variant
+from hase.runtimes import MODULES, local_target, runtime_named
+from hase.utils.config import Config
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import DEFAULT_RUNTIME, Target
+from hase.utils.logger import get_logger
+from hase.utils.sharing_mode import SLICES, GpuSharing, SharingText
 
 log = get_logger("collector")
 Level = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.units import Workers, measurer, start_workers
-from benchmark.collecting.work import Item
-from measuring.actors import Actors, LocalActor
-from measuring.metrics.source import MetricSource
-from runtimes.protocol import Setting
-from utils.errors import UserError
-from utils.fingerprint import Machine, Target, machine, resolve_device
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.units import Workers, measurer, start_workers
+from hase.benchmark.collecting.work import Item
+from hase.benchmark.measuring.actors import Actors, LocalActor
+from hase.benchmark.metrics.source import MetricSource
+from hase.runtimes.protocol import Setting
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Machine, Target, machine, resolve_device
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("collector")
 

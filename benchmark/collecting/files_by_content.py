@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from benchmark.collecting.work import Item, KernelItem, ModelItem
-from records.backgrounds import Background
-from utils import files
-from utils.errors import UserError
-from utils.lazy import onnx
-from utils.model_files import external_files, may_name_files
+from hase.benchmark.collecting.work import Item, KernelItem, ModelItem
+from hase.records.backgrounds import Background
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx
+from hase.utils.model_files import external_files, may_name_files
 
 PIECE_BYTES = 32 << 20  # several fit into a small object store
 T = TypeVar("T")

@@ -17,26 +17,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.devices import Device, open_device
-from benchmark.collecting.files_by_content import Sender, SentFile, at_paths, receive
-from benchmark.collecting.units import measurer, start_workers
-from benchmark.collecting.work import Item
-from measuring.actors import Actor, Actors, Finished, Measurer, Task
-from records.backgrounds import Background
-from records.blocks import Block
-from runtimes import runtime_named
-from utils import cli
-from utils.errors import UserError
-from utils.lazy import ray
-from utils.locks import WAIT_VARIABLE, InUse, wait_for_locks
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.ray_cluster import check_packages, connected
-from utils.temporary import shared_folder
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.devices import Device, open_device
+from hase.benchmark.collecting.files_by_content import Sender, SentFile, at_paths, receive
+from hase.benchmark.collecting.units import measurer, start_workers
+from hase.benchmark.collecting.work import Item
+from hase.benchmark.measuring.actors import Actor, Actors, Finished, Measurer, Task
+from hase.records.backgrounds import Background
+from hase.records.blocks import Block
+from hase.runtimes import runtime_named
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.lazy import ray
+from hase.utils.locks import WAIT_VARIABLE, InUse, wait_for_locks
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.ray_cluster import check_packages, connected
+from hase.utils.temporary import shared_folder
 
 log = get_logger("collector")
-CODE = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "tvm_analysis", "benchmark")
+CODE = ("hase/__init__.py", "utils", "records", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "benchmark")
 START_S = 120.0  # for an actor to start; where others use its device's node, it does not
 IN_USE_S = 10.0  # for an actor of a driver that was killed to end
 LOOK_EVERY_S = 1.0  # so long the driver waits before it looks whether it is to stop
@@ -312,7 +312,7 @@ def answer(place: str, reference: Any) -> Any:
 
 
 class RayActors:
-    """The actors of a cluster (see `measuring.actors.Actors`)."""
+    """The actors of a cluster (see `hase.benchmark.measuring.actors.Actors`)."""
 
     tasks_each = 2
 

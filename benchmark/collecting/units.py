@@ -16,27 +16,27 @@ from functools import partial
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.work import CARRIER_BYTES, Item, KernelItem, ModelItem, carriers, energy_batches, of_like_work
-from measuring.actors import Measurer, Start, started
-from measuring.bench import Bench, Steadiness, busy_share
-from measuring.metrics.source import MetricSource
-from measuring.mps import gpu_shared
-from measuring.pending import chunks
-from measuring.run_times import Effort
-from measuring.stress import Stress
-from measuring.worker_process import WorkerFailed
-from records.backgrounds import Background
-from records.measurement import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS, Measurement, Place, Status, now
-from records.probe_reading import ProbeReading
-from runtimes import runtime_named
-from runtimes.protocol import Reply, Request, Setting, Worker
-from utils.errors import UserError
-from utils.fingerprint import Target
-from utils.locks import measuring
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.temporary import temporary_folder
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.work import CARRIER_BYTES, Item, KernelItem, ModelItem, carriers, energy_batches, of_like_work
+from hase.benchmark.load.mps import gpu_shared
+from hase.benchmark.load.stress import Stress
+from hase.benchmark.measuring.actors import Measurer, Start, started
+from hase.benchmark.measuring.bench import Bench, Steadiness, busy_share
+from hase.benchmark.measuring.pending import chunks
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.metrics.source import MetricSource
+from hase.records.backgrounds import Background
+from hase.records.measurement import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS, Measurement, Place, Status, now
+from hase.records.probe_reading import ProbeReading
+from hase.runtimes import runtime_named
+from hase.runtimes.protocol import Reply, Request, Setting, Worker
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target
+from hase.utils.locks import measuring
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.temporary import temporary_folder
+from hase.utils.worker_process import WorkerFailed
 
 log = get_logger("collector")
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kernel_model.sampling.seeds import read_seeds
-from records.dataset_files import DatasetKernel
-from records.kernel_record import Kernel, KernelIndex, ModelRecord
-from records.kernel_record_files import index_path, read_index, record_path, records_in
-from runtimes import runtime_named
-from runtimes.ort.building.kernel_models import carrier_bytes
-from utils.errors import UserError
-from utils.fingerprint import Target
-from utils.paths import Workspace, as_file_name, model_files
+from hase.kernel_model.building.kernel_models import carrier_bytes
+from hase.kernel_model.sampling.seeds import read_seeds
+from hase.records.dataset_files import DatasetKernel
+from hase.records.kernel_record import Kernel, KernelIndex, ModelRecord
+from hase.records.kernel_record_files import index_path, read_index, record_path, records_in
+from hase.runtimes import runtime_named
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target
+from hase.utils.paths import Workspace, as_file_name, model_files
 
 LEAST_WORK, WORK_BITS = 1 << 15, 2  # operations and bytes: kernels with less, and within a factor of four, are alike
 CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # largest memory of one carrier's kernels, unless the config says it

@@ -18,14 +18,14 @@ from typing import Protocol
 
 import numpy as np
 
-from records.backgrounds import Background
-from runtimes.ort.graph.source import default_dims, open_dims
-from runtimes.ort.runner import device_binding, open_runner, queue_run, random_feed
-from utils.errors import UserError
-from utils.lazy import onnx, torch
-from utils.ort_sessions import model_errors
-from utils.processes import die_with_parent
-from utils.timing import pause
+from hase.benchmark.ort.runner import device_binding, open_runner, queue_run, random_feed
+from hase.ort_analysis.graph.source import default_dims, open_dims
+from hase.records.backgrounds import Background
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx, torch
+from hase.utils.ort_sessions import model_errors
+from hase.utils.processes import die_with_parent
+from hase.utils.timing import pause
 
 AHEAD_S = 8e-3  # how far ahead of the GPU a deep queue is filled
 Step = Callable[[], object]

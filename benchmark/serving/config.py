@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from utils.config import Config
-from utils.errors import UserError
-from utils.files import digest_of
-from utils.sharing_mode import SetSharing, SetSharingText
-from utils.timing import Floats
+from hase.utils.config import Config
+from hase.utils.errors import UserError
+from hase.utils.files import digest_of
+from hase.utils.sharing_mode import SetSharing, SetSharingText
+from hase.utils.timing import Floats
 
 BATCH = "batch"  # the dimension by which requests are put together, as the exporters name it
 

@@ -10,21 +10,21 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmark.serving.config import ServedModel, ServedSetsConfig, arrivals_s
-from benchmark.serving.results import Requests, SetResult, add_result, key_of, read_results
-from benchmark.serving.server import ModelServer, Reply
-from measuring.mps import gpu_shared
-from measuring.worker_process import WorkerFailed
-from records.environment import environment_of
-from records.measurement import now
-from runtimes import local_target
-from utils import cli
-from utils.errors import UserError
-from utils.fingerprint import machine, resolve_device
-from utils.locks import measuring, sole_writer
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.sharing_mode import GpuSharing, SetSharing
+from hase.benchmark.load.mps import gpu_shared
+from hase.benchmark.serving.config import ServedModel, ServedSetsConfig, arrivals_s
+from hase.benchmark.serving.results import Requests, SetResult, add_result, key_of, read_results
+from hase.benchmark.serving.server import ModelServer, Reply
+from hase.records.environment import environment_of
+from hase.records.measurement import now
+from hase.runtimes import local_target
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import machine, resolve_device
+from hase.utils.locks import measuring, sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.sharing_mode import GpuSharing, SetSharing
+from hase.utils.worker_process import WorkerFailed
 
 OPEN_S = 180.0  # that opening a model may take
 LEAD_S = 0.1  # between telling the processes to begin, and the first request

@@ -10,16 +10,16 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import ValidationError
 
-from benchmark.serving.config import ModelSet, ServedModel, ServedSetsConfig
-from benchmark.serving.server import PaceRead, Reply
-from records.environment import Environment
-from utils import files
-from utils.errors import UserError
-from utils.files import digest_of
-from utils.fingerprint import Machine
-from utils.frozen import Frozen
-from utils.sharing_mode import SetSharingText
-from utils.timing import Floats
+from hase.benchmark.serving.config import ModelSet, ServedModel, ServedSetsConfig
+from hase.benchmark.serving.server import PaceRead, Reply
+from hase.records.environment import Environment
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.files import digest_of
+from hase.utils.fingerprint import Machine
+from hase.utils.frozen import Frozen
+from hase.utils.sharing_mode import SetSharingText
+from hase.utils.timing import Floats
 
 KEY_DIGITS = 16
 ARRAYS = ("arrivals_s", "starts_s", "ends_s", "counts")  # of Requests, in the file of each result

@@ -14,24 +14,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmark.serving.config import BATCH, ServedModel
-from measuring.quiet_host import watched_readings_s
-from measuring.worker_process import WorkerProcess
-from runtimes.ort.graph.nodes import shared_caches
-from runtimes.ort.graph.source import read_source
-from runtimes.ort.probes import host_probe
-from runtimes.ort.runner import Runner, bind, random_feed
-from utils.errors import UserError
-from utils.frozen import Frozen
-from utils.ort_sessions import model_errors, open_session
-from utils.processes import serve_lines
-from utils.timing import pause
+from hase.benchmark.measuring.quiet_host import watched_readings_s
+from hase.benchmark.ort.probes import host_probe
+from hase.benchmark.ort.runner import Runner, bind, random_feed
+from hase.benchmark.serving.config import BATCH, ServedModel
+from hase.ort_analysis.graph.nodes import shared_caches
+from hase.ort_analysis.graph.source import read_source
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
+from hase.utils.ort_sessions import model_errors, open_session
+from hase.utils.processes import serve_lines
+from hase.utils.timing import pause
+from hase.utils.worker_process import WorkerProcess
 
 WARM_RUNS = 3  # the first one allocates memory and chooses algorithms
 ALONE_S = 0.3  # of runs that are timed while the other models wait
 PACE_S = 0.2  # for which the host's probe is read, before and after the requests
 SPIN_S = 200e-6  # before a moment the process no longer sleeps, which ends late
-MODULE = "benchmark.serving.server"
+MODULE = "hase.benchmark.serving.server"
 
 
 class Opening(Frozen):

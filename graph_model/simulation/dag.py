@@ -9,13 +9,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from records.kernel_record import REMAKE, ModelRecord, Runs
-from records.kernel_record_files import read_model_record
-from utils import files
-from utils.errors import UserError
-from utils.frozen import Frozen
-from utils.lazy import networkx as nx
-from utils.paths import FileName, Workspace
+from hase.records.kernel_record import REMAKE, ModelRecord, Runs
+from hase.records.kernel_record_files import read_model_record
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
+from hase.utils.lazy import networkx as nx
+from hase.utils.paths import FileName, Workspace
 
 DAG_VERSION = 2  # 2: how often nodes run
 MAKE_DAG = "python graph_model/dag_critical_path.py"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import Floats, Kinds, PipelineCosts, Tracks, launch_ms, own_ms
+from hase.graph_model.simulation.pipeline import Floats, Kinds, PipelineCosts, Tracks, launch_ms, own_ms
 
 Ints = npt.NDArray[np.int_]
 NOTHING = 0  # the number that fills the rows of short runs

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graph_model.simulation.pipeline import Floats, PipelineCosts, Tracks, dispatched_ms, launch_ms
-from graph_model.simulation.sharing import BETWEEN_RUNS_MS
-from utils.frozen import Frozen
+from hase.graph_model.simulation.pipeline import Floats, PipelineCosts, Tracks, dispatched_ms, launch_ms
+from hase.graph_model.simulation.sharing import BETWEEN_RUNS_MS
+from hase.utils.frozen import Frozen
 
 FULL = 0.9  # a kernel that is wider fills the GPU
 NARROWEST = 0.05  # share of the GPU that any kernel takes
@@ -41,7 +41,7 @@ class Grids(NamedTuple):
 
 
 class MpsRules(Frozen):
-    """How kernels of several processes run at the same time; fitted (training/sharing/mps.py).
+    """How kernels of several processes run at the same time; fitted (learned/sharing/mps.py).
 
     Attributes:
         wave_ms: how long the blocks of a kernel that fills the GPU take, about; such a kernel has as many waves of blocks as

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from records.kernel_record import Kernel
-from records.operators import operator_row
-from runtimes.ort.cuda.language_kernels import Algorithm, language_algorithm
-from runtimes.ort.cuda.slow_launches import is_slow_to_launch
-from utils.frozen import Frozen
-from utils.trace_events import PREDICTED, Span, document, process_events
+from hase.ort_analysis.cuda.language_kernels import Algorithm, language_algorithm
+from hase.ort_analysis.cuda.slow_launches import is_slow_to_launch
+from hase.records.kernel_record import Kernel
+from hase.records.operators import operator_row
+from hase.utils.frozen import Frozen
+from hase.utils.trace_events import PREDICTED, Span, document, process_events
 
 Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.int_]  # the NodeKind of each node

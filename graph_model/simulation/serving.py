@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import Floats
-from utils.lazy import scipy
+from hase.graph_model.simulation.pipeline import Floats
+from hase.utils.lazy import scipy
 
 Ints = npt.NDArray[np.int_]
 SURE = 1e-12  # the chance of more requests in a run than are reckoned with

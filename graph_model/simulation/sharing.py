@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import Floats, PipelineCosts, Tracks, dispatched_ms, gpu_work, pipeline_ms
+from hase.graph_model.simulation.pipeline import Floats, PipelineCosts, Tracks, dispatched_ms, gpu_work, pipeline_ms
 
 MOST_STAGES = 48  # of a simulated run on a shared GPU: twice as many change its mean by less than 1 % and take twice as long
 SHARED_RUNS = (200, 10)  # callers, and runs of each: with fewer callers the 95th percentile is left to chance

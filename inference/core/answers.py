@@ -8,15 +8,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from graph_model.simulation.pipeline import PipelineCosts
-from inference.core.host_pace import PaceSource
-from inference.core.memory import Memory
-from inference.core.run_modes import AS_USUAL, RunMode
-from inference.sharing.co_runner import UnderLoad
-from training.composition.fitted import NEARLY_ALL
-from utils.frozen import Frozen
-from utils.lazy import pandas as pd
-from utils.pages import cards
+from hase.graph_model.simulation.pipeline import PipelineCosts
+from hase.inference.core.host_pace import PaceSource
+from hase.inference.core.memory import Memory
+from hase.inference.core.run_modes import AS_USUAL, RunMode
+from hase.inference.sharing.co_runner import UnderLoad
+from hase.learned.composition.fitted import NEARLY_ALL
+from hase.utils.frozen import Frozen
+from hase.utils.lazy import pandas as pd
+from hase.utils.pages import cards
 
 Provenance = Literal["measured", "predicted", "estimated"]
 PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "estimated")

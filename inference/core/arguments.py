@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 SHOWN = 60  # characters of a wrong value
 LARGEST_SIZE = 2**63 - 1  # of ONNX

@@ -6,13 +6,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inference.core.chances import VERY_LIKELY, said
-from inference.core.report import statistic
-from utils import cli
+from hase.inference.core.chances import VERY_LIKELY, said
+from hase.inference.core.report import statistic
+from hase.utils import cli
 
 if TYPE_CHECKING:
-    from inference.core.answers import Prediction
-    from inference.sharing.shared_models import Slo
+    from hase.inference.core.answers import Prediction
+    from hase.inference.sharing.shared_models import Slo
 
 
 @dataclass(frozen=True)

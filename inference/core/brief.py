@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.many_runs import hosts_work_ms, latencies_ms, off_gpu
-from inference.core.energy import ABOVE, GUESSED, SCALED, energy_of
-from inference.core.kernel_table import Batch, KernelTable
-from inference.core.memory import device_memory_mib, peak_memory
-from inference.core.run_modes import AS_USUAL
-from inference.core.uncertainty import (
+from hase.graph_model.simulation.many_runs import hosts_work_ms, latencies_ms, off_gpu
+from hase.inference.core.energy import ABOVE, GUESSED, SCALED, energy_of
+from hase.inference.core.kernel_table import Batch, KernelTable
+from hase.inference.core.memory import device_memory_mib, peak_memory
+from hase.inference.core.run_modes import AS_USUAL
+from hase.inference.core.uncertainty import (
     BEYOND_POWER,
     CERTAIN,
     FAR,
@@ -31,18 +31,18 @@ from inference.core.uncertainty import (
     fitted_span,
     hosts_between,
 )
-from training.composition.fitted import latency_ms
-from training.composition.intervals import ALWAYS, KNOWN, LARGEST_LOG, PACE
-from utils.errors import UserError
+from hase.learned.composition.fitted import latency_ms
+from hase.learned.composition.intervals import ALWAYS, KNOWN, LARGEST_LOG, PACE
+from hase.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from graph_model.simulation.pipeline import PipelineCosts
-    from inference.core.conditions import Conditions
-    from inference.core.model_run import PredictedRun
-    from inference.core.sources import Source
-    from records.kernel_record import ModelRecord
-    from training.composition.intervals import CalibratedInterval
-    from training.energy.learned import EnergyModel
+    from hase.graph_model.simulation.pipeline import PipelineCosts
+    from hase.inference.core.conditions import Conditions
+    from hase.inference.core.model_run import PredictedRun
+    from hase.inference.core.sources import Source
+    from hase.learned.composition.intervals import CalibratedInterval
+    from hase.learned.energy import EnergyModel
+    from hase.records.kernel_record import ModelRecord
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

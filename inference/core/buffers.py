@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from inference.core.arena import MIB, Arena, Block
-from inference.core.scratch import scratch_bytes
-from records.kernel_record import DTYPE_BYTES, Kernel, ModelRecord, Node
-from records.operators import IN_PLACE_ON_CUDA, operator_row
+from hase.inference.core.arena import MIB, Arena, Block
+from hase.inference.core.scratch import scratch_bytes
+from hase.records.kernel_record import DTYPE_BYTES, Kernel, ModelRecord, Node
+from hase.records.operators import IN_PLACE_ON_CUDA, operator_row
 
 BLOCKED_DOMAIN = "com.microsoft.nchwc"
 # bytes that stay in the heap for each byte of a weight: of a convolution, of one-byte integers, and of others

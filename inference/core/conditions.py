@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from inference.core.host_pace import HostPace, check_host, counts, given_pace, recent_pace
-from inference.core.run_modes import AS_USUAL, RunMode
-from inference.sharing.co_runner import LoadSource, NotShared, co_runner_of
-from training.composition.fitted import FIT, Composition
-from utils.errors import UserError
+from hase.inference.core.host_pace import HostPace, check_host, counts, given_pace, recent_pace
+from hase.inference.core.run_modes import AS_USUAL, RunMode
+from hase.inference.sharing.co_runner import LoadSource, NotShared, co_runner_of
+from hase.learned.composition.fitted import FIT, Composition
+from hase.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from graph_model.simulation.pipeline import PipelineCosts
-    from graph_model.simulation.sharing import CoRunner
-    from inference.core.targets import Fitted
-    from training.sharing.learned import Sharing
-    from utils.paths import Workspace
+    from hase.graph_model.simulation.pipeline import PipelineCosts
+    from hase.graph_model.simulation.sharing import CoRunner
+    from hase.inference.core.targets import Fitted
+    from hase.learned.sharing.slices import Sharing
+    from hase.utils.paths import Workspace
 
 
 class SharedGpu(NamedTuple):

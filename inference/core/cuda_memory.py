@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
 
-from inference.core.arena import Arena, Block
-from inference.core.buffers import Layout, NodeBuffers, lay_out
-from records.kernel_record import Kernel, ModelRecord
-from records.operators import operator_row
-from runtimes.ort.cuda.placement import cuda_kernel
-from utils.files import cached
+from hase.inference.core.arena import Arena, Block
+from hase.inference.core.buffers import Layout, NodeBuffers, lay_out
+from hase.ort_analysis.cuda.placement import cuda_kernel
+from hase.records.kernel_record import Kernel, ModelRecord
+from hase.records.operators import operator_row
+from hase.utils.files import cached
 
 # Of a session: 64 MiB when it is opened and 64 MiB when it is first bound (cuBLAS and cuDNN), and 21 MiB of code that the
 # libraries load in the process. Medians of 111 sessions of 37 models; those of onnxruntime-genai hold the same.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from inference.core.uncertainty import UNKNOWN, Span, joined
-from training.energy.learned import RUN, Part, work_of_run
-from utils.errors import UserError
-from utils.frozen import Frozen
+from hase.inference.core.uncertainty import UNKNOWN, Span, joined
+from hase.learned.energy import RUN, Part, work_of_run
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
 
 if TYPE_CHECKING:
-    from inference.core.model_run import PredictedRun
-    from training.energy.learned import EnergyModel, RunEnergy
+    from hase.inference.core.model_run import PredictedRun
+    from hase.learned.energy import EnergyModel, RunEnergy
 
 ENERGY_VERSION = 1
 ABOVE = 1.1  # times the highest mean power that was measured; more is marked, since a device limits its power

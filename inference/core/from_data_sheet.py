@@ -12,16 +12,16 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from records.gpu_catalogue import Gpu, catalogue, gpu_named, named_or_in_file
-from records.kernel_record import Kernel
-from records.measurement import GPU_LABEL
-from training.data_sheet.ratios import CardRatios
-from training.data_sheet.saved import Range, SheetModel, read_sheet
-from training.data_sheet.work import work_of
-from training.kernels.predictors import Predictors, leaves_gpu_idle
-from training.kernels.settings import LAUNCHES
-from utils.errors import UserError
-from utils.fingerprint import FROM_SHEET, Target, slug
+from hase.learned.data_sheet.ratios import CardRatios
+from hase.learned.data_sheet.saved import Range, SheetModel, read_sheet
+from hase.learned.data_sheet.work import work_of
+from hase.learned.kernels.predictors import Predictors, leaves_gpu_idle
+from hase.learned.kernels.settings import LAUNCHES
+from hase.records.gpu_catalogue import Gpu, catalogue, gpu_named, named_or_in_file
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import GPU_LABEL
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import FROM_SHEET, Target, slug
 
 OTHERS = {"mi": "AMD's cards run ROCm or MIGraphX", "gaudi": "Intel's cards have providers of their own",
           "tpu": "TPUs do not run it", "trt": "TensorRT compiles kernels of its own",

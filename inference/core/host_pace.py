@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from inference.core.targets import Fitted, is_here, local_targets
-from records.host_pace import MEASURE, MachinePace, read_pace
-from utils.errors import UserError
-from utils.files import cached, signature
-from utils.fingerprint import gpu_facts
-from utils.locks import measuring
-from utils.paths import Workspace
+from hase.inference.core.targets import Fitted, is_here, local_targets
+from hase.records.host_pace import MEASURE, MachinePace, read_pace
+from hase.utils.errors import UserError
+from hase.utils.files import cached, signature
+from hase.utils.fingerprint import gpu_facts
+from hase.utils.locks import measuring
+from hase.utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from inference.core.run_modes import RunMode
-    from training.composition.fitted import Composition
+    from hase.inference.core.run_modes import RunMode
+    from hase.learned.composition.fitted import Composition
 
 PaceSource = Literal["given", "file", "measured", "unknown"]
 RECENT_S = 600.0  # how old the workspace's own file may be
@@ -115,7 +115,7 @@ def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
     Raises:
         UserError: this machine is not the target, or (without `seconds`) another process measures on its GPU.
     """
-    from runtimes.ort.probes import PACE_SECONDS, measure_pace
+    from hase.benchmark.ort.probes import PACE_SECONDS, measure_pace
 
     check_host(fitted, fitted.composition)
     if not is_here(fitted.target):

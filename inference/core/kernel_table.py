@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.many_runs import NOTHING, Ints, RunKernels
-from inference.core.kernels_in_model import KernelInModel, contributions
-from inference.core.model_run import novelty
-from inference.core.targets import FLOATING
-from inference.core.uncertainty import CALIBRATED, CERTAIN, KernelUncertainty
-from records.kernel_costs import is_control_flow
-from training.energy.learned import Part
+from hase.graph_model.simulation.many_runs import NOTHING, Ints, RunKernels
+from hase.inference.core.kernels_in_model import KernelInModel, contributions
+from hase.inference.core.model_run import novelty
+from hase.inference.core.targets import FLOATING
+from hase.inference.core.uncertainty import CALIBRATED, CERTAIN, KernelUncertainty
+from hase.learned.energy import Part
+from hase.records.kernel_costs import is_control_flow
 
 if TYPE_CHECKING:
-    from inference.core.buffers import Layout
-    from inference.core.conditions import Conditions
-    from records.kernel_record import Kernel, ModelRecord, Node
-    from training.energy.learned import EnergyModel
+    from hase.inference.core.buffers import Layout
+    from hase.inference.core.conditions import Conditions
+    from hase.learned.energy import EnergyModel
+    from hase.records.kernel_record import Kernel, ModelRecord, Node
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

@@ -6,15 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from graph_model.simulation.pipeline import NodeKind, node_kind
-from inference.core.answers import Provenance
-from inference.core.buffers import Layout, layout_of
-from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, joined, kernel_uncertainties
-from records.kernel_costs import is_control_flow
-from records.kernel_record import Kernel, ModelRecord
-from records.measurement import GPU_LABEL
-from runtimes.ort.profile import GUESSED_ON_CUDA, RANGE, trip_ms
-from training.composition.cuda_nodes import (
+from hase.benchmark.ort.profile import GUESSED_ON_CUDA, RANGE, trip_ms
+from hase.graph_model.simulation.pipeline import NodeKind, node_kind
+from hase.inference.core.answers import Provenance
+from hase.inference.core.buffers import Layout, layout_of
+from hase.inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, joined, kernel_uncertainties
+from hase.learned.composition.cuda_nodes import (
     LEAST_BYTES,
     PREDICTED_ON_HOST,
     SELECTION_RANGE,
@@ -33,11 +30,14 @@ from training.composition.cuda_nodes import (
     to_host,
     waits_inside,
 )
-from training.composition.host_side import HOST_LABEL
-from training.kernels.settings import LAUNCHES
+from hase.learned.composition.host_side import HOST_LABEL
+from hase.learned.kernels.settings import LAUNCHES
+from hase.records.kernel_costs import is_control_flow
+from hase.records.kernel_record import Kernel, ModelRecord
+from hase.records.measurement import GPU_LABEL
 
 if TYPE_CHECKING:
-    from inference.core.conditions import Conditions
+    from hase.inference.core.conditions import Conditions
 
 
 class KernelInModel(NamedTuple):

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from inference.core.arena import MIB, Arena, Block
-from inference.core.buffers import Activations, Layout, NodeBuffers, buffers_of_run, lay_out, layouts_of, live_activations
-from inference.core.cuda_memory import LIBRARIES_MIB, taken_bytes
-from records.gpu_catalogue import gpu_memory_mib
-from records.kernel_record import ModelRecord
-from runtimes import runtime_named
-from utils.fingerprint import FROM_SHEET, Machine, Target
-from utils.frozen import Frozen
+from hase.inference.core.arena import MIB, Arena, Block
+from hase.inference.core.buffers import Activations, Layout, NodeBuffers, buffers_of_run, lay_out, layouts_of, live_activations
+from hase.inference.core.cuda_memory import LIBRARIES_MIB, taken_bytes
+from hase.records.gpu_catalogue import gpu_memory_mib
+from hase.records.kernel_record import ModelRecord
+from hase.runtimes import runtime_named
+from hase.utils.fingerprint import FROM_SHEET, Machine, Target
+from hase.utils.frozen import Frozen
 
 SESSION_BYTES, NODE_BYTES = 2.4 * MIB, 0.011 * MIB  # of a CPU's session: of any, and for each node
 LOADED_BASE_BYTES = 2 * MIB  # that loading leaves in the heap, of the graph itself

@@ -14,37 +14,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmark.collecting.collect import collect_in_models, collect_kernels
-from benchmark.collecting.config import CollectorConfig, SettingConfig
-from benchmark.collecting.units import Workers, start_workers
-from benchmark.collecting.work import ModelItem
-from inference.core.arguments import checked_dims, checked_target, workspace_at
-from inference.core.sources import Source, record_of, record_otherwise
-from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, is_here, local_targets, predictor_folders
-from records.dataset_files import DatasetKernel, header_path, read_journal
-from records.dataset_tables import read_kernel_table
-from records.kernel_costs import is_control_flow
-from records.kernel_record import Kernel, ModelRecord
-from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
-from runtimes import runtime_named
-from runtimes.ort.runner import read_inputs
-from runtimes.protocol import Setting
-from training.composition.default_composition import default_composition, save_default, untrained
-from training.kernels.predictors import ON_GPU, leaves_gpu_idle
-from training.kernels.sidecar import copy_predictors, renew_measured, sidecar_path
-from training.kernels.training_set import measured_times
-from training.kernels.uncertainty import NOTHING_LEARNED
-from utils.config import read_config
-from utils.errors import UserError
-from utils.files import write_json
-from utils.fingerprint import DEFAULT_RUNTIME, Flavour, Target
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
-from utils.temporary import temporary_folder
+from hase.benchmark.collecting.collect import collect_in_models, collect_kernels
+from hase.benchmark.collecting.config import CollectorConfig, SettingConfig
+from hase.benchmark.collecting.units import Workers, start_workers
+from hase.benchmark.collecting.work import ModelItem
+from hase.benchmark.ort.runner import read_inputs
+from hase.inference.core.arguments import checked_dims, checked_target, workspace_at
+from hase.inference.core.sources import Source, record_of, record_otherwise
+from hase.inference.core.targets import (
+    MAKE_PREDICTORS,
+    Fitted,
+    check_target,
+    fitted_for,
+    is_here,
+    local_targets,
+    predictor_folders,
+)
+from hase.learned.kernels.predictors import ON_GPU, leaves_gpu_idle
+from hase.learned.kernels.sidecar import copy_predictors, renew_measured, sidecar_path
+from hase.learned.kernels.uncertainty import NOTHING_LEARNED
+from hase.records.dataset_files import DatasetKernel, header_path, read_journal
+from hase.records.dataset_tables import read_kernel_table
+from hase.records.kernel_costs import is_control_flow
+from hase.records.kernel_record import Kernel, ModelRecord
+from hase.records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
+from hase.runtimes import runtime_named
+from hase.runtimes.protocol import Setting
+from hase.training.composition.default_composition import default_composition, save_default, untrained
+from hase.training.kernels.training_set import measured_times
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.files import write_json
+from hase.utils.fingerprint import DEFAULT_RUNTIME, Flavour, Target
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
-    from training.composition.fitted import Composition
+    from hase.learned.composition.fitted import Composition
 
 log = get_logger("predict")
 # What ONNX Runtime says of a kernel that it opens, but can't run with any inputs.

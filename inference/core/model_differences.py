@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from records.operators import operator_row
-from utils.frozen import Frozen
+from hase.records.operators import operator_row
+from hase.utils.frozen import Frozen
 
 if TYPE_CHECKING:
-    from inference.core.model_run import ModelRun, PredictedRun
-    from records.kernel_record import Kernel
+    from hase.inference.core.model_run import ModelRun, PredictedRun
+    from hase.records.kernel_record import Kernel
 
 By = Literal["operator", "type"]
 Unit = Literal["FLOP", "byte"]

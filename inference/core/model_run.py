@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from graph_model.simulation.pipeline import NodeSpan, OffGpu, Tracks, chrome_trace, host_work_ms, pipeline_ms, timeline
-from inference.core.answers import PROVENANCES, KernelShare, Prediction, Provenance, UsedComposition
-from inference.core.host_pace import UNKNOWN
-from inference.core.kernels_in_model import KernelInModel, Placed, placed_kernels, runs_of_kernels
-from inference.core.memory import device_memory_mib, memory_warnings, peak_memory
-from inference.core.model_warnings import uncounted, used_estimators
-from inference.core.run_modes import AS_USUAL
-from inference.core.targets import Fitted, holds_for, mismatches
-from inference.core.uncertainty import (
+from hase.graph_model.simulation.pipeline import NodeSpan, OffGpu, Tracks, chrome_trace, host_work_ms, pipeline_ms, timeline
+from hase.inference.core.answers import PROVENANCES, KernelShare, Prediction, Provenance, UsedComposition
+from hase.inference.core.host_pace import UNKNOWN
+from hase.inference.core.kernels_in_model import KernelInModel, Placed, placed_kernels, runs_of_kernels
+from hase.inference.core.memory import device_memory_mib, memory_warnings, peak_memory
+from hase.inference.core.model_warnings import uncounted, used_estimators
+from hase.inference.core.run_modes import AS_USUAL
+from hase.inference.core.targets import Fitted, holds_for, mismatches
+from hase.inference.core.uncertainty import (
     BEYOND_POWER,
     CALIBRATED,
     CERTAIN,
@@ -40,17 +40,17 @@ from inference.core.uncertainty import (
     source_warnings,
     uncertainty_warnings,
 )
-from inference.sharing.co_runner import UnderLoad, under_load
-from records.run_order import at_guess, run_order, runs_in_order, shortest_cut
-from training.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes
-from training.composition.intervals import KNOWN, Novelty, Sources, sources
+from hase.inference.sharing.co_runner import UnderLoad, under_load
+from hase.learned.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes
+from hase.learned.composition.intervals import KNOWN, Novelty, Sources, sources
+from hase.records.run_order import at_guess, run_order, runs_in_order, shortest_cut
 
 if TYPE_CHECKING:
-    from graph_model.simulation.pipeline import PipelineCosts
-    from inference.core.conditions import Conditions
-    from inference.core.run_modes import RunMode
-    from records.kernel_record import Kernel, ModelRecord
-    from training.composition.fitted import Composition
+    from hase.graph_model.simulation.pipeline import PipelineCosts
+    from hase.inference.core.conditions import Conditions
+    from hase.inference.core.run_modes import RunMode
+    from hase.learned.composition.fitted import Composition
+    from hase.records.kernel_record import Kernel, ModelRecord
 
 
 class Composed(NamedTuple):
@@ -151,7 +151,7 @@ class ModelRun:
         return shortest_cut(self.record)
 
     def _longest_path_ms(self) -> float:
-        from graph_model.simulation.dag import build_dag, calculate_latency
+        from hase.graph_model.simulation.dag import build_dag, calculate_latency
 
         by_node = {node.name: node.runs * kernel.latency_ms for node, kernel in zip(self.record.nodes, self.nodes, strict=True)}
         return calculate_latency(build_dag(self.record), by_node, "critical_path")

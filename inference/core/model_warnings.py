@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference.core.answers import UsedEstimator
-from inference.core.kernels_in_model import KernelInModel, Placed, runs_of_kernels
-from runtimes.ort.cuda.capture import capture_obstacle
-from utils.errors import UserError
+from hase.inference.core.answers import UsedEstimator
+from hase.inference.core.kernels_in_model import KernelInModel, Placed, runs_of_kernels
+from hase.ort_analysis.cuda.capture import capture_obstacle
+from hase.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from inference.core.conditions import Conditions
-    from inference.core.run_modes import RunMode
-    from records.kernel_record import ModelRecord
-    from training.admission.admitted import Admitted
+    from hase.inference.core.conditions import Conditions
+    from hase.inference.core.run_modes import RunMode
+    from hase.learned.kernels.admitted import Admitted
+    from hase.records.kernel_record import ModelRecord
 
 
 def model_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel], run_mode: RunMode) -> tuple[str, ...]:

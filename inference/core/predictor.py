@@ -20,19 +20,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 
-from inference.core.answers import Prediction, Predictions
-from inference.core.arguments import check_calls, checked_count, checked_dims, checked_target, workspace_at
-from inference.core.brief import BriefPrediction, BriefPredictions, Wanted
-from inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
-from inference.core.energy import EnergyPrediction, energy_of
-from inference.core.from_data_sheet import CardPredictors
-from inference.core.kernels_in_model import kernels_in_models
-from inference.core.model_run import PredictedRun, predicted_run
-from inference.core.model_warnings import estimator_warnings, model_warnings, weights_warning
-from inference.core.run_modes import AS_USUAL, RunMode
-from inference.core.sources import Precision, Source, missing_weights, needs_analysis, record_of, record_otherwise
-from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders, refuse_other_device
-from inference.sharing.shared_models import (
+from hase.inference.core.answers import Prediction, Predictions
+from hase.inference.core.arguments import check_calls, checked_count, checked_dims, checked_target, workspace_at
+from hase.inference.core.brief import BriefPrediction, BriefPredictions, Wanted
+from hase.inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
+from hase.inference.core.energy import EnergyPrediction, energy_of
+from hase.inference.core.from_data_sheet import CardPredictors
+from hase.inference.core.kernels_in_model import kernels_in_models
+from hase.inference.core.model_run import PredictedRun, predicted_run
+from hase.inference.core.model_warnings import estimator_warnings, model_warnings, weights_warning
+from hase.inference.core.run_modes import AS_USUAL, RunMode
+from hase.inference.core.sources import Precision, Source, missing_weights, needs_analysis, record_of, record_otherwise
+from hase.inference.core.targets import Fitted, check_target, fitted_for, predictor_folders, refuse_other_device
+from hase.inference.sharing.shared_models import (
     PERCENTILE,
     LoadCurve,
     Pair,
@@ -42,23 +42,23 @@ from inference.sharing.shared_models import (
     objective_of,
     shared_model_of,
 )
-from inference.sharing.ways import pair_of
-from runtimes import analysis
-from training.energy.learned import EnergyModel, read_energy
-from training.energy.scaled import scaled
-from utils.cache_folder import keeping_no_json
-from utils.paths import Workspace
-from utils.processes import in_processes
-from utils.sharing_mode import SetSharing
+from hase.inference.sharing.ways import pair_of
+from hase.learned.energy import EnergyModel, read_energy
+from hase.learned.scaled_energy import scaled
+from hase.ort_analysis.isolated import analysis
+from hase.utils.cache_folder import keeping_no_json
+from hase.utils.paths import Workspace
+from hase.utils.processes import in_processes
+from hase.utils.sharing_mode import SetSharing
 
 if TYPE_CHECKING:
-    from benchmark.collecting.config import CollectorConfig
-    from graph_model.simulation.sharing import CoRunner
-    from inference.core.host_pace import HostPace
-    from inference.core.missing_kernels import Filled
-    from inference.live.watch import Watch
-    from records.kernel_record import ModelRecord
-    from training.composition.fitted import Composition
+    from hase.benchmark.collecting.config import CollectorConfig
+    from hase.graph_model.simulation.sharing import CoRunner
+    from hase.inference.core.host_pace import HostPace
+    from hase.inference.core.missing_kernels import Filled
+    from hase.inference.live.watch import Watch
+    from hase.learned.composition.fitted import Composition
+    from hase.records.kernel_record import ModelRecord
 
 POINTS = 21  # of a curve over the load
 BATCH = 256  # models that a stream predicts together
@@ -84,9 +84,9 @@ class LoadOptions(TypedDict, total=False):
     Attributes:
         load: metrics of the load on the device, by DCGM field name; None or empty: the device is idle.
         notices: what the reader should know about the load; the prediction's first warnings.
-        co_runner: what else runs on the GPU, as a probe saw it (`training.sharing.learned.co_runner_probed`). It says more than
+        co_runner: what else runs on the GPU, as a probe saw it (`hase.learned.sharing.slices.co_runner_probed`). It says more than
             metrics do.
-        host_pace: how many times as long as usual the target's host takes to dispatch, a ratio (`inference.core.host_pace`
+        host_pace: how many times as long as usual the target's host takes to dispatch, a ratio (`hase.inference.core.host_pace`
             measures it, or reads it from a file). None: the pace that benchmark/host_pace.py measured on this machine shortly
             before, if it is the target; else it is unknown.
     """
@@ -367,7 +367,7 @@ class Predictor:
 
     def curve(self, model: Source | PredictedRun, points: int = POINTS, **options: Unpack[Options]) -> LoadCurve:
         """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps. From 0.95 on
-        the background never pauses (`records.probe_reading.ALWAYS`).
+        the background never pauses (`hase.records.probe_reading.ALWAYS`).
 
         Raises:
             UserError: the model, predictors, load, pace or the way in which this machine's GPU is shared can't be used.
@@ -429,7 +429,7 @@ class Predictor:
             limit_ms, percentile: the objective, if any.
             options: what stays the same.
         """
-        from inference.live.watch import Watch
+        from hase.inference.live.watch import Watch
 
         def predicted() -> Prediction:
             self.renew()
@@ -455,7 +455,7 @@ class Predictor:
             UserError: this machine is not the target, the model or `inputs` can't be used, or the dataset lacks the label that
                 is needed.
         """
-        from inference.core.missing_kernels import measure_missing
+        from hase.inference.core.missing_kernels import measure_missing
 
         filled = measure_missing(source, sizes, target=self.target, workspace=self.workspace, config=config, force=self.force,
                                  static=static, inputs=inputs)

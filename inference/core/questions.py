@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from runtimes.analysis import own_names
-from utils.errors import UserError
+from hase.ort_analysis.isolated.analysis import own_names
+from hase.utils.errors import UserError
 
 
 class Question(NamedTuple):

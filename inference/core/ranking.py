@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from inference.core.answers import Prediction
+    from hase.inference.core.answers import Prediction
 
 
 def ranked_per_item(predictions: Sequence[Prediction]) -> bool:

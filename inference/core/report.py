@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inference.core.chances import said
-from utils import cli
-from utils.logger import get_logger
+from hase.inference.core.chances import said
+from hase.utils import cli
+from hase.utils.logger import get_logger
 
 if TYPE_CHECKING:
-    from inference.core.answers import Prediction
-    from inference.core.energy import EnergyPrediction
-    from inference.core.missing_kernels import Filled
-    from inference.core.model_run import PredictedRun
-    from inference.core.sources import Precision
-    from inference.sharing.shared_models import Slo, SloUnderLoad
+    from hase.inference.core.answers import Prediction
+    from hase.inference.core.energy import EnergyPrediction
+    from hase.inference.core.missing_kernels import Filled
+    from hase.inference.core.model_run import PredictedRun
+    from hase.inference.core.sources import Precision
+    from hase.inference.sharing.shared_models import Slo, SloUnderLoad
 
 log = get_logger("predict")
 

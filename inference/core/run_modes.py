@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from utils.frozen import Frozen
+from hase.utils.frozen import Frozen
 
 Io = Literal["device", "host"]
 

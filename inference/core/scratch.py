@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 
-from inference.core.arena import MIB
-from records.attention import attended_by
-from records.kernel_record import DTYPE_BYTES, Kernel
-from records.operators import operator_row
-from records.plain_attention import intermediate_bytes
-from runtimes.ort.cuda.language_kernels import PART_COLUMNS, product_algorithm
+from hase.inference.core.arena import MIB
+from hase.ort_analysis.cuda.language_kernels import PART_COLUMNS, product_algorithm
+from hase.records.attention import attended_by
+from hase.records.kernel_record import DTYPE_BYTES, Kernel
+from hase.records.operators import operator_row
+from hase.records.plain_attention import intermediate_bytes
 
 COPYING = {"BiasGelu", "FastGelu"}  # on a CPU
 FEW_CHANNELS, SMALL_WINDOW = 4, 4

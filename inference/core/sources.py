@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from records.kernel_record import ModelRecord
-from records.kernel_record_files import read_model_record
-from runtimes import analysis
-from runtimes.analysis import weight_files
-from utils.errors import UserError
-from utils.files import cached, signature
-from utils.fingerprint import Flavour
-from utils.lazy import onnx
+from hase.ort_analysis.isolated import analysis
+from hase.ort_analysis.isolated.analysis import weight_files
+from hase.records.kernel_record import ModelRecord
+from hase.records.kernel_record_files import read_model_record
+from hase.utils.errors import UserError
+from hase.utils.files import cached, signature
+from hase.utils.fingerprint import Flavour
+from hase.utils.lazy import onnx
 
 Source: TypeAlias = "str | Path | onnx.ModelProto | ModelRecord"
 Precision = Literal["fp16"]  # in which a model may be predicted instead of its own
@@ -141,5 +141,5 @@ def _refuse_other_dims(record: ModelRecord, dims: Mapping[str, int] | None) -> N
 
 
 def _signature(paths: tuple[Path, ...]) -> Signature:
-    """Of each file, as `utils.files.signature`; one that is missing has none."""
+    """Of each file, as `hase.utils.files.signature`; one that is missing has none."""
     return tuple(file_signature for path in paths if (file_signature := signature(path)) is not None)

@@ -9,27 +9,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.core.from_data_sheet import base_target, carried_predictors, gpu_of_target, learned, sheet_range
-from records.kernel_record import ModelRecord
-from runtimes import local_target, runtime_named
-from training.composition.fitted import Composition, read_composition
-from training.composition.host_side import NOTHING_MEASURED, HostSide, read_host_side
-from training.data_sheet.correction import Correction, read_correction
-from training.data_sheet.saved import Range
-from training.kernels.predictors import Predictors, read_predictors
-from training.kernels.uncertainty import Uncertainty, read_uncertainty
-from training.sharing.learned import Sharing, read_sharing
-from training.sharing.mps import LearnedMps, learned_mps
-from training.sharing.serving import ServingHost, read_serving
-from utils.errors import UserError
-from utils.files import cached
-from utils.fingerprint import CUDNN, FROM_SHEET, Target, has_cuda, package_version, slug
-from utils.model_graphs import MOST_LOADED_BYTES
-from utils.paths import SHIPPED, SIDECAR, Workspace
+from hase.inference.core.from_data_sheet import base_target, carried_predictors, gpu_of_target, learned, sheet_range
+from hase.learned.composition.fitted import Composition, read_composition
+from hase.learned.composition.host_side import NOTHING_MEASURED, HostSide, read_host_side
+from hase.learned.data_sheet.correction import Correction, read_correction
+from hase.learned.data_sheet.saved import Range
+from hase.learned.kernels.predictors import Predictors, read_predictors
+from hase.learned.kernels.uncertainty import Uncertainty, read_uncertainty
+from hase.learned.sharing.mps import LearnedMps, learned_mps
+from hase.learned.sharing.serving import ServingHost, read_serving
+from hase.learned.sharing.slices import Sharing, read_sharing
+from hase.records.kernel_record import ModelRecord
+from hase.runtimes import local_target, runtime_named
+from hase.utils.errors import UserError
+from hase.utils.files import cached
+from hase.utils.fingerprint import CUDNN, FROM_SHEET, Target, has_cuda, package_version, slug
+from hase.utils.model_graphs import MOST_LOADED_BYTES
+from hase.utils.paths import SHIPPED, SIDECAR, Workspace
 
 if TYPE_CHECKING:
-    from records.gpu_catalogue import Gpu
-    from training.kernels.sidecar import Sidecar
+    from hase.learned.kernels.sidecar import Sidecar
+    from hase.records.gpu_catalogue import Gpu
 
 MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")

@@ -17,20 +17,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from records.kernel_record import Kernel
-from training.composition import formulas
-from training.composition.intervals import NoveltyKind
-from training.kernels.settings import LAUNCHES
-from utils.lazy import scipy
+from hase.learned.composition import formulas
+from hase.learned.composition.intervals import NoveltyKind
+from hase.learned.kernels.settings import LAUNCHES
+from hase.records.kernel_record import Kernel
+from hase.utils.lazy import scipy
 
 if TYPE_CHECKING:
-    from inference.core.run_modes import RunMode
-    from inference.core.targets import Fitted
-    from training.composition.fitted import Composition
-    from training.composition.intervals import ErrorRange, Sources
-    from training.kernels.predictors import Predictors
-    from training.sharing.learned import Sharing, SharingErrors
-    from utils.timing import ErrorStatistics
+    from hase.inference.core.run_modes import RunMode
+    from hase.inference.core.targets import Fitted
+    from hase.learned.composition.fitted import Composition
+    from hase.learned.composition.intervals import ErrorRange, Sources
+    from hase.learned.kernels.predictors import Predictors
+    from hase.learned.sharing.slices import Sharing, SharingErrors
+    from hase.utils.timing import ErrorStatistics
 
 WORTH_SAYING = 0.01  # of the latency: no warning about uncertain kernels that move it by less
 ROUGH = 0.10  # of the latency: uncertain kernels that may move it by more, or take more of it in forms that were never
@@ -58,7 +58,7 @@ PACE_WORTH_SAYING = 0.05  # of the latency: no warning about an unknown host's p
 
 Reason = Literal[
     "estimated", "on the CPU", "other form", "doubtful", "beyond", "control flow", "forced", "unsteady", "by values"]
-# The reasons that a calibrated interval (training/composition/intervals.py) covers, and as what.
+# The reasons that a calibrated interval (learned/composition/intervals.py) covers, and as what.
 CALIBRATED: dict[Reason, NoveltyKind] = {
     "estimated": "unmeasured", "other form": "other form", "beyond": "beyond", "doubtful": "known"}
 

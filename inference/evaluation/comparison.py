@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from inference.evaluation.evaluated_models import EvaluatedModel
-from inference.sharing.co_runner import LoadSource
-from utils import cli
-from utils.frozen import Frozen
-from utils.timing import ErrorStatistics, error_statistics, summarize
+from hase.inference.evaluation.evaluated_models import EvaluatedModel
+from hase.inference.sharing.co_runner import LoadSource
+from hase.utils import cli
+from hase.utils.frozen import Frozen
+from hase.utils.timing import ErrorStatistics, error_statistics, summarize
 
 EVALUATION_VERSION = 1
 

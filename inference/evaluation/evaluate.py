@@ -15,39 +15,39 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from inference.core.conditions import check_mode_while_shared, check_run_mode
-from inference.core.host_pace import USUAL, HostPace, compares, counts, ratio_of
-from inference.core.run_modes import AS_USUAL, RunMode
-from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets, predictor_folders
-from inference.evaluation.comparison import Evaluation, compare, summarise
-from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset, models_of, predict_model
-from inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked, read_metrics
-from inference.live.prometheus import server_for
-from inference.sharing.co_runner import probe_of, probed
-from measuring.bench import Canary, busy_share
-from measuring.loads import describe_load
-from measuring.metrics.source import MetricSource, values
-from measuring.run_times import Effort
-from measuring.stress import Stress, stress
-from measuring.worker_process import WorkerFailed
-from records.backgrounds import COMPUTE, Background
-from records.dataset_files import header_path, model_table_path, read_header
-from records.dataset_tables import read_model_table
-from records.kernel_record import ModelRecord
-from records.kernel_record_files import read_model_records
-from runtimes.protocol import Reply, Request, Setting, Worker
-from training.energy.learned import energy_path
-from utils import cli
-from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, machine
-from utils.locks import measuring
-from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
-from utils.timing import pause
+from hase.benchmark.load.loads import describe_load
+from hase.benchmark.load.stress import Stress, stress
+from hase.benchmark.measuring.bench import Canary, busy_share
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.metrics.source import MetricSource, values
+from hase.inference.core.conditions import check_mode_while_shared, check_run_mode
+from hase.inference.core.host_pace import USUAL, HostPace, compares, counts, ratio_of
+from hase.inference.core.run_modes import AS_USUAL, RunMode
+from hase.inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets, predictor_folders
+from hase.inference.evaluation.comparison import Evaluation, compare, summarise
+from hase.inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset, models_of, predict_model
+from hase.inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked, read_metrics
+from hase.inference.live.prometheus import server_for
+from hase.inference.sharing.co_runner import probe_of, probed
+from hase.learned.energy import energy_path
+from hase.records.backgrounds import COMPUTE, Background
+from hase.records.dataset_files import header_path, model_table_path, read_header
+from hase.records.dataset_tables import read_model_table
+from hase.records.kernel_record import ModelRecord
+from hase.records.kernel_record_files import read_model_records
+from hase.runtimes.protocol import Reply, Request, Setting, Worker
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import DEFAULT_RUNTIME, machine
+from hase.utils.locks import measuring
+from hase.utils.logger import get_logger
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.timing import pause
+from hase.utils.worker_process import WorkerFailed
 
 if TYPE_CHECKING:
-    from benchmark.collecting.config import CollectorConfig
-    from graph_model.simulation.sharing import CoRunner
+    from hase.benchmark.collecting.config import CollectorConfig
+    from hase.graph_model.simulation.sharing import CoRunner
 
 log = get_logger("evaluator")
 
@@ -82,7 +82,7 @@ class EvaluationLoads:
     """What else runs on this machine meanwhile, and how it is read.
 
     Attributes:
-        config, metrics_file: where metrics are read from, as in `inference.live.load.current_load`; neither: nothing runs.
+        config, metrics_file: where metrics are read from, as in `hase.inference.live.load.current_load`; neither: nothing runs.
         under_load: its levels and backgrounds are started, one after another. If `config` names no Prometheus, its source of
             metrics is read.
         probe: whether the sharing probe is read before each.

@@ -9,30 +9,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference.core.predictor import Predictor, predict
-from inference.core.sources import record_of
-from measuring.loads import describe_load
-from records.blocks import Block
-from records.dataset_files import read_journal
-from records.dataset_tables import energy_warnings, model_rows, model_sessions
-from records.host_pace import paced_rows
-from records.kernel_record import ModelRecord
-from records.measurement import ENERGY, Measurement
-from runtimes.analysis import own_sizes
-from training.sharing.learned import busy_share
-from utils import cli
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.lazy import pandas as pd
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.benchmark.load.loads import describe_load
+from hase.inference.core.predictor import Predictor, predict
+from hase.inference.core.sources import record_of
+from hase.learned.sharing.slices import busy_share
+from hase.ort_analysis.isolated.analysis import own_sizes
+from hase.records.blocks import Block
+from hase.records.dataset_files import read_journal
+from hase.records.dataset_tables import energy_warnings, model_rows, model_sessions
+from hase.records.host_pace import paced_rows
+from hase.records.kernel_record import ModelRecord
+from hase.records.measurement import ENERGY, Measurement
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.lazy import pandas as pd
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from graph_model.simulation.sharing import CoRunner
-    from inference.core.answers import Prediction
-    from inference.core.energy import EnergyPrediction
-    from inference.core.host_pace import HostPace
-    from inference.core.run_modes import RunMode
+    from hase.graph_model.simulation.sharing import CoRunner
+    from hase.inference.core.answers import Prediction
+    from hase.inference.core.energy import EnergyPrediction
+    from hase.inference.core.host_pace import HostPace
+    from hase.inference.core.run_modes import RunMode
 
 log = get_logger("evaluator")
 IDLE_BELOW = 0.02  # share of the time: counters of an idle GPU are not exactly 0, and a probe's run is sometimes slow by itself

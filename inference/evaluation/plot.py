@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from utils import files
-from utils.lazy import matplotlib
-from utils.pages.scales import log_ticks
+from hase.utils import files
+from hase.utils.lazy import matplotlib
+from hase.utils.pages.scales import log_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

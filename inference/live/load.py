@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from inference.core.targets import Fitted
-from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
-from measuring.metrics.names import NAMES, in_unit
-from measuring.metrics.source import Unsound, checked, values
-from training.sharing.learned import BUSY_FIELDS
-from utils import files
-from utils.config import Config
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.benchmark.metrics.names import NAMES, in_unit
+from hase.benchmark.metrics.source import Unsound, checked, values
+from hase.inference.core.targets import Fitted
+from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
+from hase.learned.sharing.slices import BUSY_FIELDS
+from hase.utils import files
+from hase.utils.config import Config
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 if TYPE_CHECKING:
-    from records.probe_reading import ProbeSummary
+    from hase.records.probe_reading import ProbeSummary
 
 T = TypeVar("T")
 CONFIG_FILE = ROOT / "inference" / "config.yaml"
@@ -117,7 +117,7 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
 
 def _of_prometheus(server: Server, fields: Collection[str], probe: bool, pace: bool) -> LoadReading:
     """The load as Prometheus reports it, with the readings of the probes that are wanted."""
-    from inference.live.prometheus_readings import PrometheusSource, latest_host_probe, latest_probe
+    from hase.inference.live.prometheus_readings import PrometheusSource, latest_host_probe, latest_probe
 
     load = LoadReading(values(PrometheusSource(server, fields).latest()))
     if probe:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked
-from inference.sharing.co_runner import probe_of, probed
-from records.probe_reading import read_reading
+from hase.inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked
+from hase.inference.sharing.co_runner import probe_of, probed
+from hase.records.probe_reading import read_reading
 
 if TYPE_CHECKING:
-    from graph_model.simulation.sharing import CoRunner
-    from inference.core.host_pace import PaceAsked
-    from inference.core.predictor import LoadOptions, Predictor
-    from inference.core.run_modes import RunMode
+    from hase.graph_model.simulation.sharing import CoRunner
+    from hase.inference.core.host_pace import PaceAsked
+    from hase.inference.core.predictor import LoadOptions, Predictor
+    from hase.inference.core.run_modes import RunMode
 
 
 @dataclass(frozen=True)

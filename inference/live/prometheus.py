@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from measuring.metrics.names import HOST_LABEL, INDEX_LABEL, UUID_LABEL
-from utils.config import Config
-from utils.deadlines import TooLate
-from utils.errors import UserError
-from utils.lazy import requests
-from utils.logger import get_logger
+from hase.benchmark.metrics.names import HOST_LABEL, INDEX_LABEL, UUID_LABEL
+from hase.utils.config import Config
+from hase.utils.deadlines import TooLate
+from hase.utils.errors import UserError
+from hase.utils.lazy import requests
+from hase.utils.logger import get_logger
 
 log = get_logger("prometheus")
 FOREIGN_SERIES = "prometheus.url: the answer holds a series that no Prometheus sends; set the address of a Prometheus"
@@ -135,7 +135,7 @@ class Server:
     """Queries one server over a persistent connection. Secrets are read anew each time, since token files are renewed."""
 
     def __init__(self, config: PrometheusConfig) -> None:
-        from inference.live.timed_http import TimedSession  # loads requests
+        from hase.inference.live.timed_http import TimedSession  # loads requests
 
         self.config = config
         self._session = TimedSession()

@@ -14,8 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.live.prometheus import FOREIGN_SERIES, PrometheusError, Server, quoted
-from measuring.metrics.names import (
+from hase.benchmark.metrics.names import (
     FIELDS,
     HOST_LABEL,
     INDEX_LABEL,
@@ -26,10 +25,11 @@ from measuring.metrics.names import (
     in_unit,
     names_of,
 )
-from measuring.metrics.probe_metrics import MEANINGS, Sample, Unreadable, probed_of
-from measuring.metrics.source import AT_WORK, UTILISATION, Mean, MetricSource, Unsound, Window
-from records.host_pace import PACE_MEANINGS, PROBE, TAKEN
-from records.probe_reading import ProbeSummary
+from hase.benchmark.metrics.probe_metrics import MEANINGS, Sample, Unreadable, probed_of
+from hase.benchmark.metrics.source import AT_WORK, UTILISATION, Mean, MetricSource, Unsound, Window
+from hase.inference.live.prometheus import FOREIGN_SERIES, PrometheusError, Server, quoted
+from hase.records.host_pace import PACE_MEANINGS, PROBE, TAKEN
+from hase.records.probe_reading import ProbeSummary
 
 IDENTITY = (UUID_LABEL, INDEX_LABEL, HOST_LABEL, "job", "instance")  # labels that distinguish devices and their exporters
 LISTED = 8  # how many devices a message lists

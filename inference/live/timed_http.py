@@ -11,7 +11,7 @@ from typing import Any
 import requests
 from requests.adapters import HTTPAdapter
 
-from utils.deadlines import DeadlineReader
+from hase.utils.deadlines import DeadlineReader
 
 # it shows a traceback where a server sends headers that it can't read; the answer is judged by what it says
 logging.getLogger("urllib3.connection").setLevel(logging.ERROR)

@@ -12,16 +12,16 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from inference.core.answers import Prediction
-from inference.sharing.co_runner import SHOWN_PERCENTILES
-from inference.sharing.shared_models import PERCENTILE, Slo, check_slo
-from training.sharing.learned import busy_share
-from utils import cli
-from utils.errors import UserError
-from utils.frozen import Frozen
-from utils.logger import get_logger
-from utils.processes import set_by_signal
-from utils.scrape_server import ScrapeServer, gauge, scrape_server, stale
+from hase.inference.core.answers import Prediction
+from hase.inference.sharing.co_runner import SHOWN_PERCENTILES
+from hase.inference.sharing.shared_models import PERCENTILE, Slo, check_slo
+from hase.learned.sharing.slices import busy_share
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
+from hase.utils.logger import get_logger
+from hase.utils.processes import set_by_signal
+from hase.utils.scrape_server import ScrapeServer, gauge, scrape_server, stale
 
 log = get_logger("watch")
 

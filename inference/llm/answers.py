@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from inference.core.answers import Provenance
-from inference.core.chances import chance_within, in_words
-from inference.core.host_pace import PaceSource
-from utils.frozen import Frozen
-from utils.pages import cards
+from hase.inference.core.answers import Provenance
+from hase.inference.core.chances import chance_within, in_words
+from hase.inference.core.host_pace import PaceSource
+from hase.utils.frozen import Frozen
+from hase.utils.pages import cards
 
 LLM_VERSION = 1
 Objective = Literal["ttft", "tpot"]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-from inference.llm.genai_config import GenaiConfig, Inputs, Outputs
-from records.interface import Interface, OpenTensor
-from runtimes import analysis
-from utils.errors import UserError
+from hase.inference.llm.genai_config import GenaiConfig, Inputs, Outputs
+from hase.ort_analysis.isolated import analysis
+from hase.records.interface import Interface, OpenTensor
+from hase.utils.errors import UserError
 
 Role = Literal["batch", "new", "cached", "total"]
 Roles: TypeAlias = tuple[Role | None, ...]

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from utils import files
-from utils.errors import UserError
+from hase.utils import files
+from hase.utils.errors import UserError
 
 FILE = "genai_config.json"
 Size = Annotated[int, Field(ge=1, le=2**40)]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.llm.dimensions import DecoderFile, Step, decoder_file
-from inference.llm.genai_config import FILE, GenaiConfig, read_genai_config
-from utils.errors import UserError
-from utils.paths import Workspace, model_files
+from hase.inference.llm.dimensions import DecoderFile, Step, decoder_file
+from hase.inference.llm.genai_config import FILE, GenaiConfig, read_genai_config
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace, model_files
 
 
 @dataclass(frozen=True)

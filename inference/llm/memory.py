@@ -1,7 +1,7 @@
 """The memory of a request to a language model, and what fits into that of a device.
 
 Counted are the weights, the cache, the other inputs and outputs (the prompt's logits are large: sequences × tokens × words)
-with the intermediate tensors alive at the peak, the arena's surplus, and what `inference.core.memory` counts besides. The cache
+with the intermediate tensors alive at the peak, the arena's surplus, and what `hase.inference.core.memory` counts besides. The cache
 does not grow where runs share it: onnxruntime-genai makes it for `max_length` tokens before the first run.
 
 On CUDA all of this lies in arenas, one of the session and one of onnxruntime-genai, whose regions double in size from 1 MiB to
@@ -18,13 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from inference.core.arena import MIB
-from inference.core.cuda_memory import LIBRARIES_MIB
-from inference.core.memory import peak_memory
-from inference.llm.answers import LlmMemory
-from inference.llm.dimensions import DecoderFile
-from inference.llm.taken_memory import taken_by_generation
-from records.kernel_record import ModelRecord
+from hase.inference.core.arena import MIB
+from hase.inference.core.cuda_memory import LIBRARIES_MIB
+from hase.inference.core.memory import peak_memory
+from hase.inference.llm.answers import LlmMemory
+from hase.inference.llm.dimensions import DecoderFile
+from hase.inference.llm.taken_memory import taken_by_generation
+from hase.records.kernel_record import ModelRecord
 
 MOST_SEQUENCES = 2**20  # of a batch that is asked about
 CLOSE = 0.01  # of a context: how much longer one might fit
@@ -66,7 +66,7 @@ def request_memory(runs: tuple[Run, ...], shares_cache: bool) -> LlmMemory:
 
 
 def _total(memory: LlmMemory) -> LlmMemory:
-    """The same with its peak as the sum of its parts, but for what loading leaves (`inference.core.memory`)."""
+    """The same with its peak as the sum of its parts, but for what loading leaves (`hase.inference.core.memory`)."""
     return memory.model_copy(update={"peak_mib": memory.weights_mib + memory.cache_mib + memory.activations_mib +
                                      memory.arena_mib + memory.workspace_mib})
 

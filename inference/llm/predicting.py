@@ -9,34 +9,34 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from inference.core.answers import make_monotonic
-from inference.core.arguments import checked_dims, shown
-from inference.core.energy import EnergyPrediction, energy_of
-from inference.core.memory import device_memory_mib, memory_warnings
-from inference.core.model_warnings import weights_warning
-from inference.core.predictor import Predictor
-from inference.core.report import log_measured
-from inference.core.run_modes import AS_USUAL, RunMode
-from inference.core.sources import missing_weights
-from inference.llm.answers import LlmEnergy, LlmMemory, LlmPrediction, Time, TokenTime
-from inference.llm.dimensions import DecoderFile, Step
-from inference.llm.language_model import LanguageModel, language_model
-from inference.llm.memory import Run, largest_batch, longest_context, request_memory
-from inference.llm.requests import Request, over_generation, request_for
-from inference.llm.steps import Learned, as_step, learned_of
-from runtimes.analysis import optimized_once
-from runtimes.ort.cuda.capture import capture_obstacle
-from utils import cli
-from utils.errors import UserError
+from hase.inference.core.answers import make_monotonic
+from hase.inference.core.arguments import checked_dims, shown
+from hase.inference.core.energy import EnergyPrediction, energy_of
+from hase.inference.core.memory import device_memory_mib, memory_warnings
+from hase.inference.core.model_warnings import weights_warning
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.report import log_measured
+from hase.inference.core.run_modes import AS_USUAL, RunMode
+from hase.inference.core.sources import missing_weights
+from hase.inference.llm.answers import LlmEnergy, LlmMemory, LlmPrediction, Time, TokenTime
+from hase.inference.llm.dimensions import DecoderFile, Step
+from hase.inference.llm.language_model import LanguageModel, language_model
+from hase.inference.llm.memory import Run, largest_batch, longest_context, request_memory
+from hase.inference.llm.requests import Request, over_generation, request_for
+from hase.inference.llm.steps import Learned, as_step, learned_of
+from hase.ort_analysis.cuda.capture import capture_obstacle
+from hase.ort_analysis.isolated.analysis import optimized_once
+from hase.utils import cli
+from hase.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from inference.core.answers import Prediction
-    from inference.core.host_pace import HostPace
-    from inference.core.model_run import PredictedRun
-    from records.generations import Phase
-    from records.kernel_record import ModelRecord
-    from utils.fingerprint import Target
-    from utils.paths import Workspace
+    from hase.inference.core.answers import Prediction
+    from hase.inference.core.host_pace import HostPace
+    from hase.inference.core.model_run import PredictedRun
+    from hase.records.generations import Phase
+    from hase.records.kernel_record import ModelRecord
+    from hase.utils.fingerprint import Target
+    from hase.utils.paths import Workspace
 
 MOST_CONTEXT = 2**20  # tokens that are asked about where nothing says what a model allows
 LESS_SURE = 0.01  # of a token's kernel time: a length between whose kernels were measured that much less is left out

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.core.chances import said
-from utils import cli, files
+from hase.inference.core.chances import said
+from hase.utils import cli, files
 
 if TYPE_CHECKING:
-    from inference.llm.answers import LlmPrediction, ObjectiveMet, Time
+    from hase.inference.llm.answers import LlmPrediction, ObjectiveMet, Time
 
 NAMES = {"ttft": "time to first token", "tpot": "mean time per further token"}
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from inference.llm.language_model import LanguageModel
-from records.generations import Generation, GenerationMemory
-from utils.errors import UserError
+from hase.inference.llm.language_model import LanguageModel
+from hase.records.generations import Generation, GenerationMemory
+from hase.utils.errors import UserError
 
 Floats = npt.NDArray[np.float64]
 

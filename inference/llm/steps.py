@@ -1,7 +1,7 @@
 """A run of a language model as a step of onnxruntime-genai: with what its loop takes, and as long as the power limit has it.
 
 The loop runs on the host, so it is as slow as the host is. A prompt that keeps the device at work for long reaches its power
-limit: after a while the device lowers its clocks (training/llm/learned.py). The ends of a step's interval are those of its run,
+limit: after a while the device lowers its clocks (learned/llm.py). The ends of a step's interval are those of its run,
 with the same added to them.
 """
 
@@ -12,21 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inference.core.energy import parts_of_run
-from inference.core.from_data_sheet import CardPredictors
-from inference.core.targets import predictor_folders
-from inference.core.uncertainty import hosts_between
-from inference.llm.dimensions import DecoderFile, Step
-from records.generations import PHASES, Phase
-from training.energy.learned import EnergyModel, energy_path, read_energy
-from training.energy.scaled import scaled
-from training.llm.learned import LearnedGeneration, read_generation, read_generation_energy
+from hase.inference.core.energy import parts_of_run
+from hase.inference.core.from_data_sheet import CardPredictors
+from hase.inference.core.targets import predictor_folders
+from hase.inference.core.uncertainty import hosts_between
+from hase.inference.llm.dimensions import DecoderFile, Step
+from hase.learned.energy import EnergyModel, energy_path, read_energy
+from hase.learned.llm import LearnedGeneration, read_generation, read_generation_energy
+from hase.learned.scaled_energy import scaled
+from hase.records.generations import PHASES, Phase
 
 if TYPE_CHECKING:
-    from inference.core.model_run import PredictedRun
-    from inference.core.predictor import Predictor
-    from records.kernel_record import ModelRecord
-    from training.composition.fitted import Composition
+    from hase.inference.core.model_run import PredictedRun
+    from hase.inference.core.predictor import Predictor
+    from hase.learned.composition.fitted import Composition
+    from hase.records.kernel_record import ModelRecord
 
 
 LIMITED = 1.02  # times as long as without the power limit, from which on the answer says so

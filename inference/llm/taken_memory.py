@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from inference.core.arena import Arena
-from inference.core.buffers import buffers_of_run, lay_out, layouts_of
-from inference.core.cuda_memory import weight_bytes_of
-from inference.llm.dimensions import DecoderFile
-from records.attention import attended_by
-from records.kernel_record import ModelRecord
+from hase.inference.core.arena import Arena
+from hase.inference.core.buffers import buffers_of_run, lay_out, layouts_of
+from hase.inference.core.cuda_memory import weight_bytes_of
+from hase.inference.llm.dimensions import DecoderFile
+from hase.records.attention import attended_by
+from hase.records.kernel_record import ModelRecord
 
 
 class Taken(NamedTuple):

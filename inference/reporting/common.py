@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from inference.core.from_data_sheet import gpu_of_target
+from hase.inference.core.from_data_sheet import gpu_of_target
 
 if TYPE_CHECKING:
-    from inference.core.answers import Prediction
-    from inference.core.targets import Fitted
-    from inference.llm.answers import LlmPrediction
+    from hase.inference.core.answers import Prediction
+    from hase.inference.core.targets import Fitted
+    from hase.inference.llm.answers import LlmPrediction
 
 
 def device_name(fitted: Fitted) -> str:

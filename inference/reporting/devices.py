@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.reporting.common import about
-from utils import cli
-from utils.pages.page import COLOURS, Axis, Bar, Bars, Chart, Limit, Page, Section, Series, Table
-from utils.pages.scales import axis_for
+from hase.inference.reporting.common import about
+from hase.utils import cli
+from hase.utils.pages.page import COLOURS, Axis, Bar, Bars, Chart, Limit, Page, Section, Series, Table
+from hase.utils.pages.scales import axis_for
 
 if TYPE_CHECKING:
-    from inference.core.targets import Fitted
+    from hase.inference.core.targets import Fitted
 
 COST = "a million items"
 MEASURED = "measured card"

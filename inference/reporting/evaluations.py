@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inference.evaluation.comparison import summary_table, table, warned_of
-from inference.evaluation.plot import BAND
-from inference.reporting.common import about
-from utils.pages.page import Axis, Bar, Bars, Chart, Fact, Page, Section, Series, Table
+from hase.inference.evaluation.comparison import summary_table, table, warned_of
+from hase.inference.evaluation.plot import BAND
+from hase.inference.reporting.common import about
+from hase.utils.pages.page import Axis, Bar, Bars, Chart, Fact, Page, Section, Series, Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inference.evaluation.comparison import Comparison, Evaluation
+    from hase.inference.evaluation.comparison import Comparison, Evaluation
 
 MOST_ROWS, MOST_WARNINGS = 500, 100  # of a page, which stays below 2 MB
 WORST = 12  # models whose errors are drawn

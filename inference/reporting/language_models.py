@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from inference.llm.report import memory_row, sweep_row, time_row, verdict
-from inference.reporting.common import about, device_name, pace_of, sentence, target_basis
-from inference.reporting.runs import folded_run, operators_by_time
-from utils import cli
-from utils.pages.page import (
+from hase.inference.llm.report import memory_row, sweep_row, time_row, verdict
+from hase.inference.reporting.common import about, device_name, pace_of, sentence, target_basis
+from hase.inference.reporting.runs import folded_run, operators_by_time
+from hase.utils import cli
+from hase.utils.pages.page import (
     COLOURS,
     Axis,
     Chart,
@@ -23,13 +23,13 @@ from utils.pages.page import (
     Shares,
     Table,
 )
-from utils.pages.scales import axis_for
+from hase.utils.pages.scales import axis_for
 
 if TYPE_CHECKING:
-    from inference.core.targets import Fitted
-    from inference.llm.answers import LlmPrediction, Objective, Time
-    from inference.llm.language_model import LanguageModel
-    from inference.llm.predicting import Runs
+    from hase.inference.core.targets import Fitted
+    from hase.inference.llm.answers import LlmPrediction, Objective, Time
+    from hase.inference.llm.language_model import LanguageModel
+    from hase.inference.llm.predicting import Runs
 
 MIB_PER_GIB = 1024.0
 UNFIT = "does not fit in the memory"

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from utils.lazy import onnx
-from utils.pages.page import Part
+from hase.utils.lazy import onnx
+from hase.utils.pages.page import Part
 
 if TYPE_CHECKING:
-    from inference.core.model_run import PredictedRun
-    from records.kernel_record import Node
+    from hase.inference.core.model_run import PredictedRun
+    from hase.records.kernel_record import Node
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 LEAST = 0.0005  # of the whole: smaller parts of a layer are put together

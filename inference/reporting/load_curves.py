@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inference.reporting.common import device_name, target_basis
-from utils import cli
-from utils.pages.page import Axis, Chart, Fact, Limit, Page, Section, Series, Table
-from utils.pages.scales import axis_for
+from hase.inference.reporting.common import device_name, target_basis
+from hase.utils import cli
+from hase.utils.pages.page import Axis, Chart, Fact, Limit, Page, Section, Series, Table
+from hase.utils.pages.scales import axis_for
 
 if TYPE_CHECKING:
-    from inference.core.targets import Fitted
-    from inference.sharing.shared_models import LoadCurve
+    from hase.inference.core.targets import Fitted
+    from hase.inference.sharing.shared_models import LoadCurve
 
 LINES = (("p99", "p99_ms"), ("p95", "p95_ms"), ("mean", "mean_ms"), ("p50", "p50_ms"))  # the highest first
 WITH_BAND = "p95"  # the line whose interval is drawn: four bands would cover each other

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from inference.core.model_differences import said_of_difference
-from inference.reporting.common import about, sentence, target_basis
-from inference.reporting.runs import folded_run, operators_by_time
-from utils.pages.page import Axis, Bar, Bars, Fact, Page, Section, Table
-from utils.pages.scales import axis_for
+from hase.inference.core.model_differences import said_of_difference
+from hase.inference.reporting.common import about, sentence, target_basis
+from hase.inference.reporting.runs import folded_run, operators_by_time
+from hase.utils.pages.page import Axis, Bar, Bars, Fact, Page, Section, Table
+from hase.utils.pages.scales import axis_for
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inference.core.model_differences import ComparedModel, ModelDifference
-    from inference.core.model_run import PredictedRun
+    from hase.inference.core.model_differences import ComparedModel, ModelDifference
+    from hase.inference.core.model_run import PredictedRun
 
 
 def difference_rows(difference: ModelDifference) -> list[dict[str, Any]]:

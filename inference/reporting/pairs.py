@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inference.sharing.shared_models import PERCENTILE
-from utils.pages.page import Axis, Chart, Limit, Series
-from utils.pages.scales import axis_for
-from utils.sharing_mode import SLICES, SetSharing
+from hase.inference.sharing.shared_models import PERCENTILE
+from hase.utils.pages.page import Axis, Chart, Limit, Series
+from hase.utils.pages.scales import axis_for
+from hase.utils.sharing_mode import SLICES, SetSharing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inference.sharing.shared_models import Pair
+    from hase.inference.sharing.shared_models import Pair
 
 
 def share_chart(pairs: Sequence[Pair]) -> Chart:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from inference.core.best_batch import BestBatches, said_of_batches
-from inference.core.chances import said
-from inference.core.ranking import compared_ms, ranked_per_item, said_of_order
-from inference.core.report import kernel_rows, statistic, summary
-from inference.reporting.common import about, device_name, pace_of, target_basis
-from inference.reporting.runs import operators_by_time, run_sections, where_time_goes
-from utils import cli
-from utils.pages.page import (
+from hase.inference.core.best_batch import BestBatches, said_of_batches
+from hase.inference.core.chances import said
+from hase.inference.core.ranking import compared_ms, ranked_per_item, said_of_order
+from hase.inference.core.report import kernel_rows, statistic, summary
+from hase.inference.reporting.common import about, device_name, pace_of, target_basis
+from hase.inference.reporting.runs import operators_by_time, run_sections, where_time_goes
+from hase.utils import cli
+from hase.utils.pages.page import (
     COLOURS,
     Axis,
     Bar,
@@ -27,13 +27,13 @@ from utils.pages.page import (
     Shares,
     Table,
 )
-from utils.pages.scales import axis_for
+from hase.utils.pages.scales import axis_for
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inference.core.answers import Prediction
-    from inference.core.report import Answer
+    from hase.inference.core.answers import Prediction
+    from hase.inference.core.report import Answer
 
 DETAILED = 12  # answers of a page that are shown in detail
 MIB_PER_GIB = 1024.0

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from inference.core.model_run import spans_of
-from inference.reporting.layers import time_by_layer
-from utils.pages.page import COLOURS, Piece, Section, Shares, Span, Table, Timeline, TreeMap
+from hase.inference.core.model_run import spans_of
+from hase.inference.reporting.layers import time_by_layer
+from hase.utils.pages.page import COLOURS, Piece, Section, Shares, Span, Table, Timeline, TreeMap
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inference.core.answers import Prediction
-    from inference.core.model_run import PredictedRun
+    from hase.inference.core.answers import Prediction
+    from hase.inference.core.model_run import PredictedRun
 
 MOST_SPANS = 8000  # of a timeline: a page stays below 2 MB
 

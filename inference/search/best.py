@@ -6,7 +6,7 @@ import bisect
 import heapq
 from collections.abc import Sequence
 
-from inference.search.evaluating import Candidate
+from hase.inference.search.evaluating import Candidate
 
 Rank = tuple[float, float, int]
 

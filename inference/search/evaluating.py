@@ -7,21 +7,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from inference.core.brief import BriefPrediction
-from inference.core.chances import chance_within
-from inference.core.conditions import pace_of
-from inference.core.host_pace import UNKNOWN, HostPace
-from inference.core.predictor import Predictor
-from inference.core.run_modes import AS_USUAL
-from inference.core.sources import Source
-from inference.core.uncertainty import HOSTS, host_warning
-from inference.search.scores import FLOPS, OWN, TABLE, WEIGHTS, checked, read_scores, score_in
-from inference.search.spaces import Choice, failed, space_of
-from records.kernel_record import ModelRecord
-from utils.errors import UserError
-from utils.fingerprint import FROM_SHEET
-from utils.lazy import onnx
-from utils.paths import SHIPPED, Workspace
+from hase.inference.core.brief import BriefPrediction
+from hase.inference.core.chances import chance_within
+from hase.inference.core.conditions import pace_of
+from hase.inference.core.host_pace import UNKNOWN, HostPace
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.run_modes import AS_USUAL
+from hase.inference.core.sources import Source
+from hase.inference.core.uncertainty import HOSTS, host_warning
+from hase.inference.search.scores import FLOPS, OWN, TABLE, WEIGHTS, checked, read_scores, score_in
+from hase.inference.search.spaces import Choice, failed, space_of
+from hase.records.kernel_record import ModelRecord
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import FROM_SHEET
+from hase.utils.lazy import onnx
+from hase.utils.paths import SHIPPED, Workspace
 
 MIB = 2**20
 

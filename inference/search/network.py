@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
-from records.kernel_types import describe_kernel
-from utils.fingerprint import Flavour
+from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.utils.fingerprint import Flavour
 
 OPSET = 20
 

@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from inference.search.network import Builder, Part, Values, record_of_parts
-from records.kernel_record import ModelRecord
-from utils.errors import UserError
-from utils.fingerprint import Flavour
+from hase.inference.search.network import Builder, Part, Values, record_of_parts
+from hase.records.kernel_record import ModelRecord
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
 
 SIDES, WIDTHS = (128, 144, 160, 176, 192, 208, 224), (1.0, 1.2)
 DEPTHS, WINDOWS, EXPANSIONS = (2, 3, 4), (3, 5, 7), (3, 4, 6)

@@ -18,19 +18,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inference.core.predictor import batches
-from inference.search.evaluating import Candidate, Evaluator, Question
-from inference.search.spaces import space_of
-from utils.errors import UserError
-from utils.lazy import pyarrow, ray
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.ray_cluster import RAY, connected
-from utils.temporary import temporary_folder
+from hase.inference.core.predictor import batches
+from hase.inference.search.evaluating import Candidate, Evaluator, Question
+from hase.inference.search.spaces import space_of
+from hase.utils.errors import UserError
+from hase.utils.lazy import pyarrow, ray
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.ray_cluster import RAY, connected
+from hase.utils.temporary import temporary_folder
 
 log = get_logger("search")
-CODE = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "tvm_analysis", "benchmark",
-        "graph_model", "overlap_simulator.py", "training", "inference")
+CODE = ("hase/__init__.py", "utils", "records", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "benchmark",
+        "graph_model", "overlap_simulator.py", "learned", "training", "inference")
 PACKAGES = {**RAY, "pyarrow": "requirements-search.txt"}
 TRAVELS = {"space": ".py", "score": ".csv"}  # the attributes of a question that may name a file, and how it then ends
 SAME_PACKAGES = "install the same packages on all machines of the cluster"

@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from inference.search.evaluating import Candidate, Question
-from utils.errors import UserError
-from utils.files import append_line, line_with_digest, line_without_digest, replacing
-from utils.lazy import pyarrow
+from hase.inference.search.evaluating import Candidate, Question
+from hase.utils.errors import UserError
+from hase.utils.files import append_line, line_with_digest, line_without_digest, replacing
+from hase.utils.lazy import pyarrow
 
 PART_VERSION = 1
 PARQUET, CSV = ".parquet", ".csv"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from utils.errors import UserError
+from hase.utils.errors import UserError
 
 OWN, FLOPS, WEIGHTS = "own", "flops", "weights"
 TABLE = ".csv"

@@ -10,17 +10,17 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from inference.core.predictor import BATCH, batches
-from inference.search.best import Best, Front, admitted
-from inference.search.evaluating import Candidate, Question, evaluated, evaluator, is_model, named
-from inference.search.on_ray import evaluated_on_ray
-from inference.search.results import PartFile, check_suffix, write_table
-from inference.search.spaces import Choice, space_of
-from utils import cli
-from utils.errors import UserError
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.processes import in_processes
+from hase.inference.core.predictor import BATCH, batches
+from hase.inference.search.best import Best, Front, admitted
+from hase.inference.search.evaluating import Candidate, Question, evaluated, evaluator, is_model, named
+from hase.inference.search.on_ray import evaluated_on_ray
+from hase.inference.search.results import PartFile, check_suffix, write_table
+from hase.inference.search.spaces import Choice, space_of
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.processes import in_processes
 
 log = get_logger("search")
 
@@ -73,7 +73,7 @@ def search(question: Question, top: int, out: Path | None = None, processes: int
         top: how many of the best are wanted.
         out: the table of all candidates, CSV or Parquet. What an interrupted search with the same question left is taken over.
         processes: that share the work; by default this one alone, or on Ray, one for each CPU of the cluster.
-        ray_address: of the Ray cluster that does the work (`utils.ray_cluster.connected`); None: this machine does it.
+        ray_address: of the Ray cluster that does the work (`hase.utils.ray_cluster.connected`); None: this machine does it.
 
     Raises:
         UserError: the space, the predictors, `out` or the cluster can't be used.

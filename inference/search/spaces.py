@@ -16,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from inference.core.sources import Source
-from inference.search import ofa
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.paths import Workspace
+from hase.inference.core.sources import Source
+from hase.inference.search import ofa
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.paths import Workspace
 
 COUNT = 10_000  # networks of a space that has more than anybody can try
 LISTS = (".txt", ".lst")

@@ -1,7 +1,7 @@
 """Which way of sharing a GPU lets several models meet their latency objectives, with which shares and batches.
 
-For each way and each choice of shares the run times are predicted (`inference.sharing.ways`), and the queues of requests
-simulated (`graph_model.simulation.serving`). Batches are searched model after model, for all ways at once.
+For each way and each choice of shares the run times are predicted (`hase.inference.sharing.ways`), and the queues of requests
+simulated (`hase.graph_model.simulation.serving`). Batches are searched model after model, for all ways at once.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from benchmark.serving.config import BATCH, ServedModel
-from graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Served, served, set_of
-from inference.core.chances import chance_within, in_words
-from inference.core.host_pace import HostPace
-from inference.core.uncertainty import CERTAIN
-from inference.sharing.co_runner import SAMPLES, NotShared
-from inference.sharing.instances import NEVER_MEASURED, SPAN
-from inference.sharing.mps import learned_elsewhere
-from inference.sharing.shared_models import PERCENTILE
-from inference.sharing.ways import MIG, MPS, MPS_SHARES, ways_of
-from records.host_pace import MEASURE
-from utils.config import Config
-from utils.errors import UserError
-from utils.frozen import Frozen
-from utils.sharing_mode import SetSharing
+from hase.benchmark.serving.config import BATCH, ServedModel
+from hase.graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Served, served, set_of
+from hase.inference.core.chances import chance_within, in_words
+from hase.inference.core.host_pace import HostPace
+from hase.inference.core.uncertainty import CERTAIN
+from hase.inference.sharing.co_runner import SAMPLES, NotShared
+from hase.inference.sharing.instances import NEVER_MEASURED, SPAN
+from hase.inference.sharing.mps import learned_elsewhere
+from hase.inference.sharing.shared_models import PERCENTILE
+from hase.inference.sharing.ways import MIG, MPS, MPS_SHARES, ways_of
+from hase.records.host_pace import MEASURE
+from hase.utils.config import Config
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
+from hase.utils.sharing_mode import SetSharing
 
 if TYPE_CHECKING:
-    from graph_model.simulation.pipeline import Floats
-    from inference.core.model_run import PredictedRun
-    from inference.core.predictor import Predictor
-    from inference.core.targets import Fitted
-    from records.host_pace import Stalls
+    from hase.graph_model.simulation.pipeline import Floats
+    from hase.inference.core.model_run import PredictedRun
+    from hase.inference.core.predictor import Predictor
+    from hase.inference.core.targets import Fitted
+    from hase.records.host_pace import Stalls
 
 SEED = 36  # of arrivals: the same question has the same answer
 SEARCH = (1000, 40)  # requests and repetitions while batches are searched;

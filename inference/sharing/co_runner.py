@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import PipelineCosts, Tracks
-from graph_model.simulation.sharing import CoRunner, shared_runs_ms
-from inference.core.targets import Fitted, is_here, local_targets
-from measuring.metrics.source import checked
-from training.sharing.learned import (
+from hase.benchmark.metrics.source import checked
+from hase.graph_model.simulation.pipeline import PipelineCosts, Tracks
+from hase.graph_model.simulation.sharing import CoRunner, shared_runs_ms
+from hase.inference.core.targets import Fitted, is_here, local_targets
+from hase.learned.sharing.slices import (
     BUSY_FIELDS,
     FIT,
     Sharing,
@@ -21,14 +21,14 @@ from training.sharing.learned import (
     co_runner_probed,
     co_runner_summarised,
 )
-from utils.errors import UserError
-from utils.frozen import Frozen
-from utils.sharing_mode import SetSharing, check_sharing_mode, share_of_this_process, sharing_mode
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
+from hase.utils.sharing_mode import SetSharing, check_sharing_mode, share_of_this_process, sharing_mode
 
 if TYPE_CHECKING:
-    from inference.live.load import LoadReading
-    from records.probe_reading import ProbeReading
-    from utils.fingerprint import SharingMode
+    from hase.inference.live.load import LoadReading
+    from hase.records.probe_reading import ProbeReading
+    from hase.utils.fingerprint import SharingMode
 
 SHOWN_PERCENTILES = (50, 95, 99)
 LoadSource = Literal["probe", "metrics", "share", "prediction"]
@@ -155,7 +155,7 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
     if fitted.sharing is None:
         raise NotShared(fitted.target.name)
     if reading is None:
-        from runtimes.ort.sharing_probe import probe
+        from hase.benchmark.ort.sharing_probe import probe
 
         if not is_here(fitted.target):
             raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from graph_model.simulation.mps import times_at_share
-from graph_model.simulation.pipeline import pipeline_ms
-from inference.core.uncertainty import Span
-from inference.sharing.co_runner import UnderLoad
-from inference.sharing.mps import mps_process
-from utils.sharing_mode import ALL_THREADS, SetSharing
+from hase.graph_model.simulation.mps import times_at_share
+from hase.graph_model.simulation.pipeline import pipeline_ms
+from hase.inference.core.uncertainty import Span
+from hase.inference.sharing.co_runner import UnderLoad
+from hase.inference.sharing.mps import mps_process
+from hase.utils.sharing_mode import ALL_THREADS, SetSharing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inference.core.model_run import PredictedRun
-    from inference.core.targets import Fitted
-    from training.sharing.mps import LearnedMps
+    from hase.inference.core.model_run import PredictedRun
+    from hase.inference.core.targets import Fitted
+    from hase.learned.sharing.mps import LearnedMps
 
 COMPUTE_SLICES, MEMORY_SLICES = 7, 8
 
@@ -64,7 +64,7 @@ def fit_together(profiles: Sequence[Profile]) -> bool:
 
 
 class InInstances:
-    """Run times of models in an instance each (`inference.sharing.ways`)."""
+    """Run times of models in an instance each (`hase.inference.sharing.ways`)."""
 
     def __init__(self, learned: LearnedMps) -> None:
         self._learned = learned

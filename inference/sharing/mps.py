@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graph_model.simulation.mps import MpsProcess, mps_runs_ms, with_share
-from graph_model.simulation.pipeline import pipeline_ms
-from inference.core.uncertainty import Span, span_of_error
-from inference.sharing.co_runner import SEED, UnderLoad
-from training.sharing.mps import FIT
-from utils.errors import UserError
-from utils.sharing_mode import ALL_THREADS, SetSharing
+from hase.graph_model.simulation.mps import MpsProcess, mps_runs_ms, with_share
+from hase.graph_model.simulation.pipeline import pipeline_ms
+from hase.inference.core.uncertainty import Span, span_of_error
+from hase.inference.sharing.co_runner import SEED, UnderLoad
+from hase.learned.sharing.mps import FIT
+from hase.utils.errors import UserError
+from hase.utils.sharing_mode import ALL_THREADS, SetSharing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graph_model.simulation.pipeline import Tracks
-    from inference.core.model_run import PredictedRun
-    from inference.core.targets import Fitted
-    from training.sharing.mps import LearnedMps
+    from hase.graph_model.simulation.pipeline import Tracks
+    from hase.inference.core.model_run import PredictedRun
+    from hase.inference.core.targets import Fitted
+    from hase.learned.sharing.mps import LearnedMps
 
 SHARES = (25, 50, 75)  # per cent of the threads, to choose from
 
@@ -35,7 +35,7 @@ class NotThroughMps(UserError):
 
 
 class ThroughMps:
-    """Run times of models that share a GPU through MPS, with shares of its threads or without (`inference.sharing.ways`)."""
+    """Run times of models that share a GPU through MPS, with shares of its threads or without (`hase.inference.sharing.ways`)."""
 
     def __init__(self, learned: LearnedMps, shares: bool) -> None:
         self._learned, self._shares = learned, shares

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inference.core.chances import chance_within, in_words
-from inference.core.run_modes import AS_USUAL
-from inference.core.uncertainty import CERTAIN, Span, joined
-from inference.sharing.co_runner import LoadSource, NotShared, UnderLoad, check_mode_here, under_load
-from training.sharing.learned import Sharing, co_runner_guessed, in_a_loop
-from utils.errors import UserError
-from utils.frozen import Frozen
-from utils.sharing_mode import SLICES
+from hase.inference.core.chances import chance_within, in_words
+from hase.inference.core.run_modes import AS_USUAL
+from hase.inference.core.uncertainty import CERTAIN, Span, joined
+from hase.inference.sharing.co_runner import LoadSource, NotShared, UnderLoad, check_mode_here, under_load
+from hase.learned.sharing.slices import Sharing, co_runner_guessed, in_a_loop
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
+from hase.utils.sharing_mode import SLICES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graph_model.simulation.pipeline import PipelineCosts, Tracks
-    from graph_model.simulation.sharing import CoRunner
-    from inference.core.answers import Prediction
-    from inference.core.model_run import PredictedRun
+    from hase.graph_model.simulation.pipeline import PipelineCosts, Tracks
+    from hase.graph_model.simulation.sharing import CoRunner
+    from hase.inference.core.answers import Prediction
+    from hase.inference.core.model_run import PredictedRun
 
 PERCENTILE = 95.0  # of the runs that must keep to an objective, if no other is given
 PRECISION = 0.005  # of the highest share, a ratio
@@ -190,7 +190,7 @@ class LoadCurve(Frozen):
 
 def load_curve(model: SharedModel, points: int) -> LoadCurve:
     """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps. From 0.95 on the
-    background never pauses (`records.probe_reading.ALWAYS`)."""
+    background never pauses (`hase.records.probe_reading.ALWAYS`)."""
     load_points = []
     for place in range(points):
         share = place / (points - 1)
@@ -217,7 +217,7 @@ class Slo(Frozen):
         could_be_ms: the upper end of the prediction's interval, which holds nine of ten models. Under load, the percentile
             times the ratio of that end to the mean. It says how wrong the prediction may be, not how the runs spread.
         chance: how likely the objective is met, 0 to 1, given how wrong the prediction may be.
-        chance_in_words: the same as `inference.core.chances.in_words` says it.
+        chance_in_words: the same as `hase.inference.core.chances.in_words` says it.
     """
 
     limit_ms: float

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from inference.core.uncertainty import Span, load_span
-from inference.sharing.co_runner import NotShared, UnderLoad, shared_as_here
-from inference.sharing.instances import InInstances, has_instances
-from inference.sharing.mps import NotThroughMps, ThroughMps, learned_elsewhere
-from inference.sharing.shared_models import OneOfTwo, Pair, one_of_two, shared_model_of
-from utils.errors import UserError
-from utils.sharing_mode import ALL_THREADS, SLICES, SetSharing
+from hase.inference.core.uncertainty import Span, load_span
+from hase.inference.sharing.co_runner import NotShared, UnderLoad, shared_as_here
+from hase.inference.sharing.instances import InInstances, has_instances
+from hase.inference.sharing.mps import NotThroughMps, ThroughMps, learned_elsewhere
+from hase.inference.sharing.shared_models import OneOfTwo, Pair, one_of_two, shared_model_of
+from hase.utils.errors import UserError
+from hase.utils.sharing_mode import ALL_THREADS, SLICES, SetSharing
 
 if TYPE_CHECKING:
-    from inference.core.model_run import PredictedRun
-    from inference.core.targets import Fitted
+    from hase.inference.core.model_run import PredictedRun
+    from hase.inference.core.targets import Fitted
 
 MPS, MPS_SHARES, MIG = "mps", "mps with shares", "mig"
 

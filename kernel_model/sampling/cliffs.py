@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kernel_model.sampling.draws import infer_outputs, on_cuda
-from kernel_model.sampling.seeds import Families
-from records.dataset_files import idle_rows, read_kernels
-from records.dataset_tables import read_kernel_table
-from records.kernel_record import Kernel, KernelInput
-from records.kernel_types import channels_last, describe_kernel, normalize
-from records.measurement import GPU_LABEL
-from records.operators import operator_row
-from utils.errors import UserError
-from utils.lazy import sklearn
-from utils.paths import Workspace
+from hase.kernel_model.sampling.draws import infer_outputs, on_cuda
+from hase.kernel_model.sampling.seeds import Families
+from hase.records.dataset_files import idle_rows, read_kernels
+from hase.records.dataset_tables import read_kernel_table
+from hase.records.kernel_record import Kernel, KernelInput
+from hase.records.kernel_types import channels_last, describe_kernel, normalize
+from hase.records.measurement import GPU_LABEL
+from hase.records.operators import operator_row
+from hase.utils.errors import UserError
+from hase.utils.lazy import sklearn
+from hase.utils.paths import Workspace
 
 LEAST_HEIGHT = 3.0  # from here on a jump is a cliff: noise, and how well sizes fit tiles, make less
 LEAST_MS = 0.02  # of the slower kernel; shorter ones are mostly the cost of a launch

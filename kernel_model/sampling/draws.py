@@ -7,16 +7,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from records.attention import NORM, OPERATOR
-from records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, type_code
-from records.kernel_types import describe_kernel
-from records.operators import operator_row
-from runtimes.ort.building.dummy_data import index_limit
-from runtimes.ort.building.kernel_models import build_model, is_cache, is_large_weight
-from runtimes.ort.cuda.placement import cuda_kernel
-from utils.errors import UserError
-from utils.lazy import onnx
-from utils.ort_sessions import open_session
+from hase.kernel_model.building.dummy_data import index_limit
+from hase.kernel_model.building.kernel_models import build_model, is_cache, is_large_weight
+from hase.ort_analysis.cuda.placement import cuda_kernel
+from hase.records.attention import NORM, OPERATOR
+from hase.records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, type_code
+from hase.records.kernel_types import describe_kernel
+from hase.records.operators import operator_row
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx
+from hase.utils.ort_sessions import open_session
 
 FLOAT_TYPES = ("float32", "float16")  # that a kernel may be drawn in
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from records.kernel_record import Kernel
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Target
-from utils.frozen import Frozen
+from hase.records.kernel_record import Kernel
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target
+from hase.utils.frozen import Frozen
 
 ERRORS_VERSION = 2
 MOST_LOG_ERROR = 0.5  # that counts in error_weights: 65 % too long, or 39 % too short

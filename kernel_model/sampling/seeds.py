@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from utils import files
-from utils.errors import UserError
+from hase.utils import files
+from hase.utils.errors import UserError
 
 Families = tuple[str, ...]  # sorted names of model families
 Seeds = dict[str, Families]  # by kernel id

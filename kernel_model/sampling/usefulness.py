@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kernel_model.sampling.kernel_errors import MOST_LOG_ERROR, KernelError
-from records.kernel_record import Kernel, Tensor
+from hase.kernel_model.sampling.kernel_errors import MOST_LOG_ERROR, KernelError
+from hase.records.kernel_record import Kernel, Tensor
 
 AXES = 4  # of a tensor's shape, the last ones
 SIZES = 3 * AXES + 4  # numbers in a position

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from model_zoo.exporting.onnx_export import Exporter, short
-from model_zoo.exporting.zoo_config import Export
-from utils import cli, logger
-from utils.errors import UserError
-from utils.paths import Workspace
-from utils.processes import begin_child, exit_cause
+from hase.model_zoo.exporting.onnx_export import Exporter, short
+from hase.model_zoo.exporting.zoo_config import Export
+from hase.utils import cli, logger
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
+from hase.utils.processes import begin_child, exit_cause
 
 STOP_SECONDS = 10.0
 

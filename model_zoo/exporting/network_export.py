@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from model_zoo.exporting.onnx_export import LARGEST_FILE, add_metadata, difference, quiet, without_paths
-from model_zoo.exporting.torch_models import SEED, weight_bytes
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import package_version
-from utils.lazy import onnx, torch
-from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
-from utils.ort_sessions import model_errors, open_session
+from hase.model_zoo.exporting.onnx_export import LARGEST_FILE, add_metadata, difference, quiet, without_paths
+from hase.model_zoo.exporting.torch_models import SEED, weight_bytes
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import package_version
+from hase.utils.lazy import onnx, torch
+from hase.utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
+from hase.utils.ort_sessions import model_errors, open_session
 
 Values = Literal["normal", "ones", "indices"]
 EXPORTER_VERSION = 1  # of what is made here; files of another version are made anew

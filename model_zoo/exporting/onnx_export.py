@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from model_zoo.exporting.torch_models import SEED, build, check_names, group_of, is_sized, reference, weight_bytes
-from model_zoo.exporting.zoo_config import SMALLEST_IMAGE, Export
-from runtimes import flavour_of, local_target
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import ort_version, package_version
-from utils.lazy import onnx, onnxruntime, torch
-from utils.logger import get_logger
-from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
-from utils.ort_sessions import model_errors, open_session
-from utils.paths import OPTIMIZED_SUFFIX, Workspace
+from hase.model_zoo.exporting.torch_models import SEED, build, check_names, group_of, is_sized, reference, weight_bytes
+from hase.model_zoo.exporting.zoo_config import SMALLEST_IMAGE, Export
+from hase.runtimes import flavour_of, local_target
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import ort_version, package_version
+from hase.utils.lazy import onnx, onnxruntime, torch
+from hase.utils.logger import get_logger
+from hase.utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
+from hase.utils.ort_sessions import model_errors, open_session
+from hase.utils.paths import OPTIMIZED_SUFFIX, Workspace
 
 EXPORTER_VERSION = 2  # files of another version are exported again
 LARGEST_FILE = 2**31 - 2**20  # bytes: protobuf's limit, minus room for the graph

@@ -11,20 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model_zoo.exporting.network_export import Network, network_stamp, stem_of, write_network
-from model_zoo.exporting.onnx_export import is_done, short
-from model_zoo.exporting.zoo_config import Collection
-from utils.errors import UserError
-from utils.fingerprint import resolve_device
-from utils.lazy import torch
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.processes import each_in_a_process
+from hase.model_zoo.exporting.network_export import Network, network_stamp, stem_of, write_network
+from hase.model_zoo.exporting.onnx_export import is_done, short
+from hase.model_zoo.exporting.zoo_config import Collection
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import resolve_device
+from hase.utils.lazy import torch
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.processes import each_in_a_process
 
 MODULES: dict[Collection, str] = {
-    "timm": "model_zoo.networks.from_timm", "transformers": "model_zoo.networks.from_transformers",
-    "torchvision": "model_zoo.networks.torchvision_tasks", "other": "model_zoo.networks.other",
-    "random": "model_zoo.networks.drawn"}
+    "timm": "hase.model_zoo.networks.from_timm", "transformers": "hase.model_zoo.networks.from_transformers",
+    "torchvision": "hase.model_zoo.networks.torchvision_tasks", "other": "hase.model_zoo.networks.other",
+    "random": "hase.model_zoo.networks.drawn"}
 OPTIONAL_PACKAGES: dict[Collection, str] = {"timm": "timm", "transformers": "transformers"}
 log = get_logger("exporter")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from utils.errors import UserError
-from utils.lazy import torch, torchvision
+from hase.utils.errors import UserError
+from hase.utils.lazy import torch, torchvision
 
 SEED = 0
 CALIBRATION_SIZE = 224

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from utils.config import Config, read_config
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.utils.config import Config, read_config
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 CONFIG_FILE = ROOT / "model_zoo" / "config.yaml"
 SMALLEST_IMAGE = 32  # pixels a side; below, no classification model has anything left to pool

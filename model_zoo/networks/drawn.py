@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model_zoo.exporting.network_export import Network, NetworkInput
-from model_zoo.exporting.torch_models import SEED, make_like_trained
-from utils.errors import UserError
+from hase.model_zoo.exporting.network_export import Network, NetworkInput
+from hase.model_zoo.exporting.torch_models import SEED, make_like_trained
+from hase.utils.errors import UserError
 
 T = TypeVar("T")
 COLLECTION = "random"

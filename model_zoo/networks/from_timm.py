@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import timm
 import torch
 
-from model_zoo.exporting.network_export import Network, NetworkInput
-from model_zoo.exporting.torch_models import SEED, make_like_trained
-from utils.errors import UserError
+from hase.model_zoo.exporting.network_export import Network, NetworkInput
+from hase.model_zoo.exporting.torch_models import SEED, make_like_trained
+from hase.utils.errors import UserError
 
 COLLECTION = "timm"
 

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from model_zoo.exporting.network_export import Network, NetworkInput, tensors_in
-from model_zoo.exporting.torch_models import SEED, make_like_trained
-from utils.errors import UserError
+from hase.model_zoo.exporting.network_export import Network, NetworkInput, tensors_in
+from hase.model_zoo.exporting.torch_models import SEED, make_like_trained
+from hase.utils.errors import UserError
 
 COLLECTION = "transformers"
 TOKEN = "_token"  # ends the name of a decoder that takes one token and a cache of keys and values

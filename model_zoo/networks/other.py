@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model_zoo.exporting.network_export import Network, NetworkInput
-from model_zoo.exporting.torch_models import SEED, make_like_trained
-from model_zoo.networks import on_host
-from utils.errors import UserError
+from hase.model_zoo.exporting.network_export import Network, NetworkInput
+from hase.model_zoo.exporting.torch_models import SEED, make_like_trained
+from hase.model_zoo.networks import on_host
+from hase.utils.errors import UserError
 
 COLLECTION = "other"
 

@@ -10,9 +10,9 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from model_zoo.exporting.network_export import Network, NetworkInput, tensors_in
-from model_zoo.exporting.torch_models import SEED, make_like_trained
-from utils.errors import UserError
+from hase.model_zoo.exporting.network_export import Network, NetworkInput, tensors_in
+from hase.model_zoo.exporting.torch_models import SEED, make_like_trained
+from hase.utils.errors import UserError
 
 COLLECTION = "torchvision"
 CLASSES = 21

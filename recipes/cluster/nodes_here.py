@@ -18,12 +18,12 @@ from typing import Any
 
 import psutil
 
-from utils.lazy import ray
-from utils.locks import FOLDER_VARIABLE
+from hase.utils.lazy import ray
+from hase.utils.locks import FOLDER_VARIABLE
 
 STORE_BYTES = 80 << 20  # of each node's object store
 ACTOR = "ray::RemoteMeasurer"  # how the command line of an actor's process begins
-WORKER = "runtimes.ort.worker"  # stands in that of a process in which it measures
+WORKER = "hase.benchmark.ort.worker"  # stands in that of a process in which it measures
 ENDS_WITHIN_S = 10.0  # the processes of a node that was killed
 
 

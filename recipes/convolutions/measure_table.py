@@ -1,8 +1,8 @@
 """The full table of models × convolution algorithms × input sizes, in one process: about 14 minutes on an H200 for five sizes.
 
-Each model is built once, and each combination is profiled as convolutions/run_profile.py does with --fallback, so that every
+Each model is built once, and each combination is profiled as extras/convolutions/run_profile.py does with --fallback, so that every
 layer that can run under an algorithm is timed. Energy is measured only where all layers can. Models of more than 0.1 s are run
-less often. Writes to convolutions/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes on, on another
+less often. Writes to extras/convolutions/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes on, on another
 machine of the same kind too; with --minutes it begins no combination after that time. Prints one row for each model and
 algorithm, with five of its sizes (--json: all).
 """
@@ -22,17 +22,17 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from convolutions.algorithms import DEFAULT, algorithm_named, algorithms_of
-from convolutions.listing import MODELS, gpu_name
-from convolutions.measure import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
-from convolutions.profiler import UnifiedProfiler, open_instruments
-from measuring.bench import Steadiness
-from model_zoo.exporting.torch_models import build, check_names
-from utils import cli
-from utils.fingerprint import machine, resolve_device
-from utils.lazy import torch
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.benchmark.measuring.bench import Steadiness
+from hase.extras.convolutions.algorithms import DEFAULT, algorithm_named, algorithms_of
+from hase.extras.convolutions.listing import MODELS, gpu_name
+from hase.extras.convolutions.measure import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
+from hase.extras.convolutions.profiler import UnifiedProfiler, open_instruments
+from hase.model_zoo.exporting.torch_models import build, check_names
+from hase.utils import cli
+from hase.utils.fingerprint import machine, resolve_device
+from hase.utils.lazy import torch
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 SIZES = [224, 422, 620, 818, 1016]
 EXAMPLES = """

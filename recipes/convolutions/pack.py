@@ -1,7 +1,7 @@
 """Packs the results of convolution algorithms: tables in one archive, every sample in another.
 
-The tables in convolutions/results/ are written anew from their journals first, so that they have today's columns. Without a
-GPU. Writes <output-dir>/<name>.tar.xz and <name>-samples.tar.xz; convolutions/choose_algorithms.py --results reads the first
+The tables in extras/convolutions/results/ are written anew from their journals first, so that they have today's columns. Without a
+GPU. Writes <output-dir>/<name>.tar.xz and <name>-samples.tar.xz; extras/convolutions/choose_algorithms.py --results reads the first
 unpacked.
 """
 
@@ -13,11 +13,11 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from convolutions.results import JOURNAL, SETTINGS, read_settings, write_tables
-from records.blocks import read_blocks
-from utils import cli, files
-from utils.errors import UserError
-from utils.logger import get_logger
+from hase.extras.convolutions.results import JOURNAL, SETTINGS, read_settings, write_tables
+from hase.records.blocks import read_blocks
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
 
 EXAMPLES = """
 python recipes/convolutions/pack.py --workspace out/convolutions --name nvidia-h200 --output-dir recipes/convolutions

@@ -10,9 +10,9 @@ minutes=${2:-60}
 hase() { python "$1" --workspace "$out" "${@:2}"; }
 
 mkdir -p "$out"
-hase convolutions/run_profile.py --check-cuda
+hase extras/convolutions/run_profile.py --check-cuda
 hase recipes/convolutions/measure_table.py --sizes 224 --batch 16 --energy-seconds 0 --minutes "$minutes" | tee "$out/table_b16.tsv"
 hase recipes/convolutions/measure_table.py --minutes "$minutes" | tee "$out/table_b1.tsv"
 hase recipes/convolutions/pack.py
 hase recipes/convolutions/table_page.py --markdown "$out/measured.md"
-hase convolutions/choose_algorithms.py --output-dir "$out/choice"
+hase extras/convolutions/choose_algorithms.py --output-dir "$out/choice"

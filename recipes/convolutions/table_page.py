@@ -12,19 +12,19 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from convolutions.algorithms import ON_CPU, ON_GPU
-from convolutions.listing import MODELS
-from convolutions.tables import read_table, unpacked
-from utils import cli, files
-from utils.cli.printing import markdown_table
-from utils.lazy import pandas as pd
+from hase.extras.convolutions.algorithms import ON_CPU, ON_GPU
+from hase.extras.convolutions.listing import MODELS
+from hase.extras.convolutions.tables import read_table, unpacked
+from hase.utils import cli, files
+from hase.utils.cli.printing import markdown_table
+from hase.utils.lazy import pandas as pd
 
 EXAMPLES = """
 python recipes/convolutions/table_page.py --workspace out/convolutions --markdown out/convolutions/measured.md
 """
 HEAD = """# Convolution algorithms: all that was measured
 
-Written by `recipes/convolutions/table_page.py`. [The page of this subject](../../convolutions/README.md) says how it was
+Written by `recipes/convolutions/table_page.py`. [The page of this subject](../../extras/convolutions/README.md) says how it was
 measured, and what it shows.
 
 Each cell has the GPU's time of all convolutions in ms; then, in brackets, the model's own time in ms, the mean power in W, and
@@ -102,7 +102,7 @@ def page(overall: pd.DataFrame, layers: pd.DataFrame) -> str:
 def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--results", type=Path, metavar="DIR",
-                        help="folder or archive of tables (default: convolutions/results)")
+                        help="folder or archive of tables (default: extras/convolutions/results)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", required=True, help="the page to write")
     args = parser.parse_args()
     workspace = cli.start(args)

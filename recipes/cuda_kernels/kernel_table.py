@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.cuda_kernels.probes import probes_of, schemas
-from records.kernel_record import session_dtype
-from utils import files
+from hase.recipes.cuda_kernels.probes import probes_of, schemas
+from hase.records.kernel_record import session_dtype
+from hase.utils import files
 
 
 def products(accepted: Sequence[Mapping[str, str]]) -> list[dict[str, list[str]]]:

@@ -2,7 +2,7 @@
 
 Reads the dataset of a GPU target, label `gpu`. Learns two decision trees from kernels that neither belong to a model nor were
 drawn near one that does, so that errors of models stay honest, whatever is held out. Prints how often the trees are right for
-all other kernels, and writes them to --out, which runtimes/ort/cuda/slow_launches.py reads.
+all other kernels, and writes them to --out, which ort_analysis/cuda/slow_launches.py reads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from records.dataset_files import read_kernels
-from records.dataset_tables import read_kernel_table
-from records.kernel_record import Kernel
-from runtimes.ort.cuda.slow_launches import TABLE, DecisionTree, SlowLaunches, product_numbers, recurrent_numbers
-from utils import cli, files
-from utils.errors import UserError
-from utils.lazy import sklearn
-from utils.paths import Workspace
+from hase.ort_analysis.cuda.slow_launches import TABLE, DecisionTree, SlowLaunches, product_numbers, recurrent_numbers
+from hase.records.dataset_files import read_kernels
+from hase.records.dataset_tables import read_kernel_table
+from hase.records.kernel_record import Kernel
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.lazy import sklearn
+from hase.utils.paths import Workspace
 
 SLOW = ("sm90_xmma_gemm", "sm80_xmma_gemm", "nvjet")  # in the names of kernels of products
 SLOW_IN_STEPS = ("sm90_xmma_gemm",)  # and of the products in the steps of a recurrent layer

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.cuda_kernels.kernel_table import write_table
-from recipes.cuda_kernels.probes import Probe, graph_of, probes_of, schemas
-from utils import cli, files
-from utils.fingerprint import ort_version
-from utils.lazy import onnx, onnxruntime
-from utils.logger import get_logger
-from utils.processes import process_pool
+from hase.recipes.cuda_kernels.kernel_table import write_table
+from hase.recipes.cuda_kernels.probes import Probe, graph_of, probes_of, schemas
+from hase.utils import cli, files
+from hase.utils.fingerprint import ort_version
+from hase.utils.lazy import onnx, onnxruntime
+from hase.utils.logger import get_logger
+from hase.utils.processes import process_pool
 
 log = get_logger("probe")
 DOMAINS = ("", "com.microsoft", "ai.onnx.ml")
@@ -40,7 +40,7 @@ SKIPPED = {"Constant", "ATen", "If", "Loop", "Scan", "BeamSearch", "GreedySearch
            "SequenceMap", "ExpandDims"}
 EXAMPLES = """
 python recipes/cuda_kernels/probe_kernels.py --out answers.json
-python recipes/cuda_kernels/probe_kernels.py --table answers.json --out runtimes/ort/cuda/cuda_kernels.json
+python recipes/cuda_kernels/probe_kernels.py --table answers.json --out ort_analysis/cuda/cuda_kernels.json
 """
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from records.kernel_record import session_dtype, type_code
-from utils.lazy import onnx, onnxruntime
+from hase.records.kernel_record import session_dtype, type_code
+from hase.utils.lazy import onnx, onnxruntime
 
 ONNX_OPSET = 21  # of a graph with an operator of another domain: its Identity takes all element types
 MOST_COMBINATIONS = 300  # up to this many combinations of types are all tried; beyond, two type variables at a time

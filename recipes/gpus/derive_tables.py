@@ -14,16 +14,16 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from recipes.gpus.public_tables import neusight, products
-from records.dataset_files import read_kernels
-from records.measurement import GPU_LABEL
-from training.data_sheet.tables import ABOUT, COLUMNS
-from training.data_sheet.work import DTYPES, KINDS, work_of
-from training.kernels.settings import LAUNCHES
-from training.kernels.training_set import measured_times, times_under
-from utils import cli
-from utils.lazy import pandas as pd
-from utils.paths import Workspace
+from hase.learned.data_sheet.work import DTYPES, KINDS, work_of
+from hase.learned.kernels.settings import LAUNCHES
+from hase.recipes.gpus.public_tables import neusight, products
+from hase.records.dataset_files import read_kernels
+from hase.records.measurement import GPU_LABEL
+from hase.training.data_sheet.tables import ABOUT, COLUMNS
+from hase.training.kernels.training_set import measured_times, times_under
+from hase.utils import cli
+from hase.utils.lazy import pandas as pd
+from hase.utils.paths import Workspace
 
 EXAMPLES = """
 python recipes/gpus/derive_tables.py --external external --out recipes/gpus/tables.csv.xz \\

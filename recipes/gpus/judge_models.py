@@ -21,29 +21,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from inference.core.from_data_sheet import carried_predictors, sheet_range
-from inference.core.host_pace import HostPace, ratio_of
-from inference.core.predictor import Predictor
-from inference.core.targets import Fitted, carried_over, fitted_for
-from records.dataset_files import read_kernels
-from records.dataset_tables import read_model_table
-from records.gpu_catalogue import Gpu
-from records.host_pace import paced_rows
-from records.kernel_record import Kernel, ModelRecord
-from records.kernel_record_files import read_model_record, record_path
-from records.measurement import GPU_LABEL
-from training.data_sheet.adjusted import AdjustedRatios, adjust
-from training.data_sheet.card import on_base
-from training.data_sheet.choosing import most_useful
-from training.data_sheet.fit import learn
-from training.data_sheet.ratios import CardRatios
-from training.data_sheet.saved import Range, read_sheet
-from training.data_sheet.tables import card, read_tables
-from training.kernels.predictors import Predictors, leaves_gpu_idle
-from training.kernels.training_set import measured_times, times_under
-from utils import cli
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.inference.core.from_data_sheet import carried_predictors, sheet_range
+from hase.inference.core.host_pace import HostPace, ratio_of
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.targets import Fitted, carried_over, fitted_for
+from hase.learned.data_sheet.adjusted import AdjustedRatios, adjust
+from hase.learned.data_sheet.ratios import CardRatios
+from hase.learned.data_sheet.saved import Range, read_sheet
+from hase.learned.kernels.predictors import Predictors, leaves_gpu_idle
+from hase.records.dataset_files import read_kernels
+from hase.records.dataset_tables import read_model_table
+from hase.records.gpu_catalogue import Gpu
+from hase.records.host_pace import paced_rows
+from hase.records.kernel_record import Kernel, ModelRecord
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.measurement import GPU_LABEL
+from hase.training.data_sheet.card import on_base
+from hase.training.data_sheet.choosing import most_useful
+from hase.training.data_sheet.fit import learn
+from hase.training.data_sheet.tables import card, read_tables
+from hase.training.kernels.training_set import measured_times, times_under
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 CANDIDATES, WANTED = 3000, 2500  # kernels to choose from, and kernels of the models that they shall tell of
 EXAMPLES = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.lazy import pandas as pd
+from hase.utils.lazy import pandas as pd
 
 CARDS = {"a100_sxm": "a100", "h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300", "l40s": "l40s"}
 NEUSIGHT_CARDS = {

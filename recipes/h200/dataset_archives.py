@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from records.blocks import Block
-from records.copies import copies_path
-from records.dataset_files import (
+from hase.records.blocks import Block
+from hase.records.copies import copies_path
+from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
     header_path,
@@ -31,14 +31,14 @@ from records.dataset_files import (
     write_journal,
     write_kernels,
 )
-from records.dataset_writer import merge_dataset
-from records.kernel_record_files import index_path, record_path
-from utils import cli, files
-from utils.errors import UserError
-from utils.files import pack, unpack
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.temporary import temporary_folder
+from hase.records.dataset_writer import merge_dataset
+from hase.records.kernel_record_files import index_path, record_path
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.files import pack, unpack
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.temporary import temporary_folder
 
 log = get_logger("archives")
 HERE = Path(__file__).resolve().parent

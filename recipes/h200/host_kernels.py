@@ -14,16 +14,16 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections.abc import Sequence
 
-from records.kernel_costs import is_control_flow
-from records.kernel_record import KernelIndex, ModelRecord
-from records.kernel_record_files import build_index, index_path, read_model_record
-from runtimes import flavour_of
-from training.composition.cuda_nodes import is_copy, reads_shape
-from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.learned.composition.cuda_nodes import is_copy, reads_shape
+from hase.records.kernel_costs import is_control_flow
+from hase.records.kernel_record import KernelIndex, ModelRecord
+from hase.records.kernel_record_files import build_index, index_path, read_model_record
+from hase.runtimes import flavour_of
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("host")
 EXAMPLES = """

@@ -10,7 +10,7 @@
 #   collections  figures: each collection of models held out in turn              20 minutes
 #   forms        figures: forms of operators held out, and cliffs between kernels 15 minutes
 #   families     figures: families, operators, models that also use their host    90 minutes
-#   ship         into the repository: predictors to training/shipped/, which `--target nvidia-h200` predicts from, and the
+#   ship         into the repository: predictors to learned/shipped/, which `--target nvidia-h200` predicts from, and the
 #                pages of operators, of forms and of energy to docs/, if there are any
 #   pack         what the workspace's dataset holds beyond the archives of this folder, as a further archive; and the host's side,
 #                whose two archives are small and written anew where they changed
@@ -108,7 +108,7 @@ part_families() {
   figure host_models hase recipes/h200/host_models.py --target "$target" --config "$config" --host "$out/host"
 }
 part_ship() {
-  local learned=$out/training/predictors/$target shipped=training/shipped/$target file
+  local learned=$out/training/predictors/$target shipped=learned/shipped/$target file
   for file in predictors.json host.json composition.json sharing.json mps.json serving.json energy.json generation.json generation_energy.json; do
     [ -f "$learned/$file" ] || {
       echo "$learned/$file is missing; run: recipes/h200/learn.sh $out learn sharing energy generation" >&2
@@ -117,7 +117,7 @@ part_ship() {
   done
   mkdir -p "$shipped"
   rm -rf "${shipped:?}"/*
-  python -c 'import sys; from pathlib import Path; from training.kernels.sidecar import copy_predictors
+  python -c 'import sys; from pathlib import Path; from hase.learned.kernels.sidecar import copy_predictors
 copy_predictors(*map(Path, sys.argv[1:]))' "$learned" "$shipped"  # without what only an earlier training used
   for file in operators.md forms.md energy_measured.md; do
     if [ -f "$out/figures/$file" ]; then cp "$out/figures/$file" "docs/$file"; fi

@@ -17,16 +17,16 @@ import json
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
-from model_zoo.exporting.network_export import DATA_SIZED_KEY, POOL_SIZES_KEY
-from records.kernel_record_files import update_index
-from runtimes.analysis import analyze_all
-from utils import cli
-from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, graph_device
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.model_files import read_metadata
-from utils.paths import ROOT, model_files
+from hase.model_zoo.exporting.network_export import DATA_SIZED_KEY, POOL_SIZES_KEY
+from hase.ort_analysis.isolated.analysis import analyze_all
+from hase.records.kernel_record_files import update_index
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import DEFAULT_RUNTIME, graph_device
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.model_files import read_metadata
+from hase.utils.paths import ROOT, model_files
 
 log = get_logger("pool")
 EXAMPLES = """

@@ -18,8 +18,8 @@ import itertools
 from collections.abc import Collection, Iterable
 from statistics import median
 
-from records.blocks import Block
-from records.dataset_files import (
+from hase.records.blocks import Block
+from hase.records.dataset_files import (
     collected_targets,
     header_path,
     kernel_lines,
@@ -28,10 +28,10 @@ from records.dataset_files import (
     write_journal,
     write_kernels,
 )
-from records.dataset_tables import write_tables
-from utils import cli, files
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.records.dataset_tables import write_tables
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 LABEL = "kernel_time"  # what decides; the other labels of a kernel are of the same block
 EXAMPLES = """

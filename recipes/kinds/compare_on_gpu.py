@@ -27,21 +27,21 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from measuring.quiet_host import all_samples_ms
-from measuring.run_times import Effort
-from recipes.kinds.manifest import MadeModel, read_manifest
-from recipes.kinds.node_lists import Compared, NodeList, compare, derived_nodes, feed_of, real_nodes, versions, ways_of
-from runtimes.ort.graph.source import read_source
-from runtimes.ort.probes import host_probe
-from runtimes.ort.runner import Runner, bind
-from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import WITHOUT_GPU, gpu_facts
-from utils.logger import get_logger
-from utils.ort_sessions import model_errors, open_session
-from utils.paths import ROOT
-from utils.temporary import temporary_folder
-from utils.timing import summarize
+from hase.benchmark.measuring.quiet_host import all_samples_ms
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.probes import host_probe
+from hase.benchmark.ort.runner import Runner, bind
+from hase.ort_analysis.graph.source import read_source
+from hase.recipes.kinds.manifest import MadeModel, read_manifest
+from hase.recipes.kinds.node_lists import Compared, NodeList, compare, derived_nodes, feed_of, real_nodes, versions, ways_of
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import WITHOUT_GPU, gpu_facts
+from hase.utils.logger import get_logger
+from hase.utils.ort_sessions import model_errors, open_session
+from hase.utils.paths import ROOT
+from hase.utils.temporary import temporary_folder
+from hase.utils.timing import summarize
 
 log = get_logger("kinds")
 
@@ -60,7 +60,7 @@ class GpuLatency(BaseModel):
 
     Attributes:
         io: `device`: tensors stay on the device; `host`: numpy in and out.
-        host_probe_us: time of the host probe meanwhile (measuring/quiet_host.py).
+        host_probe_us: time of the host probe meanwhile (benchmark/measuring/quiet_host.py).
     """
 
     model_config = ConfigDict(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from utils.lazy import onnx, onnxruntime
-from utils.ort_sessions import open_session
+from hase.utils.lazy import onnx, onnxruntime
+from hase.utils.ort_sessions import open_session
 
 Write = Callable[[Path], None]
 IN_SINGLE = ("Softmax", "LayerNormalization", "GlobalAveragePool", "ReduceMean", "Resize")  # operators that stay in float32

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from records.kernel_record import type_code
-from utils.lazy import onnx
+from hase.records.kernel_record import type_code
+from hase.utils.lazy import onnx
 
 IR_VERSION = 10
 ML = "ai.onnx.ml"

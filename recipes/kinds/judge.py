@@ -31,13 +31,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from inference.core.host_pace import ratio_of
-from inference.core.targets import fitted_for
-from inference.evaluation.evaluate import LEAST_RUNS, MOST_RUNS, PATIENCE_S, STEADY, WARMUP, MeasuringPlan
-from measuring.bench import Canary, busy_share
-from measuring.run_times import Effort
-from measuring.worker_process import WorkerFailed
-from recipes.kinds.judgement import (
+from hase.benchmark.measuring.bench import Canary, busy_share
+from hase.benchmark.measuring.run_times import Effort
+from hase.inference.core.host_pace import ratio_of
+from hase.inference.core.targets import fitted_for
+from hase.inference.evaluation.evaluate import LEAST_RUNS, MOST_RUNS, PATIENCE_S, STEADY, WARMUP, MeasuringPlan
+from hase.recipes.kinds.judgement import (
     JUDGEMENT,
     MEASUREMENTS,
     SAID,
@@ -50,14 +49,15 @@ from recipes.kinds.judgement import (
     shown,
     summary,
 )
-from recipes.kinds.manifest import MadeModel, read_manifest
-from runtimes.protocol import Request, Worker
-from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import machine, ort_version
-from utils.locks import measuring
-from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
+from hase.recipes.kinds.manifest import MadeModel, read_manifest
+from hase.runtimes.protocol import Request, Worker
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import machine, ort_version
+from hase.utils.locks import measuring
+from hase.utils.logger import get_logger
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.worker_process import WorkerFailed
 
 log = get_logger("kinds")
 

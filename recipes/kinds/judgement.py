@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from inference.evaluation.evaluate import STEADY
-from recipes.kinds.manifest import MadeModel
-from utils import cli, files
-from utils.errors import UserError
+from hase.inference.evaluation.evaluate import STEADY
+from hase.recipes.kinds.manifest import MadeModel
+from hase.utils import cli, files
+from hase.utils.errors import UserError
 
 JUDGEMENT = "judgement.jsonl"
 JUDGEMENT_VERSION = 2

@@ -15,15 +15,15 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from concurrent.futures.process import BrokenProcessPool
 
-from recipes.kinds.manifest import MANIFEST, MadeModel, Manifest, read_manifest
-from recipes.kinds.recipe_list import recipes
-from runtimes.ort.sizes_of_a_run import sizes_of_a_run
-from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import package_version
-from utils.lazy import onnx
-from utils.logger import get_logger
-from utils.processes import process_pool
+from hase.benchmark.ort.sizes_of_a_run import sizes_of_a_run
+from hase.recipes.kinds.manifest import MANIFEST, MadeModel, Manifest, read_manifest
+from hase.recipes.kinds.recipe_list import recipes
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import package_version
+from hase.utils.lazy import onnx
+from hase.utils.logger import get_logger
+from hase.utils.processes import process_pool
 
 log = get_logger("kinds")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from utils.files import read_record
+from hase.utils.files import read_record
 
 MANIFEST = "kinds.json"
 MANIFEST_VERSION = 1

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from recipes.kinds.manifest import MadeModel
-from records.kernel_record import numpy_dtype, session_dtype
-from records.operators import COPIES
-from runtimes.ort.building.dummy_data import random_floats
-from runtimes.ort.graph.analysis import analyze, kernel_of
-from runtimes.ort.graph.nodes import name_nodes
-from runtimes.ort.graph.parsing import parse_graph, shape_text
-from runtimes.ort.graph.source import read_source
-from runtimes.ort.graph.tensor_shapes import assignments
-from utils.errors import UserError
-from utils.fingerprint import package_version
-from utils.lazy import onnx, onnxruntime
-from utils.model_files import external_files
-from utils.model_graphs import LARGE_BYTES
-from utils.ort_sessions import PROVIDER_NAMES, open_session
+from hase.kernel_model.building.dummy_data import random_floats
+from hase.ort_analysis.graph.analysis import analyze, kernel_of
+from hase.ort_analysis.graph.nodes import name_nodes
+from hase.ort_analysis.graph.parsing import parse_graph, shape_text
+from hase.ort_analysis.graph.source import read_source
+from hase.ort_analysis.graph.tensor_shapes import assignments
+from hase.recipes.kinds.manifest import MadeModel
+from hase.records.kernel_record import numpy_dtype, session_dtype
+from hase.records.operators import COPIES
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import package_version
+from hase.utils.lazy import onnx, onnxruntime
+from hase.utils.model_files import external_files
+from hase.utils.model_graphs import LARGE_BYTES
+from hase.utils.ort_sessions import PROVIDER_NAMES, open_session
 
 
 class NodeRow(BaseModel):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from recipes.kinds import conversions, graph_kinds
-from utils.lazy import torch
+from hase.recipes.kinds import conversions, graph_kinds
+from hase.utils.lazy import torch
 
 Write: TypeAlias = Callable[[Path], None]
 CLASSIFIERS = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "vit_b_16", "swin_t",
@@ -46,7 +46,7 @@ def recipes() -> list[Recipe]:
 def by(write: Callable[[Any, Path], None]) -> Write:
     """A writer that gets the package `networks`, imported and with a fixed seed only when a model is made."""
     def seeded(path: Path) -> None:
-        from recipes.kinds import networks
+        from hase.recipes.kinds import networks
 
         torch.manual_seed(0)
         torch.set_num_threads(1)

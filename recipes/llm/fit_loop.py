@@ -15,19 +15,19 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections.abc import Iterator
 
-from inference.core.predictor import Predictor
-from inference.llm.language_model import language_model
-from inference.llm.predicting import Analysed
-from inference.llm.requests import request_of
-from inference.llm.steps import layers_of, other_logits
-from records.generations import PHASES, Generation, measured_models, measured_points
-from training.llm.cpu_loop import LoopStep, fit_on_cpu
-from training.llm.learned import generation_path
-from training.llm.measured_steps import step_time
-from utils import cli, files
-from utils.errors import UserError
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.inference.core.predictor import Predictor
+from hase.inference.llm.language_model import language_model
+from hase.inference.llm.predicting import Analysed
+from hase.inference.llm.requests import request_of
+from hase.inference.llm.steps import layers_of, other_logits
+from hase.learned.llm import generation_path
+from hase.records.generations import PHASES, Generation, measured_models, measured_points
+from hase.training.llm.cpu_loop import LoopStep, fit_on_cpu
+from hase.training.llm.measured_steps import step_time
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 EXAMPLES = """
 python recipes/llm/fit_loop.py --workspace out/llm-cpu --loops out/llm-cpu/loop  # after recipes/llm/on_cpu.sh

@@ -20,13 +20,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from inference.core.host_pace import given_pace, ratio_of
-from inference.core.predictor import Predictor
-from inference.llm.answers import LlmPrediction
-from inference.llm.language_model import LanguageModel, language_model
-from inference.llm.predicting import measure_missing, predict_requests
-from inference.llm.requests import request_of
-from records.generations import (
+from hase.inference.core.host_pace import given_pace, ratio_of
+from hase.inference.core.predictor import Predictor
+from hase.inference.llm.answers import LlmPrediction
+from hase.inference.llm.language_model import LanguageModel, language_model
+from hase.inference.llm.predicting import measure_missing, predict_requests
+from hase.inference.llm.requests import request_of
+from hase.records.generations import (
     REMEDY,
     Generation,
     GenerationMemory,
@@ -36,10 +36,10 @@ from records.generations import (
     measured_models,
     measured_points,
 )
-from training.llm.measured_steps import step_time
-from utils import cli, files
-from utils.paths import Workspace
-from utils.timing import error_statistics
+from hase.training.llm.measured_steps import step_time
+from hase.utils import cli, files
+from hase.utils.paths import Workspace
+from hase.utils.timing import error_statistics
 
 EXAMPLES = """
 python recipes/llm/judge.py --workspace out/judged

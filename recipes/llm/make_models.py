@@ -20,13 +20,13 @@ import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-from inference.llm.genai_config import FILE as GENAI_CONFIG
-from recipes.llm.networks import NETWORKS_FILE, PRECISIONS, LanguageNetwork, model_folder, read_networks
-from utils import cli, files
-from utils.errors import UserError
-from utils.lazy import onnx_ir, torch, transformers
-from utils.logger import get_logger
-from utils.processes import process_pool
+from hase.inference.llm.genai_config import FILE as GENAI_CONFIG
+from hase.recipes.llm.networks import NETWORKS_FILE, PRECISIONS, LanguageNetwork, model_folder, read_networks
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx_ir, torch, transformers
+from hase.utils.logger import get_logger
+from hase.utils.processes import process_pool
 
 EXAMPLES = """
 python recipes/llm/make_models.py --workspace out/llm --network smollm --precision int4

@@ -27,20 +27,20 @@ from typing import Any
 
 import numpy as np
 
-from inference.llm.genai_config import FILE as GENAI_CONFIG
-from measuring.gpu_trace import GpuRun, in_range, read, record_ranges
-from measuring.metrics import nvml
-from measuring.quiet_host import SLOT_S
-from recipes.llm.networks import NETWORKS_FILE, Point, model_folder, read_networks
-from records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep, measured_file
-from runtimes.ort.probes import host_probe, measure_pace
-from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import has_cuda, machine
-from utils.lazy import multiprocessing, onnxruntime
-from utils.lazy import onnxruntime_genai as genai
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.benchmark.measuring.gpu_trace import GpuRun, in_range, read, record_ranges
+from hase.benchmark.measuring.quiet_host import SLOT_S
+from hase.benchmark.metrics import nvml
+from hase.benchmark.ort.probes import host_probe, measure_pace
+from hase.inference.llm.genai_config import FILE as GENAI_CONFIG
+from hase.recipes.llm.networks import NETWORKS_FILE, Point, model_folder, read_networks
+from hase.records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep, measured_file
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda, machine
+from hase.utils.lazy import multiprocessing, onnxruntime
+from hase.utils.lazy import onnxruntime_genai as genai
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 EXAMPLES = """
 python recipes/llm/measure_genai.py --workspace out/llm

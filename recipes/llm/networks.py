@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from utils.config import read_config
-from utils.errors import UserError
-from utils.frozen import Frozen
-from utils.paths import Workspace
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
+from hase.utils.paths import Workspace
 
 NETWORKS_FILE = Path(__file__).with_name("networks.yaml")
 PRECISIONS = ("fp16", "int4", "bf16")

@@ -14,16 +14,17 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections.abc import Iterator
 
-from inference.llm.dimensions import Step
-from inference.llm.language_model import LanguageModel, language_model
-from inference.llm.requests import request_of
-from records.generations import PHASES, Generation, measured_file, measured_models, measured_points, step_record_file
-from runtimes import analysis, flavour_of
-from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.inference.llm.dimensions import Step
+from hase.inference.llm.language_model import LanguageModel, language_model
+from hase.inference.llm.requests import request_of
+from hase.ort_analysis.isolated import analysis
+from hase.records.generations import PHASES, Generation, measured_file, measured_models, measured_points, step_record_file
+from hase.runtimes import flavour_of
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 EXAMPLES = """
 python recipes/llm/record_steps.py --workspace out/llm

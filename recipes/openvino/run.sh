@@ -19,7 +19,7 @@ hase ort_analysis/fusion_detector.py --device cpu > "$out/analysed.txt"
 hase kernel_model/kernel_builder.py > "$out/kernels.txt"
 small=()
 for model in "$out"/model_zoo/models/*_64x64.onnx; do small+=(--model "$model"); done
-hase tvm_analysis/relax_parser.py "${small[@]}"
+hase runtimes/tvm/relax_parser.py "${small[@]}"
 hase benchmark/collector.py --config recipes/openvino/cpu.yaml
 hase benchmark/collector.py --config recipes/openvino/cpu.yaml --set runtime=ort
 hase benchmark/collector.py --config recipes/tvm/cpu.yaml

@@ -14,9 +14,9 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from utils import cli, files
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 OUT = ROOT / "recipes" / "operating" / "hase_dashboard.json"
 EXAMPLES = """
@@ -32,7 +32,7 @@ def dashboard() -> str:
         UserError: Grafana's builders are not installed.
     """
     try:
-        from recipes.operating.grafana_panels import as_json
+        from hase.recipes.operating.grafana_panels import as_json
     except ModuleNotFoundError as error:
         raise UserError(f"the package {error.name} is not installed, and this needs it; pip install -r "
                         "requirements-operating.txt") from None

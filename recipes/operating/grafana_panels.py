@@ -17,8 +17,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as models
 
-from inference.core.chances import UP_TO, VERY_LIKELY
-from measuring.metrics.names import NAMES, names_of
+from hase.benchmark.metrics.names import NAMES, names_of
+from hase.inference.core.chances import UP_TO, VERY_LIKELY
 
 ON_DEVICE, OF_MODEL = 'Hostname=~"$host"', 'model=~"$model"'  # what the variables at the top choose
 DEVICE, MODEL = "{{Hostname}} {{device}}", "{{model}} on {{target}}"  # legends

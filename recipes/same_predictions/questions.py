@@ -21,10 +21,10 @@ from unittest import mock
 
 import numpy as np
 
-from records.probe_reading import ProbedRuns, ProbeReading
-from utils import files
-from utils.files import unpack
-from utils.paths import SIDECAR
+from hase.records.probe_reading import ProbedRuns, ProbeReading
+from hase.utils import files
+from hase.utils.files import unpack
+from hase.utils.paths import SIDECAR
 
 HERE = Path(__file__).resolve().parent
 RECORDS, CPU_WORKSPACE, ANSWERS = (HERE / name for name in ("records.tar.xz", "cpu.tar.xz", "answers.json.xz"))
@@ -117,7 +117,7 @@ def ask(question: str) -> Any:
         RuntimeError: it ended with an error.
     """
     script, *options = shlex.split(question)
-    main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
+    main = importlib.import_module("hase." + script.removesuffix(".py").replace("/", ".")).main
     out = io.StringIO()
     with mock.patch.object(sys, "argv", [script, "--workspace", ".", "--quiet", *options]), contextlib.redirect_stdout(out):
         status = main()
@@ -132,7 +132,7 @@ def ask(question: str) -> Any:
 def learn_anew() -> None:
     """Trains predictors and fits a composition on the CPU's dataset; they replace the existing ones."""
     for script, *options in (["training/train_kernel_model.py", "--config", str(CPU_CONFIG)], ["training/fit_composition.py"]):
-        main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
+        main = importlib.import_module("hase." + script.removesuffix(".py").replace("/", ".")).main
         with (mock.patch.object(sys, "argv", [script, "--workspace", ".", "--quiet", *options]),
               contextlib.redirect_stdout(io.StringIO())):
             main()
@@ -151,7 +151,7 @@ def answers(folder: Path) -> dict[str, Any]:
     answered = {}
     asked = questions()
     logging.disable(logging.WARNING)
-    with contextlib.chdir(folder), mock.patch("inference.core.targets.local_targets", return_value=()):  # wherever it is asked
+    with contextlib.chdir(folder), mock.patch("hase.inference.core.targets.local_targets", return_value=()):  # wherever it is asked
         for question in asked:
             answered[question] = ask(question)
         learn_anew()

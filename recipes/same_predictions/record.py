@@ -18,11 +18,11 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-from recipes.same_predictions import questions as asked
-from runtimes.ort.graph.analysis import analyze
-from utils import cli, files
-from utils.files import pack
-from utils.logger import get_logger
+from hase.ort_analysis.graph.analysis import analyze
+from hase.recipes.same_predictions import questions as asked
+from hase.utils import cli, files
+from hase.utils.files import pack
+from hase.utils.logger import get_logger
 
 log = get_logger("same_predictions")
 SHOWN = 20  # differences

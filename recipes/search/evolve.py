@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inference.core.predictor import BATCH, Predictor, batches
-from inference.search import ofa
-from inference.search.best import hypervolume
-from utils import cli
-from utils.files import write_csv
-from utils.lazy import optuna
+from hase.inference.core.predictor import BATCH, Predictor, batches
+from hase.inference.search import ofa
+from hase.inference.search.best import hypervolume
+from hase.utils import cli
+from hase.utils.files import write_csv
+from hase.utils.lazy import optuna
 
 TARGET, USUAL_PACE = "nvidia-h200", 1.0
 POPULATION = 100

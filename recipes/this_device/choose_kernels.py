@@ -18,20 +18,20 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kernel_model.sampling.draws import footprint_mib, on_cuda
-from recipes.this_device.chosen_kernels import CHOSEN, write_chosen
-from records.dataset_files import read_header, read_kernels
-from records.kernel_record import Kernel, ModelRecord
-from records.kernel_record_files import records_in
-from records.measurement import GPU_LABEL
-from records.operators import operator_row
-from training.data_sheet.choosing import most_useful
-from training.data_sheet.tables import card
-from training.data_sheet.work import Floats, Work, work_of
-from training.kernels.settings import LAUNCHES
-from training.kernels.training_set import measured_times, times_under
-from utils import cli
-from utils.paths import Workspace
+from hase.kernel_model.sampling.draws import footprint_mib, on_cuda
+from hase.learned.data_sheet.work import Floats, Work, work_of
+from hase.learned.kernels.settings import LAUNCHES
+from hase.recipes.this_device.chosen_kernels import CHOSEN, write_chosen
+from hase.records.dataset_files import read_header, read_kernels
+from hase.records.kernel_record import Kernel, ModelRecord
+from hase.records.kernel_record_files import records_in
+from hase.records.measurement import GPU_LABEL
+from hase.records.operators import operator_row
+from hase.training.data_sheet.choosing import most_useful
+from hase.training.data_sheet.tables import card
+from hase.training.kernels.training_set import measured_times, times_under
+from hase.utils import cli
+from hase.utils.paths import Workspace
 
 MOST_MS, MOST_MIB = 5.0, 256.0  # of a kernel, on the H200
 FROM, WANTED, LANGUAGE = 3000, 2500, 0.2  # kernels to choose from, wanted ones, and the share of language models in both

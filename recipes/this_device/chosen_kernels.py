@@ -6,8 +6,8 @@ import lzma
 from collections.abc import Iterable
 from pathlib import Path
 
-from records.kernel_record import Kernel
-from utils import files
+from hase.records.kernel_record import Kernel
+from hase.utils import files
 
 CHOSEN = Path(__file__).with_name("kernels.jsonl.xz")
 

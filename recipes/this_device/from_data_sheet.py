@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernel_model.sampling.seeds import SEED_FILE, read_seeds
-from recipes.this_device.chosen_kernels import read_chosen
-from recipes.this_device.steps import run_json
-from runtimes.ort.building.kernel_models import kernel_build
-from training.data_sheet.card import card_of
-from utils import files
-from utils.fingerprint import Target
-from utils.locks import sole_writer
-from utils.paths import Workspace
+from hase.kernel_model.building.kernel_models import kernel_build
+from hase.kernel_model.sampling.seeds import SEED_FILE, read_seeds
+from hase.recipes.this_device.chosen_kernels import read_chosen
+from hase.recipes.this_device.steps import run_json
+from hase.training.data_sheet.card import card_of
+from hase.utils import files
+from hase.utils.fingerprint import Target
+from hase.utils.locks import sole_writer
+from hase.utils.paths import Workspace
 
 PER_MINUTE = 300  # kernels that are built for each minute; a GPU whose host has 16 cores measures 500 of them
 

@@ -28,21 +28,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from kernel_model.sampling.seeds import read_seeds
-from recipes.this_device.from_data_sheet import build_chosen, correct
-from recipes.this_device.steps import TRAINING_SHARE, Budget, expected_errors, run_json
-from records.dataset_files import header_path
-from records.dataset_tables import read_model_table
-from records.kernel_record_files import index_path, read_index
-from runtimes import local_target
-from runtimes.analysis import weight_files
-from training.kernels.sidecar import sidecar_path
-from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import resolve_device
-from utils.locks import sole_writer
-from utils.logger import get_logger
-from utils.paths import ROOT, SHIPPED, Workspace, model_files
+from hase.kernel_model.sampling.seeds import read_seeds
+from hase.learned.kernels.sidecar import sidecar_path
+from hase.ort_analysis.isolated.analysis import weight_files
+from hase.recipes.this_device.from_data_sheet import build_chosen, correct
+from hase.recipes.this_device.steps import TRAINING_SHARE, Budget, expected_errors, run_json
+from hase.records.dataset_files import header_path
+from hase.records.dataset_tables import read_model_table
+from hase.records.kernel_record_files import index_path, read_index
+from hase.runtimes import local_target
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import resolve_device
+from hase.utils.locks import sole_writer
+from hase.utils.logger import get_logger
+from hase.utils.paths import ROOT, SHIPPED, Workspace, model_files
 
 log = get_logger("this device")
 LARGEST_GFLOP = {"cpu": 2.0, "cuda": 100.0}  # of a sampled kernel

@@ -13,15 +13,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from inference import predict
-from records.kernel_record_files import read_model_record, record_path
-from training.composition.fitted import Composition, read_composition
-from training.kernels.sidecar import Sidecar, read_sidecar
-from utils import files
-from utils.errors import UserError
-from utils.frozen import Frozen
-from utils.paths import ROOT, Workspace
-from utils.processes import die_with_parent
+from hase.inference import predict
+from hase.learned.composition.fitted import Composition, read_composition
+from hase.learned.kernels.sidecar import Sidecar, read_sidecar
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.processes import die_with_parent
 
 TRAINING_SHARE = 0.25  # of the minutes, for training and composition
 LEAST_MEASURING_SHARE = 0.2  # of the minutes, even where the analysis has used up the rest …

@@ -10,9 +10,9 @@ hase() { python "$1" --workspace "$out" "${@:2}"; }
 
 mkdir -p "$out"
 hase model_zoo/torchvision_exporter.py --config recipes/tvm/model_zoo.yaml > "$out/exported.txt"
-hase tvm_analysis/relax_parser.py
-hase tvm_analysis/operator_sampler.py --count 400
-hase tvm_analysis/operator_sampler.py --count 550 --operators product,convolution --seed 1
+hase runtimes/tvm/relax_parser.py
+hase runtimes/tvm/operator_sampler.py --count 400
+hase runtimes/tvm/operator_sampler.py --count 550 --operators product,convolution --seed 1
 hase ort_analysis/fusion_detector.py --device cpu > "$out/analysed.txt"
 hase kernel_model/kernel_builder.py > "$out/kernels.txt"
 hase benchmark/collector.py --config recipes/tvm/cpu.yaml
@@ -21,8 +21,8 @@ for threads in 2 1; do
     --minutes "$setting_minutes"
 done
 # all kernels of three networks, which can then be summed up; then those of the others with most work
-hase tvm_analysis/tune_kernels.py --trials 16 --model resnet18 --model squeezenet --model shufflenet
-hase tvm_analysis/tune_kernels.py --trials 16 --minutes "$search_minutes"
+hase runtimes/tvm/tune_kernels.py --trials 16 --model resnet18 --model squeezenet --model shufflenet
+hase runtimes/tvm/tune_kernels.py --trials 16 --minutes "$search_minutes"
 hase benchmark/collector.py --config recipes/tvm/cpu.yaml --set setting.level=tuned
 hase benchmark/collector.py --config recipes/demo/collector.yaml --set device=cpu --set 'levels=[0.0]' --set 'held_out=[]' \
   --set sessions=3 --set model.budget_s=1.5 --set block_kernels=32

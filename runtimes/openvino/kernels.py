@@ -6,18 +6,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from records.kernel_costs import bytes_read, bytes_written, flops
-from records.kernel_record import Kernel, KernelInput, Tensor, type_code
-from records.kernel_types import describe_kernel, kernel_id, normalize
-from records.operators import VIEWS, operator_row
-from runtimes.openvino.layers import Layer
-from runtimes.openvino.prepared import Prepared, node_name
-from runtimes.ort.building.dummy_data import input_name, output_name
-from runtimes.ort.building.kernel_models import IR_VERSION, KERNEL_KEY, add_weights, kernel_build, onnx_prop
-from runtimes.ort.graph.nodes import attribute_value
-from utils import files
-from utils.errors import UserError
-from utils.lazy import onnx
+from hase.kernel_model.building.dummy_data import input_name, output_name
+from hase.kernel_model.building.kernel_models import IR_VERSION, KERNEL_KEY, add_weights, kernel_build, onnx_prop
+from hase.ort_analysis.graph.nodes import attribute_value
+from hase.records.kernel_costs import bytes_read, bytes_written, flops
+from hase.records.kernel_record import Kernel, KernelInput, Tensor, type_code
+from hase.records.kernel_types import describe_kernel, kernel_id, normalize
+from hase.records.operators import VIEWS, operator_row
+from hase.runtimes.openvino.layers import Layer
+from hase.runtimes.openvino.prepared import Prepared, node_name
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx
 
 if TYPE_CHECKING:
     from onnx import NodeProto

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from records.kernel_record import Tensor
-from runtimes.openvino.package import refused
-from runtimes.openvino.prepared import PLACE
+from hase.records.kernel_record import Tensor
+from hase.runtimes.openvino.package import refused
+from hase.runtimes.openvino.prepared import PLACE
 
 CONSTANT, INPUT, OUTPUT = "Const", "Input", "Output"  # kinds of layers that compute nothing
 INSERTED = ("Reorder", "Convert")  # kinds that OpenVINO inserts; they then stand for no layer of the model as it was read

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from utils.errors import UserError
-from utils.fingerprint import Flavour, instruction_set, package_version, physical_cores
-from utils.lazy import openvino
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour, instruction_set, package_version, physical_cores
+from hase.utils.lazy import openvino
 
 NAME = "openvino"  # of the package, and of the runtime
 FUSED = "fused"  # the only level: the kernels that OpenVINO makes of operators

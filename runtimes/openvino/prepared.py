@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from records.kernel_record import KernelInput, Tensor
-from records.operators import operator_row
-from runtimes.openvino.package import check_openvino, refused
-from runtimes.ort.graph.source import Source
-from runtimes.ort.graph.tensor_shapes import constant_inputs
-from utils.lazy import onnx, openvino
-from utils.model_files import array_of, read_whole_model
+from hase.ort_analysis.graph.source import Source
+from hase.ort_analysis.graph.tensor_shapes import constant_inputs
+from hase.records.kernel_record import KernelInput, Tensor
+from hase.records.operators import operator_row
+from hase.runtimes.openvino.package import check_openvino, refused
+from hase.utils.lazy import onnx, openvino
+from hase.utils.model_files import array_of, read_whole_model
 
 if TYPE_CHECKING:
     import onnx.reference

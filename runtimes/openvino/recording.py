@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from records.kernel_record import Kernel, ModelOrigin, ModelRecord, Node, Origin, Tensor, record_name
-from records.kernel_record_files import record_path
-from runtimes.openvino.kernels import Ends, describe, inserted_kernel
-from runtimes.openvino.layers import Layer, layers_of, readers_of
-from runtimes.openvino.package import compile_model, openvino_flavour
-from runtimes.openvino.prepared import Prepared, prepare
-from runtimes.ort.graph.source import read_source
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.lazy import networkx
-from utils.paths import Workspace, as_file_name
+from hase.ort_analysis.graph.source import read_source
+from hase.records.kernel_record import Kernel, ModelOrigin, ModelRecord, Node, Origin, Tensor, record_name
+from hase.records.kernel_record_files import record_path
+from hase.runtimes.openvino.kernels import Ends, describe, inserted_kernel
+from hase.runtimes.openvino.layers import Layer, layers_of, readers_of
+from hase.runtimes.openvino.package import compile_model, openvino_flavour
+from hase.runtimes.openvino.prepared import Prepared, prepare
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.lazy import networkx
+from hase.utils.paths import Workspace, as_file_name
 
 if TYPE_CHECKING:
     import onnx

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from measuring.run_times import Effort
-from records.kernel_record import Kernel
-from runtimes.openvino.layers import times_us
-from runtimes.openvino.package import compile_model, refused
-from runtimes.openvino.prepared import read
-from runtimes.ort.building.dummy_data import dummy_inputs
-from runtimes.ort.building.kernel_models import read_built
-from utils.lazy import openvino
+from hase.benchmark.measuring.run_times import Effort
+from hase.kernel_model.building.dummy_data import dummy_inputs
+from hase.kernel_model.building.kernel_models import read_built
+from hase.records.kernel_record import Kernel
+from hase.runtimes.openvino.layers import times_us
+from hase.runtimes.openvino.package import compile_model, refused
+from hase.runtimes.openvino.prepared import read
+from hase.utils.lazy import openvino
 
 CUT_US = 0.5  # what cutting to whole microseconds loses, on the average
 # Time between two readings. A reading takes a millisecond in Python, which leaves the next run with cold caches: read after

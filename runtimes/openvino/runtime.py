@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from records.kernel_record import ModelOrigin, ModelRecord
-from runtimes.openvino.kernels import build_kernel
-from runtimes.openvino.package import FUSED, NAME, REMAKE, check_openvino, version
-from runtimes.openvino.recording import parse, write_parsed
-from runtimes.openvino.runs import check_kernel
-from runtimes.ort.building.kernel_models import built_kernel
-from runtimes.runtime import DeviceLabels, Runtime
-from utils.fingerprint import Flavour
-from utils.paths import Workspace
+from hase.kernel_model.building.kernel_models import built_kernel
+from hase.records.kernel_record import ModelOrigin, ModelRecord
+from hase.runtimes.openvino.kernels import build_kernel
+from hase.runtimes.openvino.package import FUSED, NAME, REMAKE, check_openvino, version
+from hase.runtimes.openvino.recording import parse, write_parsed
+from hase.runtimes.openvino.runs import check_kernel
+from hase.runtimes.runtime import DeviceLabels, Runtime
+from hase.utils.fingerprint import Flavour
+from hase.utils.paths import Workspace
 
 if TYPE_CHECKING:
     import onnx
@@ -37,5 +37,5 @@ def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[
 RUNTIME = Runtime(
     name=NAME, title="OpenVINO", package=NAME, version=version, check=check_openvino, levels=(FUSED,), devices={"cpu": LABELS},
     model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=analyze_in, write_records=write_records, read_kernel=built_kernel,
-    build_kernel=build_kernel, check_kernel=check_kernel, worker="runtimes.openvino.worker",
+    build_kernel=build_kernel, check_kernel=check_kernel, worker="hase.runtimes.openvino.worker",
     analyze_with=REMAKE, build_with="python kernel_model/kernel_builder.py", takes_setting=True)

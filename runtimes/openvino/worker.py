@@ -12,21 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from measuring.held_memory import HeldMemory
-from measuring.run_times import Effort
-from records.kernel_record import zeros
-from records.kernel_record_files import read_model_record
-from records.measurement import Measurement, Place
-from runtimes.openvino.layers import Layer, layers_of
-from runtimes.openvino.package import FUSED, REMAKE, check_openvino, compile_model
-from runtimes.openvino.prepared import read
-from runtimes.openvino.recording import Parsed, parse
-from runtimes.openvino.runs import CUT_US, Session, Timed, time_sessions
-from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
-from runtimes.ort.building.kernel_models import read_built
-from runtimes.protocol import Reply, Request, Setting, serve
-from utils.errors import UserError
-from utils.lazy import networkx, onnx
+from hase.benchmark.measuring.held_memory import HeldMemory
+from hase.benchmark.measuring.run_times import Effort
+from hase.kernel_model.building.dummy_data import dummy_inputs, random_floats
+from hase.kernel_model.building.kernel_models import read_built
+from hase.records.kernel_record import zeros
+from hase.records.kernel_record_files import read_model_record
+from hase.records.measurement import Measurement, Place
+from hase.runtimes.openvino.layers import Layer, layers_of
+from hase.runtimes.openvino.package import FUSED, REMAKE, check_openvino, compile_model
+from hase.runtimes.openvino.prepared import read
+from hase.runtimes.openvino.recording import Parsed, parse
+from hase.runtimes.openvino.runs import CUT_US, Session, Timed, time_sessions
+from hase.runtimes.protocol import Reply, Request, Setting, serve
+from hase.utils.errors import UserError
+from hase.utils.lazy import networkx, onnx
 
 IN_MODEL = "kernel_time"
 CANARY_SIDE = 384  # of the matrices: about two milliseconds

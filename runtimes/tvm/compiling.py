@@ -7,10 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from runtimes.tvm.functions import MAIN, SUFFIX, read_function
-from utils.errors import UserError
-from utils.lazy import tvm
-from utils.logger import get_logger
+from hase.runtimes.tvm.functions import MAIN, SUFFIX, read_function
+from hase.utils.errors import UserError
+from hase.utils.lazy import tvm
+from hase.utils.logger import get_logger
 
 log = get_logger("tvm")
 IS_SCHEDULED = "tirx.is_scheduled"  # an attribute of functions that TVM's rules leave as they are

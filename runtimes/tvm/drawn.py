@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field, field_validator
 
-from utils.config import Config
-from utils.lazy import onnx
+from hase.utils.config import Config
+from hase.utils.lazy import onnx
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -23,7 +23,7 @@ ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Relu", "Sigmoid", "Tanh", "Exp", "Sq
 
 
 class OperatorSizes(Config):
-    """See the comments in tvm_analysis/operator_sizes.yaml."""
+    """See the comments in runtimes/tvm/operator_sizes.yaml."""
 
     batch: Span = (1, 16)
     channels: Span = (1, 512)

@@ -9,16 +9,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from records.kernel_record import Kernel
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.lazy import tvm, tvm_ffi
-from utils.paths import Workspace
+from hase.records.kernel_record import Kernel
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.lazy import tvm, tvm_ffi
+from hase.utils.paths import Workspace
 
 SUFFIX = ".tvm"
 MAIN = "main"
-REMAKE = "remove it, and make it anew with: python tvm_analysis/relax_parser.py"
+REMAKE = "remove it, and make it anew with: python runtimes/tvm/relax_parser.py"
 
 
 def hash_of(function: Any) -> str:
@@ -56,7 +56,7 @@ def _lines(path: Path) -> tuple[str, str]:
     try:
         kernel, _, function = path.read_text(encoding="utf-8").partition("\n")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such function; make it with: python tvm_analysis/relax_parser.py") from None
+        raise UserError(f"{path}: no such function; make it with: python runtimes/tvm/relax_parser.py") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a function of TVM ({error}); {REMAKE}") from None
     return kernel, function

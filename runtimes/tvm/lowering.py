@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
-from runtimes.ort.graph.source import Source, read_source
-from runtimes.tvm.operators import Operator, attributes_of, onnx_name, operator_of_function
-from runtimes.tvm.package import FUSED, UNFUSED, check_tvm, target_to_lower_for
-from utils import files
-from utils.errors import UserError
-from utils.lazy import onnx, torch, tvm
-from utils.model_files import read_whole_model
+from hase.ort_analysis.graph.source import Source, read_source
+from hase.runtimes.tvm.operators import Operator, attributes_of, onnx_name, operator_of_function
+from hase.runtimes.tvm.package import FUSED, UNFUSED, check_tvm, target_to_lower_for
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx, torch, tvm
+from hase.utils.model_files import read_whole_model
 
 TORCH_SUFFIX = ".pt2"  # of a program that torch.export.save wrote
 

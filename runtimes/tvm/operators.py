@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from records.operators import operator_row
+from hase.records.operators import operator_row
 
 OperatorKind = Literal["linear", "multiplicative", "nonlinear"]
 NetworkKind = Literal["fully connected", "convolutional", "other"]

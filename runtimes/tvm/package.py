@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runtimes import flavour_of
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.lazy import tvm, tvm_ffi
+from hase.runtimes import flavour_of
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.lazy import tvm, tvm_ffi
 
 INSTALL_BINDINGS = "pip install cuda-bindings"  # comes with torch for CUDA
 TOOLKIT, OPTIONS = "CUDA_PATH", "TVM_CUDA_NVRTC_EXTRA_OPTS"  # environment variables that TVM reads

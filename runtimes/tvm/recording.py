@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from records.kernel_costs import bytes_read, bytes_written, flops
-from records.kernel_record import Kernel, KernelInput, ModelOrigin, ModelRecord, Node, Origin, Tensor, record_name
-from records.kernel_record_files import record_path
-from records.kernel_types import kernel_id, normalize
-from records.operators import VIEWS
-from runtimes.ort.graph.source import Source
-from runtimes.tvm.functions import hash_of, write_functions
-from runtimes.tvm.lowering import Lowered, bindings, called, lower, read_relax, relax_name, source_of
-from runtimes.tvm.operators import Operator, anchor, onnx_name
-from runtimes.tvm.package import FUSED, TUNED, UNFUSED, tvm_flavour
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.lazy import tvm
-from utils.paths import Workspace, as_file_name
+from hase.ort_analysis.graph.source import Source
+from hase.records.kernel_costs import bytes_read, bytes_written, flops
+from hase.records.kernel_record import Kernel, KernelInput, ModelOrigin, ModelRecord, Node, Origin, Tensor, record_name
+from hase.records.kernel_record_files import record_path
+from hase.records.kernel_types import kernel_id, normalize
+from hase.records.operators import VIEWS
+from hase.runtimes.tvm.functions import hash_of, write_functions
+from hase.runtimes.tvm.lowering import Lowered, bindings, called, lower, read_relax, relax_name, source_of
+from hase.runtimes.tvm.operators import Operator, anchor, onnx_name
+from hase.runtimes.tvm.package import FUSED, TUNED, UNFUSED, tvm_flavour
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.lazy import tvm
+from hase.utils.paths import Workspace, as_file_name
 
 if TYPE_CHECKING:
     import onnx

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from records.kernel_record import ModelOrigin, ModelRecord
-from runtimes.runtime import DeviceLabels, Runtime
-from runtimes.tvm.functions import SUFFIX, read_kernel
-from runtimes.tvm.lowering import TORCH_SUFFIX
-from runtimes.tvm.package import FUSED, TUNED, UNFUSED, check_tvm
-from runtimes.tvm.recording import parse, parse_at, write_parsed
-from utils.fingerprint import Flavour, package_version
-from utils.paths import Workspace
+from hase.records.kernel_record import ModelOrigin, ModelRecord
+from hase.runtimes.runtime import DeviceLabels, Runtime
+from hase.runtimes.tvm.functions import SUFFIX, read_kernel
+from hase.runtimes.tvm.lowering import TORCH_SUFFIX
+from hase.runtimes.tvm.package import FUSED, TUNED, UNFUSED, check_tvm
+from hase.runtimes.tvm.recording import parse, parse_at, write_parsed
+from hase.utils.fingerprint import Flavour, package_version
+from hase.utils.paths import Workspace
 
 if TYPE_CHECKING:
     import onnx
@@ -39,6 +39,6 @@ def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[
 RUNTIME = Runtime(
     name="tvm", title="TVM", package="apache-tvm", version=version, check=check_tvm, levels=(FUSED, UNFUSED, TUNED),
     runs_as={TUNED: FUSED}, devices={"cpu": ALONE, "cuda": ALONE}, model_suffixes=(".onnx", TORCH_SUFFIX), kernel_suffix=SUFFIX,
-    analyze=analyze_in, write_records=write_records, read_kernel=read_kernel, worker="runtimes.tvm.worker",
-    analyze_with="python tvm_analysis/relax_parser.py", build_with="python tvm_analysis/relax_parser.py", takes_setting=True,
+    analyze=analyze_in, write_records=write_records, read_kernel=read_kernel, worker="hase.runtimes.tvm.worker",
+    analyze_with="python runtimes/tvm/relax_parser.py", build_with="python runtimes/tvm/relax_parser.py", takes_setting=True,
     analysis_limit_s=600.0)  # it compiles each kernel

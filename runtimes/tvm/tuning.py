@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from measuring.run_times import Effort
-from records.kernel_record import Kernel
-from runtimes.tvm.compiling import built_function, on_gpu, scheduled
-from runtimes.tvm.functions import MAIN
-from runtimes.tvm.package import target_to_run_on
-from runtimes.tvm.worker import samples_ms, tensor_for
-from utils.errors import UserError
-from utils.lazy import tvm
+from hase.benchmark.measuring.run_times import Effort
+from hase.records.kernel_record import Kernel
+from hase.runtimes.tvm.compiling import built_function, on_gpu, scheduled
+from hase.runtimes.tvm.functions import MAIN
+from hase.runtimes.tvm.package import target_to_run_on
+from hase.runtimes.tvm.worker import samples_ms, tensor_for
+from hase.utils.errors import UserError
+from hase.utils.lazy import tvm
 
 COMPARISON = Effort(budget_s=0.1, least_runs=5, most_runs=50)
 TRIAL = Effort(warmup=0, budget_s=0.05, least_runs=2, most_runs=20)

@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from measuring.run_times import Effort
-from records.kernel_record import ModelRecord, Tensor, numpy_dtype
-from records.kernel_record_files import read_model_record
-from records.measurement import Measurement
-from runtimes.ort.building.dummy_data import random_floats
-from runtimes.protocol import Reply, Request, Setting, serve
-from runtimes.tvm.compiling import built_function, compiled_model, on_gpu, with_searched_schedules
-from runtimes.tvm.functions import MAIN, read_function, read_kernel
-from runtimes.tvm.lowering import bindings, relax_name
-from runtimes.tvm.package import FOLDER, FUSED, TUNED, arch_here, check_tvm, compile_for, target_to_run_on
-from runtimes.tvm.recording import Parsed, parse_at
-from utils.errors import UserError
-from utils.lazy import tvm
+from hase.benchmark.measuring.run_times import Effort
+from hase.kernel_model.building.dummy_data import random_floats
+from hase.records.kernel_record import ModelRecord, Tensor, numpy_dtype
+from hase.records.kernel_record_files import read_model_record
+from hase.records.measurement import Measurement
+from hase.runtimes.protocol import Reply, Request, Setting, serve
+from hase.runtimes.tvm.compiling import built_function, compiled_model, on_gpu, with_searched_schedules
+from hase.runtimes.tvm.functions import MAIN, read_function, read_kernel
+from hase.runtimes.tvm.lowering import bindings, relax_name
+from hase.runtimes.tvm.package import FOLDER, FUSED, TUNED, arch_here, check_tvm, compile_for, target_to_run_on
+from hase.runtimes.tvm.recording import Parsed, parse_at
+from hase.utils.errors import UserError
+from hase.utils.lazy import tvm
 
 # A sample of a function that is shorter is the mean of several runs. CUDA events are too coarse for a single short kernel. On a
 # CPU, only a single run finds its weights outside of the caches: with 5e-4 there, too, the kernels of networks with searched
@@ -209,7 +209,7 @@ def time_model(request: Request) -> Reply:
     parsed = parse_at(setting.level, Path(request.paths[0]), request.dims, request.device)
     if [node.kernel_id for node in parsed.graph.nodes] != [node.kernel_id for node in record.nodes]:
         raise UserError(f"{request.paths[0]}: TVM's graph is not the one in its record; make the record anew: "
-                        "python tvm_analysis/relax_parser.py")
+                        "python runtimes/tvm/relax_parser.py")
     return timed(parsed._replace(record=record), setting, request.effort)
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from measuring.metrics.source import MetricSource, Window
-from records.blocks import counting, read_blocks
-from records.measurement import Measurement
-from utils.paths import ROOT
+from hase.benchmark.metrics.source import MetricSource, Window
+from hase.records.blocks import counting, read_blocks
+from hase.records.measurement import Measurement
+from hase.utils.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

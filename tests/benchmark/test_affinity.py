@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import small_model
 
-from measuring.quiet_host import free_cores, off_the_workers_cores
-from utils.paths import ROOT
+from hase.benchmark.measuring.quiet_host import free_cores, off_the_workers_cores
+from hase.utils.paths import ROOT
 
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 BESIDE_A_WORKER = """
 import os, threading
-from measuring.quiet_host import free_cores, off_the_workers_cores
+from hase.benchmark.measuring.quiet_host import free_cores, off_the_workers_cores
 
 cores = os.sched_getaffinity(0)
 ready, done = threading.Event(), threading.Event()
@@ -66,7 +66,7 @@ PINNED = """
 import os, sys
 from pathlib import Path
 from runtimes import local_target
-from utils.ort_sessions import open_session
+from hase.utils.ort_sessions import open_session
 session = open_session(Path(sys.argv[1]), "cpu")
 print(local_target("cpu").threads, {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")})
 """

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from measuring.run_times import Effort
-from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_types import describe_kernel
-from records.measurement import Measurement
-from runtimes.ort import carriers
-from runtimes.ort.building.kernel_models import kernel_build
-from runtimes.ort.carriers import INPUTS_WRITTEN, MOST_QUEUED, Traced, groups_to_queue, time_carrier
-from runtimes.protocol import Request
-from utils.fingerprint import has_cuda
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort import carriers
+from hase.benchmark.ort.carriers import INPUTS_WRITTEN, MOST_QUEUED, Traced, groups_to_queue, time_carrier
+from hase.kernel_model.building.kernel_models import kernel_build
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.records.measurement import Measurement
+from hase.runtimes.protocol import Request
+from hase.utils.fingerprint import has_cuda
 
 
 def grouped(size: int, groups: int = 4, channels: int = 16, window: int = 3) -> Kernel:

@@ -20,18 +20,19 @@ import pytest
 import yaml
 from conftest import build_workspace, endless, small_model
 
-from benchmark.collecting.collect import collect, plan
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.units import KernelUnits, open_bench, start_workers
-from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work, of_like_work
-from kernel_model.sampling.seeds import SEED_FILE
-from measuring.actors import idle, measure_block
-from measuring.metrics.sources import open_source
-from measuring.run_times import Effort
-from measuring.worker_process import WorkerFailed
-from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
-from records.blocks import Block
-from records.dataset_files import (
+from hase.benchmark.collecting.collect import collect, plan
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.units import KernelUnits, open_bench, start_workers
+from hase.benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work, of_like_work
+from hase.benchmark.measuring.actors import idle, measure_block
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.metrics.sources import open_source
+from hase.benchmark.ort import worker as worker_process
+from hase.kernel_model.building.kernel_models import KERNEL_KEY, build_model, kernel_build
+from hase.kernel_model.sampling.seeds import SEED_FILE
+from hase.records.backgrounds import COMPUTE, KINDS, QUEUES, Background
+from hase.records.blocks import Block
+from hase.records.dataset_files import (
     DatasetKernel,
     header_path,
     journal_path,
@@ -43,23 +44,22 @@ from records.dataset_files import (
     read_table,
     write_journal,
 )
-from records.dataset_tables import input_shape, kernel_rows, model_rows, model_sessions
-from records.dataset_writer import DatasetWriter
-from records.host_pace import idle_models, is_undisturbed, usual_probe_us
-from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_record_files import index_path, read_index, read_model_records, record_path
-from records.kernel_types import describe_kernel
-from records.measurement import Inputs, Measurement, Status
-from runtimes import local_target
-from runtimes.ort import worker as worker_process
-from runtimes.ort.building.kernel_models import KERNEL_KEY, build_model, kernel_build
-from runtimes.protocol import Request, Worker
-from training.kernels.training_set import read_training_set
-from utils import files
-from utils.config import read_config
-from utils.errors import UserError
-from utils.fingerprint import Flavour, instruction_set, machine
-from utils.paths import ROOT, Workspace
+from hase.records.dataset_tables import input_shape, kernel_rows, model_rows, model_sessions
+from hase.records.dataset_writer import DatasetWriter
+from hase.records.host_pace import idle_models, is_undisturbed, usual_probe_us
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_record_files import index_path, read_index, read_model_records, record_path
+from hase.records.kernel_types import describe_kernel
+from hase.records.measurement import Inputs, Measurement, Status
+from hase.runtimes import local_target
+from hase.runtimes.protocol import Request, Worker
+from hase.training.kernels.training_set import read_training_set
+from hase.utils import files
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour, instruction_set, machine
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.worker_process import WorkerFailed
 
 pytestmark = pytest.mark.measuring
 
@@ -667,7 +667,7 @@ def test_what_a_worker_prepares_is_not_its_next_reply() -> None:
         assert worker.ask(preparing).measurements == ()
         worker.prepare(Request(do="alone", device="cpu", effort=Effort(), paths=("none.onnx",)))
         assert worker.ask(canary).error == ""
-        [process] = [child for child in psutil.Process().children() if "runtimes.ort.worker" in child.cmdline()]
+        [process] = [child for child in psutil.Process().children() if "hase.benchmark.ort.worker" in child.cmdline()]
         process.suspend()  # or it might have answered by the time it is killed
         worker.prepare(preparing)
         process.kill()
@@ -704,11 +704,11 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     """Even where the collector is killed without warning and the worker never comes to read the end of its input."""
     endless(tmp_path / "hangs.onnx")
     script = f"""
-from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
-from measuring.actors import idle, measure_block
-from measuring.run_times import Effort
-from runtimes.protocol import Request
-from runtimes.protocol import Worker
+from hase.records.backgrounds import COMPUTE, KINDS, QUEUES, Background
+from hase.benchmark.measuring.actors import idle, measure_block
+from hase.benchmark.measuring.run_times import Effort
+from hase.runtimes.protocol import Request
+from hase.runtimes.protocol import Worker
 with Worker(60) as worker:
     worker.ask(Request(do="canary", device="cpu", effort=Effort()))
     print("ready", flush=True)

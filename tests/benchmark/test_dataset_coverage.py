@@ -11,7 +11,7 @@ from chromium import column, opened
 from command import printed, run_script
 from made_up_dataset import TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset
 
-from utils.paths import Workspace
+from hase.utils.paths import Workspace
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

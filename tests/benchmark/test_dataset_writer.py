@@ -13,9 +13,9 @@ import pandas as pd
 import pytest
 from made_up_dataset import MACHINE, METRIC, TARGET, conv, draw_kernels, gemm, relu
 
-from records import dataset_tables, dataset_writer
-from records.blocks import Block, journal_line
-from records.dataset_files import (
+from hase.records import dataset_tables, dataset_writer
+from hase.records.blocks import Block, journal_line
+from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
     digests_path,
@@ -29,14 +29,14 @@ from records.dataset_files import (
     read_journal,
     read_kernels,
 )
-from records.dataset_tables import read_kernel_table, read_model_table
-from records.dataset_writer import DatasetWriter
-from records.kernel_record import Kernel
-from records.measurement import Measurement
-from utils import files
-from utils.errors import UserError
-from utils.locks import WRITER, try_lock
-from utils.paths import Workspace
+from hase.records.dataset_tables import read_kernel_table, read_model_table
+from hase.records.dataset_writer import DatasetWriter
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import Measurement
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.locks import WRITER, try_lock
+from hase.utils.paths import Workspace
 
 HEADER = DatasetHeader(target=TARGET, metrics=(METRIC,), machines={MACHINE.uuid: MACHINE}, labels=("run",))
 FURTHER = "DCGM_FI_DEV_CPU_UTIL_SYS"  # a metric that comes later

@@ -12,15 +12,15 @@ import onnx
 import pytest
 from conftest import build_workspace, small_model
 
-from benchmark.collecting import files_by_content
-from benchmark.collecting.files_by_content import Sender, at_paths, files_of, receive
-from benchmark.collecting.work import Item, ModelItem, Work, find_work
-from records.backgrounds import Background
-from runtimes import local_target
-from utils import files
-from utils.errors import UserError
-from utils.ort_sessions import open_session
-from utils.paths import Workspace
+from hase.benchmark.collecting import files_by_content
+from hase.benchmark.collecting.files_by_content import Sender, at_paths, files_of, receive
+from hase.benchmark.collecting.work import Item, ModelItem, Work, find_work
+from hase.records.backgrounds import Background
+from hase.runtimes import local_target
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.ort_sessions import open_session
+from hase.utils.paths import Workspace
 
 
 class Store:

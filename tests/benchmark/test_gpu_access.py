@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmark.collecting.units import Tracers
-from measuring import gpu_turns
-from runtimes.protocol import Worker
+from hase.benchmark.collecting.units import Tracers
+from hase.benchmark.measuring import gpu_turns
+from hase.runtimes.protocol import Worker
 
 pytestmark = pytest.mark.measuring
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from measuring.gpu_trace import GpuRun, GpuWork, attribute, split_carrier
-from utils.timing import covered_us
+from hase.benchmark.measuring.gpu_trace import GpuRun, GpuWork, attribute, split_carrier
+from hase.utils.timing import covered_us
 
 ABS = "void onnxruntime::cuda::_UnaryElementWise<float, float, onnxruntime::cuda::OP_Abs<float>, 256, 4>(float const*)"
 RELU = ABS.replace("OP_Abs", "OP_Relu")

@@ -15,17 +15,17 @@ from command import run_script
 from conftest import small_model
 from onnx import TensorProto, helper
 
-from benchmark.collecting.units import with_inputs
-from benchmark.collecting.work import ModelItem
-from kernel_model.sampling.free_shapes.forms import inferred
-from kernel_model.sampling.free_shapes.sizes import tensor
-from records.kernel_record import Kernel
-from records.measurement import Measurement
-from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.runner import Runner, open_runner, read_inputs
-from utils.errors import UserError
-from utils.ort_sessions import ort_value
+from hase.benchmark.collecting.units import with_inputs
+from hase.benchmark.collecting.work import ModelItem
+from hase.benchmark.ort.runner import Runner, open_runner, read_inputs
+from hase.kernel_model.building.dummy_data import dummy_inputs, random_floats
+from hase.kernel_model.sampling.free_shapes.forms import inferred
+from hase.kernel_model.sampling.free_shapes.sizes import tensor
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import Measurement
+from hase.utils.errors import UserError
+from hase.utils.ort_sessions import ort_value
 
 RUNNER = "benchmark/ort_kernel_runner.py"
 COLUMNS = 20

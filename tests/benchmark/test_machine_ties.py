@@ -11,18 +11,18 @@ from command import printed, run_script
 from conftest import build_workspace, small_model
 from made_up_dataset import MACHINE, TARGET, conv
 
-from benchmark.collecting.collect import collect, plan_load, takes_label
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.work import KernelItem, Work
-from benchmark.machine_ties import idle_times, machine_rows
-from measuring.pending import choose_ties, compare, tie_rows
-from records.blocks import Block
-from records.dataset_files import DatasetHeader, journal_path, read_journal, read_kernels, write_journal
-from records.kernel_record import Kernel
-from records.measurement import Measurement
-from runtimes import local_target
-from utils.fingerprint import machine
-from utils.paths import Workspace
+from hase.benchmark.collecting.collect import collect, plan_load, takes_label
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.work import KernelItem, Work
+from hase.benchmark.machine_ties import idle_times, machine_rows
+from hase.benchmark.measuring.pending import choose_ties, compare, tie_rows
+from hase.records.blocks import Block
+from hase.records.dataset_files import DatasetHeader, journal_path, read_journal, read_kernels, write_journal
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import Measurement
+from hase.runtimes import local_target
+from hase.utils.fingerprint import machine
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.measuring
 

@@ -9,13 +9,13 @@ import pytest
 from command import printed
 from made_up_dataset import MACHINE, TARGET, chain, collect, conv, gemm, relu
 
-from records.dataset_files import kernel_table_path, read_header, read_journal, read_kernels
-from records.dataset_tables import read_kernel_table
-from records.dataset_writer import merge_dataset
-from records.kernel_record_files import index_path, read_index, read_model_record, record_path
-from utils import files
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.records.dataset_files import kernel_table_path, read_header, read_journal, read_kernels
+from hase.records.dataset_tables import read_kernel_table
+from hase.records.dataset_writer import merge_dataset
+from hase.records.kernel_record_files import index_path, read_index, read_model_record, record_path
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 OTHER = MACHINE.model_copy(update={"uuid": "1"})
 SHARED = conv()

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from benchmark.collecting.config import CollectorConfig
-from measuring.metrics import dcgm as dcgm_metrics
-from measuring.metrics import nvml as nvml_metrics
-from measuring.metrics import sources as metrics
-from measuring.metrics.names import FIELDS, IDS, NAMES, NEW_NAMES, Name, in_unit, names_of, new_name
-from measuring.metrics.source import PROFILED, Mean
-from measuring.metrics.sources import ReplaySource, open_source
-from utils.errors import UserError
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.metrics import dcgm as dcgm_metrics
+from hase.benchmark.metrics import nvml as nvml_metrics
+from hase.benchmark.metrics import sources as metrics
+from hase.benchmark.metrics.names import FIELDS, IDS, NAMES, NEW_NAMES, Name, in_unit, names_of, new_name
+from hase.benchmark.metrics.source import PROFILED, Mean
+from hase.benchmark.metrics.sources import ReplaySource, open_source
+from hase.utils.errors import UserError
 
 SM, ENGINE = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 UTIL, CLOCK = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"

@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from measuring.metrics import nvml as nvml_metrics
-from measuring.metrics.names import FIELDS, is_blank
-from measuring.metrics.source import MANY, History, Mean, check_together, checked, values
-from measuring.metrics.sources import CpuSource, open_source
-from utils.errors import UserError
+from hase.benchmark.metrics import nvml as nvml_metrics
+from hase.benchmark.metrics.names import FIELDS, is_blank
+from hase.benchmark.metrics.source import MANY, History, Mean, check_together, checked, values
+from hase.benchmark.metrics.sources import CpuSource, open_source
+from hase.utils.errors import UserError
 
 pytestmark = pytest.mark.measuring
 

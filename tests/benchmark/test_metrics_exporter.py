@@ -22,14 +22,14 @@ from command import run_script
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter, wait_for
 
-from benchmark import metrics_exporter
-from benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, Sampler, device_labels
-from measuring.metrics.probe_metrics import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Probed, Sample, probed_of
-from measuring.metrics.sources import CpuSource, ReplaySource
-from runtimes.ort.sharing_probe import SharingProbe
-from utils.errors import UserError
-from utils.paths import ROOT
-from utils.scrape_server import STALE
+from hase.benchmark import metrics_exporter
+from hase.benchmark.metrics.probe_metrics import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Probed, Sample, probed_of
+from hase.benchmark.metrics.sources import CpuSource, ReplaySource
+from hase.benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, Sampler, device_labels
+from hase.benchmark.ort.sharing_probe import SharingProbe
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
+from hase.utils.scrape_server import STALE
 
 pytestmark = pytest.mark.slow
 
@@ -201,7 +201,7 @@ def test_sampling_goes_on_after_any_fault(fault: Exception, shown: str, log_line
     """A probe's, too; only a fault of the program itself is shown with its traceback."""
     probes = ProbeSampler("cpu", every_s=5.0)
     with monkeypatch.context() as patched:
-        patched.setattr("runtimes.ort.sharing_probe.SharingProbe.read", Mock(side_effect=fault))
+        patched.setattr("hase.benchmark.ort.sharing_probe.SharingProbe.read", Mock(side_effect=fault))
         probes.read()
         assert (probes.latest, probes.error) == (None, shown)
     probes.read()
@@ -316,7 +316,7 @@ def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSa
         return fail
 
     with monkeypatch.context() as patched:
-        patched.setattr("runtimes.ort.sharing_probe.SharingProbe.__init__", fails("no memory left"))
+        patched.setattr("hase.benchmark.ort.sharing_probe.SharingProbe.__init__", fails("no memory left"))
         for _ in range(3):
             probes.read()
     assert (probes.latest, probes.error) == (None, "no memory left")
@@ -325,7 +325,7 @@ def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSa
     assert probes.error == ""
     latest = probes.latest
     with monkeypatch.context() as patched:
-        patched.setattr("runtimes.ort.sharing_probe.SharingProbe.read", fails("the device fails"))
+        patched.setattr("hase.benchmark.ort.sharing_probe.SharingProbe.read", fails("the device fails"))
         for _ in range(3):
             probes.read()
     assert (probes.latest, probes.error) == (latest, "the device fails")

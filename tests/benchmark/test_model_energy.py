@@ -13,24 +13,23 @@ import pandas as pd
 import pytest
 from conftest import build_workspace, small_model
 
-from benchmark.collecting.collect import plan
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.work import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work
-from measuring import power
-from measuring.metrics import power_sensors
-from measuring.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
-from measuring.run_times import Effort
-from records.blocks import Block
-from records.dataset_files import DatasetHeader, header_path, model_table_path, read_header, read_table
-from records.dataset_tables import energy_warnings
-from records.dataset_writer import DatasetWriter, joined_header
-from records.measurement import ENERGY, Measurement
-from runtimes import local_target
-from runtimes.ort import energy
-from runtimes.ort.worker import answer
-from runtimes.protocol import Request
-from utils.fingerprint import machine
-from utils.paths import Workspace
+from hase.benchmark.collecting.collect import plan
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.work import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.metrics import power, power_sensors
+from hase.benchmark.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
+from hase.benchmark.ort import energy
+from hase.benchmark.ort.worker import answer
+from hase.records.blocks import Block
+from hase.records.dataset_files import DatasetHeader, header_path, model_table_path, read_header, read_table
+from hase.records.dataset_tables import energy_warnings
+from hase.records.dataset_writer import DatasetWriter, joined_header
+from hase.records.measurement import ENERGY, Measurement
+from hase.runtimes import local_target
+from hase.runtimes.protocol import Request
+from hase.utils.fingerprint import machine
+from hase.utils.paths import Workspace
 
 EFFORT = Effort(warmup=1, budget_s=0.01, least_runs=4, most_runs=4)
 

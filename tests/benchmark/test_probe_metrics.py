@@ -26,16 +26,7 @@ from prometheus_stand import (
     wait_for,
 )
 
-from benchmark.metrics_exporter import ProbeSampler
-from inference.core.answers import Prediction
-from inference.core.predictor import predict
-from inference.core.targets import fitted_for
-from inference.evaluation.evaluate import EvaluationLoads
-from inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked
-from inference.live.prometheus import PrometheusConfig, PrometheusError
-from inference.sharing.co_runner import probe_of
-from inference.sharing.co_runner import probed as probed_work
-from measuring.metrics.probe_metrics import (
+from hase.benchmark.metrics.probe_metrics import (
     ALL,
     AT,
     BUSY,
@@ -52,11 +43,20 @@ from measuring.metrics.probe_metrics import (
     probed_of,
     samples_of,
 )
-from records.blocks import Block
-from records.probe_reading import ProbeReading, summarised
-from utils import files
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from hase.benchmark.metrics_exporter import ProbeSampler
+from hase.inference.core.answers import Prediction
+from hase.inference.core.predictor import predict
+from hase.inference.core.targets import fitted_for
+from hase.inference.evaluation.evaluate import EvaluationLoads
+from hase.inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked
+from hase.inference.live.prometheus import PrometheusConfig, PrometheusError
+from hase.inference.sharing.co_runner import probe_of
+from hase.inference.sharing.co_runner import probed as probed_work
+from hase.records.blocks import Block
+from hase.records.probe_reading import ProbeReading, summarised
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = pytest.mark.slow
 

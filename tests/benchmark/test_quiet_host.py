@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 
-from measuring import quiet_host
-from measuring.quiet_host import HostProbe, StallWatch, quiet_samples_ms
-from measuring.run_times import Effort
-from records.measurement import DISTURBANCE_ADMITTED
-from runtimes.ort.probes import host_probe
+from hase.benchmark.measuring import quiet_host
+from hase.benchmark.measuring.quiet_host import HostProbe, StallWatch, quiet_samples_ms
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.probes import host_probe
+from hase.records.measurement import DISTURBANCE_ADMITTED
 
 pytestmark = pytest.mark.measuring
 

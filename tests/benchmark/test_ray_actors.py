@@ -19,20 +19,20 @@ from command import run_script
 from conftest import build_workspace, small_model
 from optional_packages import needs, without
 
-from benchmark.collecting.collect import collect
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.devices import Device, check_alike
-from benchmark.collecting.ray_actors import ray_devices
-from benchmark.collecting.units import may_share_host
-from benchmark.collecting.work import KernelItem, find_work
-from recipes.cluster.nodes_here import ACTOR, NodesHere, nodes_here
-from records.dataset_files import journal_path, kernel_table_path, model_table_path, read_header, read_journal, read_table
-from runtimes import local_target
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Target, machine
-from utils.paths import ROOT, Workspace
-from utils.temporary import PREFIX
+from hase.benchmark.collecting.collect import collect
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.devices import Device, check_alike
+from hase.benchmark.collecting.ray_actors import ray_devices
+from hase.benchmark.collecting.units import may_share_host
+from hase.benchmark.collecting.work import KernelItem, find_work
+from hase.recipes.cluster.nodes_here import ACTOR, NodesHere, nodes_here
+from hase.records.dataset_files import journal_path, kernel_table_path, model_table_path, read_header, read_journal, read_table
+from hase.runtimes import local_target
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target, machine
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.temporary import PREFIX
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow("minutes"),
               pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="two cores")]

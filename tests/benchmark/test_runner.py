@@ -15,19 +15,19 @@ import pytest
 from conftest import build_workspace, small_model
 from onnx import numpy_helper
 
-from benchmark import ort_kernel_runner
-from benchmark.ort_kernel_runner import measure
-from measuring.run_times import Effort
-from records.kernel_record_files import read_model_record, record_path
-from runtimes.ort.building.kernel_models import built_kernel
-from runtimes.ort.profile import kernel_times_ms, node_spans_ms, read_profile
-from runtimes.ort.runner import open_runner
-from runtimes.ort.worker import WORK, answer
-from runtimes.protocol import Reply, Request
-from utils import files, logger, timing
-from utils.errors import UserError
-from utils.fingerprint import Flavour, has_cuda
-from utils.paths import Workspace
+from hase.benchmark import ort_kernel_runner
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.profile import kernel_times_ms, node_spans_ms, read_profile
+from hase.benchmark.ort.runner import open_runner
+from hase.benchmark.ort.worker import WORK, answer
+from hase.benchmark.ort_kernel_runner import measure
+from hase.kernel_model.building.kernel_models import built_kernel
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.runtimes.protocol import Reply, Request
+from hase.utils import files, logger, timing
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour, has_cuda
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.measuring
 

@@ -19,16 +19,16 @@ import yaml
 from command import printed, run_script
 from conftest import small_model
 
-from benchmark.serving.config import ServedSetsConfig, arrivals_s
-from benchmark.serving.measure import asked_for
-from benchmark.serving.results import Requests, read_requests, read_results, samples_path
-from benchmark.serving.server import MODULE, ModelServer, Opening, PaceRead, Reply, Serving, open_model, serve
-from runtimes import local_target
-from utils import files
-from utils.config import read_config, validate
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace
-from utils.sharing_mode import THREADS, SetSharing
+from hase.benchmark.serving.config import ServedSetsConfig, arrivals_s
+from hase.benchmark.serving.measure import asked_for
+from hase.benchmark.serving.results import Requests, read_requests, read_results, samples_path
+from hase.benchmark.serving.server import MODULE, ModelServer, Opening, PaceRead, Reply, Serving, open_model, serve
+from hase.runtimes import local_target
+from hase.utils import files
+from hase.utils.config import read_config, validate
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.sharing_mode import THREADS, SetSharing
 
 pytestmark = pytest.mark.measuring
 

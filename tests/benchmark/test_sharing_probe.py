@@ -11,17 +11,17 @@ import pytest
 from command import printed
 from pydantic import ValidationError
 
-from benchmark import sharing_probe
-from benchmark.sharing_probe import rows
-from measuring.stress import stress
-from records.backgrounds import COMPUTE
-from records.probe_reading import ProbedRuns, ProbeReading, read_reading
-from runtimes.ort.building.dummy_data import random_floats
-from runtimes.ort.sharing_probe import LEAST_RUNS, LONG_PRODUCTS, LONG_SIDE, SharingProbe, _kept, probe
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import SharingMode, machine
-from utils.paths import Workspace
+from hase.benchmark import sharing_probe
+from hase.benchmark.load.stress import stress
+from hase.benchmark.ort.sharing_probe import LEAST_RUNS, LONG_PRODUCTS, LONG_SIDE, SharingProbe, _kept, probe
+from hase.benchmark.sharing_probe import rows
+from hase.kernel_model.building.dummy_data import random_floats
+from hase.records.backgrounds import COMPUTE
+from hase.records.probe_reading import ProbedRuns, ProbeReading, read_reading
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import SharingMode, machine
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.measuring
 

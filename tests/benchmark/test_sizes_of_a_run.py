@@ -11,13 +11,13 @@ import pytest
 from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmark.sizes_of_a_run import read_inputs
-from recipes.kinds.make_models import make
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.runner import open_runner
-from runtimes.ort.sizes_of_a_run import see_a_run, sizes_of_a_run
+from hase.benchmark.ort.runner import open_runner
+from hase.benchmark.ort.sizes_of_a_run import see_a_run, sizes_of_a_run
+from hase.benchmark.sizes_of_a_run import read_inputs
+from hase.ort_analysis.graph.analysis import analyze
+from hase.recipes.kinds.make_models import make
+from hase.utils.errors import UserError
 from tests.ort_analysis.test_sizes_by_data import detector
-from utils.errors import UserError
 
 FLOAT = TensorProto.FLOAT
 

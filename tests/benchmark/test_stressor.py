@@ -20,15 +20,15 @@ from conftest import small_model
 from pydantic import ValidationError
 from threadpoolctl import threadpool_limits
 
-from benchmark.load import burners
-from benchmark.load.burners import AHEAD_S, Work, as_work, bursts, cpu_step
-from benchmark.stressor import EXAMPLES
-from measuring.stress import Stress, _end, _wait_until_ready, options, stress
-from records.backgrounds import COMPUTE, KINDS, QUEUES, Background, Queue
-from utils import files
-from utils.errors import UserError
-from utils.model_files import DEFAULT_DIMS_KEY
-from utils.paths import ROOT, Workspace
+from hase.benchmark.load import burners
+from hase.benchmark.load.burners import AHEAD_S, Work, as_work, bursts, cpu_step
+from hase.benchmark.load.stress import Stress, _end, _wait_until_ready, options, stress
+from hase.benchmark.stressor import EXAMPLES
+from hase.records.backgrounds import COMPUTE, KINDS, QUEUES, Background, Queue
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.model_files import DEFAULT_DIMS_KEY
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
@@ -36,8 +36,8 @@ TOTAL = "DCGM_FI_DEV_CPU_UTIL_TOTAL"
 HOLDER = """
 import sys, time
 from pathlib import Path
-from measuring.stress import stress
-from utils.paths import Workspace
+from hase.benchmark.load.stress import stress
+from hase.utils.paths import Workspace
 with stress(0.3, device="cpu", workspace=Workspace(Path(sys.argv[1]))):
     print("up", flush=True)
     time.sleep(60)
@@ -136,7 +136,7 @@ def test_a_stressor_killed_as_its_workers_start_is_reported_at_once_and_they_end
 
 
 def test_a_stressor_that_is_ready_and_never_reports_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("measuring.stress.REPORT_PATIENCE_S", 0.3)
+    monkeypatch.setattr("hase.benchmark.load.stress.REPORT_PATIENCE_S", 0.3)
     process = start_shell("""echo '{"event": "ready"}'; sleep 60""")
     _wait_until_ready(process)
     with pytest.raises(UserError, match=r"has not reported its load for 0\.3 s"):

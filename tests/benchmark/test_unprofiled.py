@@ -9,17 +9,25 @@ import pytest
 from conftest import build_workspace, small_model
 from trained_workspace import conv_net
 
-from benchmark.collecting.collect import collect
-from benchmark.collecting.config import CollectorConfig
-from inference import measure_missing
-from measuring.run_times import Effort
-from records.dataset_files import read_header, read_journal
-from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
-from runtimes.ort.profile import LEAST_SHARE, MOST_ADDED_MS, NodeEvent, ProfiledRun, profile_model, profiler_ms, unprofiled_ms
+from hase.benchmark.collecting.collect import collect
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.profile import (
+    LEAST_SHARE,
+    MOST_ADDED_MS,
+    NodeEvent,
+    ProfiledRun,
+    profile_model,
+    profiler_ms,
+    unprofiled_ms,
+)
+from hase.inference import measure_missing
+from hase.records.dataset_files import read_header, read_journal
+from hase.records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 from tests.inference.test_missing_kernels import TARGET
 from tests.inference.test_no_training import CONFIG
-from utils.errors import UserError
-from utils.paths import Workspace
 
 pytestmark = pytest.mark.measuring
 

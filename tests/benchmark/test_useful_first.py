@@ -11,28 +11,28 @@ import numpy as np
 import pytest
 from conftest import build_workspace, small_model
 
-from benchmark.collecting.collect import collect, plan_by_usefulness
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.work import Item, find_work
-from kernel_model.sampling.draws import draw_kernel
-from kernel_model.sampling.kernel_errors import KernelError
-from kernel_model.sampling.seeds import SEED_FILE
-from measuring.bench import Bench
-from measuring.loads import measure_loads
-from measuring.pending import Planned
-from measuring.stress import Stress
-from records.blocks import Block, Journal
-from records.dataset_files import read_journal
-from records.kernel_record import Kernel
-from records.kernel_record_files import index_path, read_index
-from records.measurement import Measurement, now
-from runtimes import local_target
-from runtimes.ort.building.kernel_models import kernel_build
-from training.kernels.training_set import read_training_set
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import machine
-from utils.paths import Workspace
+from hase.benchmark.collecting.collect import collect, plan_by_usefulness
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.work import Item, find_work
+from hase.benchmark.load.loads import measure_loads
+from hase.benchmark.load.stress import Stress
+from hase.benchmark.measuring.bench import Bench
+from hase.benchmark.measuring.pending import Planned
+from hase.kernel_model.building.kernel_models import kernel_build
+from hase.kernel_model.sampling.draws import draw_kernel
+from hase.kernel_model.sampling.kernel_errors import KernelError
+from hase.kernel_model.sampling.seeds import SEED_FILE
+from hase.records.blocks import Block, Journal
+from hase.records.dataset_files import read_journal
+from hase.records.kernel_record import Kernel
+from hase.records.kernel_record_files import index_path, read_index
+from hase.records.measurement import Measurement, now
+from hase.runtimes import local_target
+from hase.training.kernels.training_set import read_training_set
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import machine
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.measuring
 

@@ -13,19 +13,19 @@ import pytest
 import torch
 from command import printed, run_script
 
-from convolutions.algorithms import ConvShape
-from convolutions.choice import gain_rows, layer_shapes, left_out_times, mean_regret, predicted_rows, regret_rows
-from convolutions.engines import ForcedModel, TorchEngine
-from convolutions.learned import CONVOLUTION_FEATURES, fit, predict_ms
-from convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
-from convolutions.tables import read_cases
-from model_zoo.exporting.torch_models import build
-from utils import files
-from utils.errors import UserError
+from hase.extras.convolutions.algorithms import ConvShape
+from hase.extras.convolutions.choice import gain_rows, layer_shapes, left_out_times, mean_regret, predicted_rows, regret_rows
+from hase.extras.convolutions.engines import ForcedModel, TorchEngine
+from hase.extras.convolutions.learned import CONVOLUTION_FEATURES, fit, predict_ms
+from hase.extras.convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
+from hase.extras.convolutions.tables import read_cases
+from hase.model_zoo.exporting.torch_models import build
+from hase.utils import files
+from hase.utils.errors import UserError
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = "convolutions/choose_algorithms.py"
+SCRIPT = "extras/convolutions/choose_algorithms.py"
 FILTERS = (1, 3, 5, 7)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from convolutions import listing
-from convolutions.algorithms import HOPPER, ON_CPU, ON_GPU, algorithm_named, never_runs
-from convolutions.listing import checked_gpu, gpu_name
-from convolutions.measure import ProfileSettings, even_sizes
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
+from hase.extras.convolutions import listing
+from hase.extras.convolutions.algorithms import HOPPER, ON_CPU, ON_GPU, algorithm_named, never_runs
+from hase.extras.convolutions.listing import checked_gpu, gpu_name
+from hase.extras.convolutions.measure import ProfileSettings, even_sizes
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
 
 
 @pytest.mark.parametrize("text", [

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torchvision
 
-from convolutions import cudnn, engines
-from convolutions.algorithms import ON_CPU, ON_GPU, NotSupported, shape_of
-from convolutions.cudnn import Choice, Cudnn, Descriptors, check, library
-from convolutions.engines import (
+from hase.extras.convolutions import cudnn, engines
+from hase.extras.convolutions.algorithms import ON_CPU, ON_GPU, NotSupported, shape_of
+from hase.extras.convolutions.cudnn import Choice, Cudnn, Descriptors, check, library
+from hase.extras.convolutions.engines import (
     INACCURATE,
     MOST_MODEL_TOLERANCE,
     OK,
@@ -24,9 +24,9 @@ from convolutions.engines import (
     incompatible,
     output_error,
 )
-from convolutions.measure import output_difference
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
+from hase.extras.convolutions.measure import output_difference
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
 
 needs_cudnn = pytest.mark.skipif(not torch.backends.cudnn.is_available(), reason="this torch has no cuDNN")
 LAYERS = {

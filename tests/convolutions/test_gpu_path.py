@@ -14,15 +14,15 @@ import torch
 import torchvision
 from test_forced_convolutions import PretendedCudnn, needs_cudnn
 
-from convolutions import engines, measure, timing
-from convolutions.algorithms import ON_GPU, never_runs, unexpected
-from convolutions.engines import CudnnEngine, ForcedModel, engine_of
-from convolutions.measure import Instruments, ProfileSettings, measure_profile
-from convolutions.results import layer_rows, overall_rows
-from convolutions.timing import SHORTEST_HOLD_MS, event_overhead_ms, time_layers
-from measuring import gpu_trace
-from measuring.gpu_trace import GpuRun, GpuWork, Recording
-from utils.fingerprint import has_cuda
+from hase.benchmark.measuring import gpu_trace
+from hase.benchmark.measuring.gpu_trace import GpuRun, GpuWork, Recording
+from hase.extras.convolutions import engines, measure, timing
+from hase.extras.convolutions.algorithms import ON_GPU, never_runs, unexpected
+from hase.extras.convolutions.engines import CudnnEngine, ForcedModel, engine_of
+from hase.extras.convolutions.measure import Instruments, ProfileSettings, measure_profile
+from hase.extras.convolutions.results import layer_rows, overall_rows
+from hase.extras.convolutions.timing import SHORTEST_HOLD_MS, event_overhead_ms, time_layers
+from hase.utils.fingerprint import has_cuda
 
 pytestmark = pytest.mark.slow
 

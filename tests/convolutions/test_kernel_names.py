@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convolutions.algorithms import counted, unexpected
+from hase.extras.convolutions.algorithms import counted, unexpected
 
 ADD = "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::CUDAFunctor_add<float> > >"
 IM2COL = "void cudnn::engines_precompiled::im2col4d_kernel<float, long>(cudnn::engines_precompiled::im2col4d_params)"

@@ -17,25 +17,25 @@ import torch
 import torchvision
 from command import printed, run_script
 
-from convolutions.algorithms import ON_CPU, ON_GPU, NotSupported
-from convolutions.engines import ForcedModel, Plan, TorchEngine, instead
-from convolutions.listing import state_of_all, status_rows
-from convolutions.measure import Instruments, ProfileSettings, _layer, _layer_facts, affordable, measure_profile
-from convolutions.profiler import UnifiedProfiler, described
-from convolutions.results import LAYERS, OVERALL, ResultsJournal, write_settings
-from convolutions.timing import CallTimes, LayerTimer, time_layers
-from measuring.bench import Steadiness
-from measuring.gpu_trace import GpuRun, GpuWork
-from measuring.metrics.power_sensors import PowerSample, PowerSensor
-from measuring.run_times import time_runs_ms
-from records.blocks import read_blocks
-from records.measurement import Measurement
-from utils.locks import sole_writer
-from utils.paths import ROOT
+from hase.benchmark.measuring.bench import Steadiness
+from hase.benchmark.measuring.gpu_trace import GpuRun, GpuWork
+from hase.benchmark.measuring.run_times import time_runs_ms
+from hase.benchmark.metrics.power_sensors import PowerSample, PowerSensor
+from hase.extras.convolutions.algorithms import ON_CPU, ON_GPU, NotSupported
+from hase.extras.convolutions.engines import ForcedModel, Plan, TorchEngine, instead
+from hase.extras.convolutions.listing import state_of_all, status_rows
+from hase.extras.convolutions.measure import Instruments, ProfileSettings, _layer, _layer_facts, affordable, measure_profile
+from hase.extras.convolutions.profiler import UnifiedProfiler, described
+from hase.extras.convolutions.results import LAYERS, OVERALL, ResultsJournal, write_settings
+from hase.extras.convolutions.timing import CallTimes, LayerTimer, time_layers
+from hase.records.blocks import read_blocks
+from hase.records.measurement import Measurement
+from hase.utils.locks import sole_writer
+from hase.utils.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = "convolutions/run_profile.py"
+SCRIPT = "extras/convolutions/run_profile.py"
 MODEL = "squeezenet1_1"
 QUICKLY = ("--model", MODEL, "--algorithm", "default", "--device", "cpu", "--test", "--min-size", "64", "--max-size", "72",
            "--energy-seconds", "0.05")
@@ -258,9 +258,9 @@ def test_energy_of_a_run(tmp_path: Path, model: torch.nn.Module) -> None:
 
 
 def shell(folder: Path, script: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script of convolutions/ with the workspace `folder`, which is first on the path too."""
+    """Runs a script of extras/convolutions/ with the workspace `folder`, which is first on the path too."""
     environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "HASE_PYTHON": sys.executable}
-    return subprocess.run([f"convolutions/{script}", *words, "--workspace", folder], cwd=ROOT, env=environment,
+    return subprocess.run([f"extras/convolutions/{script}", *words, "--workspace", folder], cwd=ROOT, env=environment,
                           capture_output=True, text=True, check=False)
 
 

@@ -11,12 +11,20 @@ import pytest
 from command import printed, run_script
 from conftest import small_model
 
-from graph_model.simulation.dag import build_dag, calculate_latency, dag_file, dag_of, longest_path, read_dag, record_of_dag
-from records.kernel_record_files import record_path
-from runtimes.ort.graph.analysis import analyze
-from utils import files
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.graph_model.simulation.dag import (
+    build_dag,
+    calculate_latency,
+    dag_file,
+    dag_of,
+    longest_path,
+    read_dag,
+    record_of_dag,
+)
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record_files import record_path
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from conftest import small_model
 from onnx import TensorProto, helper
 from trained_workspace import conv_net
 
-from graph_model.simulation.dag import DagEdge, DagFile, DagNode, dag_file
-from measuring.run_times import Effort
-from overlap_simulator import critical_path, node_times_ms, overlap_of, whole_times_ms, with_names_of
-from records.kernel_record_files import record_path
-from runtimes.ort.graph.analysis import analyze, record_of
-from runtimes.ort.profile import NodeEvent, ProfiledRun, profile_model, read_profile
-from utils import files
-from utils.paths import Workspace
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.profile import NodeEvent, ProfiledRun, profile_model, read_profile
+from hase.graph_model.simulation.dag import DagEdge, DagFile, DagNode, dag_file
+from hase.ort_analysis.graph.analysis import analyze, record_of
+from hase.overlap_simulator import critical_path, node_times_ms, overlap_of, whole_times_ms, with_names_of
+from hase.records.kernel_record_files import record_path
+from hase.utils import files
+from hase.utils.paths import Workspace
 
 
 def event(name: str, start_us: float, duration_us: float, op_type: str = "Conv") -> NodeEvent:

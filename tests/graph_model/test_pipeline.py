@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graph_model.simulation.pipeline import (
+from hase.graph_model.simulation.pipeline import (
     NodeKind,
     NodeSpan,
     OffGpu,
@@ -22,10 +22,18 @@ from graph_model.simulation.pipeline import (
     pipeline_ms,
     timeline,
 )
-from records.kernel_record import KernelInput, Tensor
-from records.kernel_types import describe_kernel
-from training.composition.formulas import FOLLOWING, HOST_BOUND, can_fit, fit_pipeline, latencies_ms, left_out_ms, paced_runs
-from training.composition.measured_models import MeasuredTracks
+from hase.learned.composition.formulas import (
+    FOLLOWING,
+    HOST_BOUND,
+    can_fit,
+    fit_pipeline,
+    latencies_ms,
+    left_out_ms,
+    paced_runs,
+)
+from hase.records.kernel_record import KernelInput, Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.training.composition.measured_models import MeasuredTracks
 
 AROUND_A_VIEW = np.array([NodeKind.OWN, NodeKind.VIEW, NodeKind.OWN])
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0.008, gap_ms=0.001, lead_ms=-0.004,

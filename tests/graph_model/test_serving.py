@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from graph_model.simulation.pipeline import Floats
-from graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Host, Served, busy_share, served, set_of
+from hase.graph_model.simulation.pipeline import Floats
+from hase.graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Host, Served, busy_share, served, set_of
 
 ALONE = np.ones((1, 2, 2, 1))
 

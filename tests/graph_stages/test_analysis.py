@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from graph_stages.analysis import LOOKUP, LookupKey, fit_line, read_lookup
-from graph_stages.graphs import GraphSize
-from graph_stages.layer import STAGES, Stage
-from graph_stages.records import RawMeasurements, StageRecord, UnitReport, raw_path
-from graph_stages.report import BANDWIDTH, PLOT, REGRESSION, REPORT, analyze
-from utils import files
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.extras.graph_stages.analysis import LOOKUP, LookupKey, fit_line, read_lookup
+from hase.extras.graph_stages.graphs import GraphSize
+from hase.extras.graph_stages.layer import STAGES, Stage
+from hase.extras.graph_stages.records import RawMeasurements, StageRecord, UnitReport, raw_path
+from hase.extras.graph_stages.report import BANDWIDTH, PLOT, REGRESSION, REPORT, analyze
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 

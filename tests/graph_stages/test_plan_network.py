@@ -10,10 +10,10 @@ import pytest
 from command import printed, run_script
 from made_up_dataset import FLAVOUR, TARGET, chain, collect, conv, relu
 
-from graph_stages.plan_network import CPU, GPU, most_alive, planning_problem, plans
-from graph_stages.plans import plan_cost
-from records.kernel_record_files import record_path
-from utils import files
+from hase.extras.graph_stages.plan_network import CPU, GPU, most_alive, planning_problem, plans
+from hase.extras.graph_stages.plans import plan_cost
+from hase.records.kernel_record_files import record_path
+from hase.utils import files
 
 SIZES = (8, 12, 16, 24, 28, 32)
 
@@ -44,7 +44,7 @@ def test_too_many_tensors_at_one_time(caplog: pytest.LogCaptureFixture, monkeypa
     problem = planning_problem(dense, times_ms, 1, 1)
     assert most_alive(problem) == len(SIZES) - 1
     assert [name for name, _ in plans(problem)] == ["all on the CPU", "all on the GPU", "the best of all"]
-    monkeypatch.setattr("graph_stages.plan_network.MOST_ALIVE", len(SIZES) - 2)
+    monkeypatch.setattr("hase.extras.graph_stages.plan_network.MOST_ALIVE", len(SIZES) - 2)
     assert [name for name, _ in plans(problem)] == ["all on the CPU", "all on the GPU"]
     assert "5 tensors are needed at one time" in caplog.text
 
@@ -57,7 +57,7 @@ def test_the_command(tmp_path: Path) -> None:
     collect(tmp_path, record, target=on_gpu)
     for target in (TARGET, on_gpu):
         files.write_json(record_path(workspace, target.flavour, "anet1"), record.model_copy(update={"flavour": target.flavour}))
-    command = ("graph_stages/plan_network.py", "--workspace", tmp_path, "--model", "anet1", "--copy-us", "10", "--copy-gb-s",
+    command = ("extras/graph_stages/plan_network.py", "--workspace", tmp_path, "--model", "anet1", "--copy-us", "10", "--copy-gb-s",
                "10")
     rows = json.loads(printed(*command, "--cpu", TARGET.name, "--gpu", on_gpu.name, "--json"))
     assert [row["plan"] for row in rows] == ["all on the CPU", "all on the GPU", "the best of all"]

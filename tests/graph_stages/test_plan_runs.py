@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 from command import run_script
 
-from graph_stages.chains import append_chains, read_chains, run_chain, time_chains, time_in_chains
-from graph_stages.graphs import GraphSize
-from graph_stages.layer import HOST, OUTPUT, STAGES
-from graph_stages.models import export_stages, model_files
-from graph_stages.opening import OpenedStage, difference, open_stage
-from graph_stages.plan_runs import PlanRun, append_runs, predicted_anew, read_runs, size_rows, summary
-from graph_stages.profiling import record_of
-from graph_stages.records import DIRECTIONS, RawMeasurements, TransferRecord, TransferTable, raw_path
-from graph_stages.report import analyze
-from graph_stages.tables import StageTables, StageTimes, in_chains, read_tables
-from graph_stages.units import StageTask
-from graph_stages.worker import measure_stage
-from utils import files
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.extras.graph_stages.chains import append_chains, read_chains, run_chain, time_chains, time_in_chains
+from hase.extras.graph_stages.graphs import GraphSize
+from hase.extras.graph_stages.layer import HOST, OUTPUT, STAGES
+from hase.extras.graph_stages.models import export_stages, model_files
+from hase.extras.graph_stages.opening import OpenedStage, difference, open_stage
+from hase.extras.graph_stages.plan_runs import PlanRun, append_runs, predicted_anew, read_runs, size_rows, summary
+from hase.extras.graph_stages.profiling import record_of
+from hase.extras.graph_stages.records import DIRECTIONS, RawMeasurements, TransferRecord, TransferTable, raw_path
+from hase.extras.graph_stages.report import analyze
+from hase.extras.graph_stages.tables import StageTables, StageTimes, in_chains, read_tables
+from hase.extras.graph_stages.units import StageTask
+from hase.extras.graph_stages.worker import measure_stage
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 SIZES = [GraphSize(nodes=nodes, edges=edges, features=12, hidden=6) for nodes, edges in ((40, 50), (40, 200), (150, 200))]
 
@@ -57,7 +57,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.slow
 def test_the_command_runs_all_plans_and_compares(profiled: Mapping[str, Path]) -> None:
     options = [f"--results={runtime}={folder}" for runtime, folder in profiled.items()]
-    done = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--run", "--runs", "2", "--rounds", "2",
+    done = run_script("extras/graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--run", "--runs", "2", "--rounds", "2",
                       "--sizes", "40/50", "150/200", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -70,7 +70,7 @@ def test_the_command_runs_all_plans_and_compares(profiled: Mapping[str, Path]) -
     runs = read_runs(profiled["ort"] / "plan_runs.jsonl")
     assert {(len(run.rounds_ms), len(run.rounds_ms[0])) for run in runs} == {(2, 2)}
     assert max(run.output_error for run in runs) < 1e-4
-    rerun = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--run", "--sizes", "40/50", "150/200",
+    rerun = run_script("extras/graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--run", "--sizes", "40/50", "150/200",
                        "--json")
     assert json.loads(rerun.stdout) == report  # nothing is run twice
 
@@ -80,7 +80,7 @@ def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> No
     options = [f"--results={runtime}={folder}" for runtime, folder in profiled.items()]
     folders = list(profiled.items())
     alone = read_tables(folders)
-    done = run_script("graph_stages/plan_stages.py", *options, "--time-chains", "--runs", "2", "--rounds", "2")
+    done = run_script("extras/graph_stages/plan_stages.py", *options, "--time-chains", "--runs", "2", "--rounds", "2")
     assert done.returncode == 0, done.stderr
     assert "3 sizes timed in chains, 0 timed before" in done.stderr
     records = read_chains(profiled["ort"]).stages
@@ -103,7 +103,7 @@ def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path], tmp_path: Pa
         shutil.copytree(folder.parent, tmp_path / name, ignore=shutil.ignore_patterns("*.jsonl"))
     folders = [(name, tmp_path / name / folder.name) for name, folder in profiled.items()]
     options = [f"--results={name}={folder}" for name, folder in folders]
-    done = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--time-chains", "--run", "--runs", "2",
+    done = run_script("extras/graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--time-chains", "--run", "--runs", "2",
                       "--rounds", "3", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -113,7 +113,7 @@ def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path], tmp_path: Pa
     assert {len(record.samples_ms) for record in records if record.stage > 1} == {6}
     anew = predicted_anew(read_tables(folders), runs)
     assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in anew])
-    rerun = run_script("graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--time-chains", "--run", "--json")
+    rerun = run_script("extras/graph_stages/plan_stages.py", *options, "--home", "CPU-torch", "--time-chains", "--run", "--json")
     assert rerun.returncode == 0, rerun.stderr
     assert len(read_chains(folders[0][1]).stages) == len(records)  # chains are not timed twice
 

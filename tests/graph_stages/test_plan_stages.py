@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from command import run_script
 
-from graph_stages.analysis import LookupKey, LookupRecord, write_lookup
-from graph_stages.layer import STAGES
-from graph_stages.plans import HOST
-from graph_stages.ranking import described, left_out_rows, plan_table, ranked
-from graph_stages.records import RAW, RawMeasurements, StageRecord, TransferRecord, write_transfers
-from graph_stages.tables import read_tables
-from utils import files
-from utils.errors import UserError
+from hase.extras.graph_stages.analysis import LookupKey, LookupRecord, write_lookup
+from hase.extras.graph_stages.layer import STAGES
+from hase.extras.graph_stages.plans import HOST
+from hase.extras.graph_stages.ranking import described, left_out_rows, plan_table, ranked
+from hase.extras.graph_stages.records import RAW, RawMeasurements, StageRecord, TransferRecord, write_transfers
+from hase.extras.graph_stages.tables import read_tables
+from hase.utils import files
+from hase.utils.errors import UserError
 
 STEPS = (1000, 2000, 3000, 5000, 10000)
 SIZES = [(nodes, edges) for nodes in STEPS for edges in STEPS if edges >= nodes]
@@ -131,7 +131,7 @@ def test_copies_that_were_not_measured(tmp_path: Path) -> None:
 
 
 def test_the_command(results: Path, tmp_path: Path) -> None:
-    script = ("graph_stages/plan_stages.py", "--results", str(results))
+    script = ("extras/graph_stages/plan_stages.py", "--results", str(results))
     done = run_script(*script, "--nodes", "4000", "--edges", "6000", "--top", "3")
     assert done.returncode == 0, done.stderr
     assert [line.split("\t")[1] for line in done.stdout.splitlines()][:2] == ["kind", "best of all"]

@@ -22,23 +22,23 @@ import pytest
 from command import run_script
 from optional_packages import needs
 
-from graph_stages import opening, profiling
-from graph_stages.graphs import GraphSize, GraphSource
-from graph_stages.layer import STAGES
-from graph_stages.models import export_stages, model_files
-from graph_stages.opening import OpenedStage, Refused, open_stage
-from graph_stages.records import RawMeasurements, read_raw
-from graph_stages.units import StageTask, choose_units, find_units
-from graph_stages.worker import RESIDENT, measure_stage
-from measuring.worker_process import WorkerFailed
-from records.blocks import Block, read_blocks
-from utils.errors import UserError
-from utils.ort_sessions import open_session
-from utils.paths import ROOT, Workspace
+from hase.extras.graph_stages import opening, profiling
+from hase.extras.graph_stages.graphs import GraphSize, GraphSource
+from hase.extras.graph_stages.layer import STAGES
+from hase.extras.graph_stages.models import export_stages, model_files
+from hase.extras.graph_stages.opening import OpenedStage, Refused, open_stage
+from hase.extras.graph_stages.records import RawMeasurements, read_raw
+from hase.extras.graph_stages.units import StageTask, choose_units, find_units
+from hase.extras.graph_stages.worker import RESIDENT, measure_stage
+from hase.records.blocks import Block, read_blocks
+from hase.utils.errors import UserError
+from hase.utils.ort_sessions import open_session
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.worker_process import WorkerFailed
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = "graph_stages/profile_stages.py"
+SCRIPT = "extras/graph_stages/profile_stages.py"
 CASES = {"feature_dim": 8, "hidden_dim": 4, "test_cases": [{"nodes": 60, "edges": 200}, {"nodes": 90, "edges": 100}]}
 QUICK = ("--warmup", "1", "--runs", "3")
 HIDING = """
@@ -217,7 +217,7 @@ def test_each_unit_is_compared_with_its_own_canary(cases: Path, tmp_path: Path, 
         waited.append(best_ms)
         return time_ms()
 
-    monkeypatch.setattr("measuring.bench.wait_until_steady", steady)
+    monkeypatch.setattr("hase.benchmark.measuring.bench.wait_until_steady", steady)
     for runtime in ("torch", "ort"):
         done = run_script(SCRIPT, "--workspace", tmp_path, "--cases", cases, "--units", "CPU", "--cpu-runtime", runtime,
                           "--export", "--measure", *QUICK)
@@ -275,7 +275,7 @@ def test_a_graph_from_a_file_of_edges(cases: Path, tmp_path: Path) -> None:
     (("--measure", "--units", "TPU"), 1, "--units TPU: no such unit"),
     (("--measure", "--cases", "none.json"), 1, "none.json: no such"),
     (("--export", "--edges", "none.txt"), 1, "none.txt: no such file"),
-    (("--analyze",), 1, "make it with: python graph_stages/profile_stages.py --measure"),
+    (("--analyze",), 1, "make it with: python extras/graph_stages/profile_stages.py --measure"),
     (("--all", "--runs", "0"), 2, "--runs: '0' is not a whole number, 1 or more")])
 def test_wrong_options(options: Sequence[str], code: int, part: str, tmp_path: Path) -> None:
     done = run_script(SCRIPT, "--workspace", tmp_path, *options)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graph_stages.tables import estimated, surrounding
-from utils.errors import UserError
+from hase.extras.graph_stages.tables import estimated, surrounding
+from hase.utils.errors import UserError
 
 STEPS = (1000, 2000, 3000, 5000, 10000)
 SIZES = [(nodes, edges) for nodes in STEPS for edges in STEPS if edges >= nodes]

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from graph_stages.plans import HOST, PlanningProblem, StageCost, StageData, best_plan, plan_cost
-from graph_stages.ranking import candidate_plans, possible_plans
-from utils.errors import UserError
+from hase.extras.graph_stages.plans import HOST, PlanningProblem, StageCost, StageData, best_plan, plan_cost
+from hase.extras.graph_stages.ranking import candidate_plans, possible_plans
+from hase.utils.errors import UserError
 
 STAGES = (StageData(("x", "edges"), ("a",)), StageData(("a",), ("b",)), StageData(("b", "x"), ("y",)))
 SEVEN = (StageData(("x", "edges"), ("x_j",)), StageData(("x_j",), ("messages",)), StageData(("messages", "edges"), ("sum",)),

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from graph_stages.graphs import GraphSize
-from graph_stages.layer import GRAPH_INPUTS, OUTPUT, STAGES, TENSORS
-from graph_stages.records import RAW, RawMeasurements, StageRecord, UnitReport, read_raw
-from utils import files
-from utils.errors import UserError
+from hase.extras.graph_stages.graphs import GraphSize
+from hase.extras.graph_stages.layer import GRAPH_INPUTS, OUTPUT, STAGES, TENSORS
+from hase.extras.graph_stages.records import RAW, RawMeasurements, StageRecord, UnitReport, read_raw
+from hase.utils import files
+from hase.utils.errors import UserError
 
 SIZE = GraphSize(nodes=10, edges=30, features=5, hidden=4)
 

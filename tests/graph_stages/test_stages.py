@@ -10,12 +10,20 @@ import onnx
 import pytest
 from optional_packages import needs
 
-from graph_stages.graphs import Graph, GraphSize, draw_features, draw_power_law, draw_uniform, read_cases, read_edge_list
-from graph_stages.layer import OUTPUT, STAGES, Array, Weights, all_tensors, draw_weights
-from graph_stages.models import ModelFile, export_stages, model_file, model_files
-from utils.errors import UserError
-from utils.ort_sessions import open_session
-from utils.paths import ROOT
+from hase.extras.graph_stages.graphs import (
+    Graph,
+    GraphSize,
+    draw_features,
+    draw_power_law,
+    draw_uniform,
+    read_cases,
+    read_edge_list,
+)
+from hase.extras.graph_stages.layer import OUTPUT, STAGES, Array, Weights, all_tensors, draw_weights
+from hase.extras.graph_stages.models import ModelFile, export_stages, model_file, model_files
+from hase.utils.errors import UserError
+from hase.utils.ort_sessions import open_session
+from hase.utils.paths import ROOT
 
 FEATURES, HIDDEN = 24, 12
 CORA = (2708, 10556)  # nodes and directed edges of the citation network

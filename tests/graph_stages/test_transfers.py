@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graph_stages import worker
-from graph_stages.graphs import GraphSize
-from graph_stages.opening import OpenedStage
-from graph_stages.profiling import Profile, measure_copies
-from graph_stages.records import TransferTable, read_transfers, write_transfers
-from graph_stages.units import StageTask
-from graph_stages.worker import copies_to_time, time_copy
-from records.measurement import Measurement
-from utils.errors import UserError
+from hase.extras.graph_stages import worker
+from hase.extras.graph_stages.graphs import GraphSize
+from hase.extras.graph_stages.opening import OpenedStage
+from hase.extras.graph_stages.profiling import Profile, measure_copies
+from hase.extras.graph_stages.records import TransferTable, read_transfers, write_transfers
+from hase.extras.graph_stages.units import StageTask
+from hase.extras.graph_stages.worker import copies_to_time, time_copy
+from hase.records.measurement import Measurement
+from hase.utils.errors import UserError
 
 pytestmark = pytest.mark.slow
 

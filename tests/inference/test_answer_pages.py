@@ -14,16 +14,16 @@ from command import run_script
 from conftest import Once, small_model
 from decoder_models import genai_folder
 
-from inference.evaluation.comparison import Evaluation
-from inference.reporting.evaluations import MOST_ROWS, MOST_WARNINGS, evaluation_page
-from utils import cli
-from utils.pages.page import Table
-from utils.pages.rendering import MOST_BYTES, html_of
+from hase.inference.evaluation.comparison import Evaluation
+from hase.inference.reporting.evaluations import MOST_ROWS, MOST_WARNINGS, evaluation_page
+from hase.utils import cli
+from hase.utils.pages.page import Table
+from hase.utils.pages.rendering import MOST_BYTES, html_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-    from utils.paths import Workspace
+    from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -21,22 +21,22 @@ from command import run_script
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import STEP_S, Exporter, device_labels, free_port, prometheus, recorded, value, wait_for
 
-from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
-from graph_model.simulation.sharing import CoRunner, turns_ms
-from inference import Predictor, Watch, check_slo, highest_busy_share, predict
-from inference.core.run_modes import RunMode
-from inference.core.targets import fitted_for
-from inference.live.load import fields_asked
-from inference.live.watch import AT_PERCENTILE, CHANCE, FAILED, LATENCY, LIMIT, MEAN, PREDICTED, ROUGH
-from inference.sharing.co_runner import NotShared, UnderLoad
-from inference.sharing.shared_models import SharedModel
-from training.sharing.learned import Sharing, sharing_path
-from utils import files
-from utils.cli import EXIT_SLO_MISSED
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
-from utils.paths import ROOT, SHIPPED, Workspace
-from utils.scrape_server import STALE
+from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
+from hase.graph_model.simulation.sharing import CoRunner, turns_ms
+from hase.inference import Predictor, Watch, check_slo, highest_busy_share, predict
+from hase.inference.core.run_modes import RunMode
+from hase.inference.core.targets import fitted_for
+from hase.inference.live.load import fields_asked
+from hase.inference.live.watch import AT_PERCENTILE, CHANCE, FAILED, LATENCY, LIMIT, MEAN, PREDICTED, ROUGH
+from hase.inference.sharing.co_runner import NotShared, UnderLoad
+from hase.inference.sharing.shared_models import SharedModel
+from hase.learned.sharing.slices import Sharing, sharing_path
+from hase.utils import files
+from hase.utils.cli import EXIT_SLO_MISSED
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
+from hase.utils.paths import ROOT, SHIPPED, Workspace
+from hase.utils.scrape_server import STALE
 
 pytestmark = pytest.mark.slow
 
@@ -288,8 +288,8 @@ def test_a_mode_of_sharing_that_was_not_measured_is_refused(workspace: Workspace
                                                             mode: str) -> None:
     """Pretended: this machine is the target, and its GPU is shared in this mode."""
     target = fitted_for(workspace, TARGET).target
-    monkeypatch.setattr("inference.core.targets.local_targets", lambda: (target,))
-    monkeypatch.setattr("inference.sharing.co_runner.sharing_mode", lambda: mode)
+    monkeypatch.setattr("hase.inference.core.targets.local_targets", lambda: (target,))
+    monkeypatch.setattr("hase.inference.sharing.co_runner.sharing_mode", lambda: mode)
     with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
         predict("resnet18.onnx", target=TARGET, load={BUSY: 0.5}, workspace=workspace)
     with pytest.raises(UserError, match=f"sharing mode {mode}"):

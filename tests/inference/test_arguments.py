@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fuzz.damaged_models import network
 
-from inference import Predictor, measure_missing, predict
-from inference.core.arguments import FREE_CALLS, checked_dims
-from recipes.fuzz.damaged_models import network
-from runtimes.analysis import optimized_once
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.inference import Predictor, measure_missing, predict
+from hase.inference.core.arguments import FREE_CALLS, checked_dims
+from hase.ort_analysis.isolated.analysis import optimized_once
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 TARGET = "nvidia-h200"
 

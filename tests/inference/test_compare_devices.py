@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from command import run_script
 
-from inference.compare_devices import target_of
-from inference.core.chances import chance_within
-from inference.core.predictor import Predictor
-from utils.paths import Workspace
+from hase.inference.compare_devices import target_of
+from hase.inference.core.chances import chance_within
+from hase.inference.core.predictor import Predictor
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import pytest
 from command import run_script
 from conftest import small_model
 
-from inference import Predictor
-from inference.core.model_differences import OperatorTime, causes
+from hase.inference import Predictor
+from hase.inference.core.model_differences import OperatorTime, causes
 
 pytestmark = pytest.mark.slow
 

@@ -11,12 +11,12 @@ import psutil
 import pytest
 from conftest import small_model
 
-from inference import Predictor, predict
-from inference.core import sources
-from records.kernel_record_files import read_model_records
-from runtimes import flavour_of, local_target
-from training.kernels import predictors
-from utils.paths import ROOT, Workspace
+from hase.inference import Predictor, predict
+from hase.inference.core import sources
+from hase.learned.kernels import predictors
+from hase.records.kernel_record_files import read_model_records
+from hase.runtimes import flavour_of, local_target
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ ONE_PROCESS = """
 import sys
 from pathlib import Path
 from inference import predict
-from utils.paths import Workspace
+from hase.utils.paths import Workspace
 workspace = Workspace(Path(sys.argv[1]))
 for name in sys.argv[3:]:
     print(predict(Path(name), target=sys.argv[2], workspace=workspace).latency_ms)
@@ -78,7 +78,7 @@ def test_many_models_take_one_child(tmp_path: Path) -> None:
             model = small_model()
             model.graph.name = f"m{number}"
             predictor.predict(model)
-        (child,) = [child for child in process.children() if "runtimes.analysis_worker" in child.cmdline()]
+        (child,) = [child for child in process.children() if "hase.ort_analysis.isolated.worker" in child.cmdline()]
         return process.num_fds(), child.memory_info().rss
 
     descriptors, child_bytes = predicted(range(20))

@@ -10,17 +10,17 @@ import pytest
 from command import run_script
 from trained_workspace import HELD_OUT, model_ms
 
-from inference import Predictor
-from records.dataset_files import header_path, journal_path, read_header, read_journal
-from records.dataset_writer import write_tables
-from records.kernel_record import ModelRecord
-from records.kernel_record_files import read_model_records
-from records.measurement import Measurement
-from runtimes import flavour_of, local_target
-from training.energy.learned import energy_path, read_energy
-from utils import files
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.inference import Predictor
+from hase.learned.energy import energy_path, read_energy
+from hase.records.dataset_files import header_path, journal_path, read_header, read_journal
+from hase.records.dataset_writer import write_tables
+from hase.records.kernel_record import ModelRecord
+from hase.records.kernel_record_files import read_model_records
+from hase.records.measurement import Measurement
+from hase.runtimes import flavour_of, local_target
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ import pytest
 from forgotten_types import forget
 from onnx import TensorProto, helper
 
-from inference import predict
-from inference.core.answers import Prediction
-from utils.paths import Workspace
+from hase.inference import predict
+from hase.inference.core.answers import Prediction
+from hase.utils.paths import Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 

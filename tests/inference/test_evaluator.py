@@ -19,27 +19,27 @@ from onnx import TensorProto, helper, numpy_helper
 from prometheus_stand import prometheus
 from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms
 
-from benchmark.collecting.config import CollectorConfig, StressConfig
-from graph_model.simulation.sharing import CoRunner
-from inference import predict
-from inference.core.run_modes import RunMode
-from inference.evaluation.comparison import compare, percent, summarise, summary_table, table, warned_of
-from inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, evaluate, measure_here
-from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset
-from inference.live.load import InferenceConfig
-from inference.live.prometheus import PrometheusConfig
-from records.backgrounds import Background
-from records.dataset_files import header_path, journal_path, read_header, read_journal
-from records.kernel_record_files import read_model_records
-from records.measurement import Measurement
-from runtimes import flavour_of, local_target
-from runtimes.ort.graph.analysis import analyze
-from runtimes.protocol import Worker
-from utils import cli, files
-from utils.config import read_config
-from utils.errors import UserError
-from utils.fingerprint import Target, instruction_set
-from utils.paths import Workspace
+from hase.benchmark.collecting.config import CollectorConfig, StressConfig
+from hase.graph_model.simulation.sharing import CoRunner
+from hase.inference import predict
+from hase.inference.core.run_modes import RunMode
+from hase.inference.evaluation.comparison import compare, percent, summarise, summary_table, table, warned_of
+from hase.inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, evaluate, measure_here
+from hase.inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset
+from hase.inference.live.load import InferenceConfig
+from hase.inference.live.prometheus import PrometheusConfig
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.backgrounds import Background
+from hase.records.dataset_files import header_path, journal_path, read_header, read_journal
+from hase.records.kernel_record_files import read_model_records
+from hase.records.measurement import Measurement
+from hase.runtimes import flavour_of, local_target
+from hase.runtimes.protocol import Worker
+from hase.utils import cli, files
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target, instruction_set
+from hase.utils.paths import Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
@@ -370,7 +370,7 @@ def test_a_load_that_breaks_down_costs_only_its_level(workspace: Workspace, tmp_
             psutil.wait_procs(children)
         measured(models, *options)
 
-    monkeypatch.setattr("inference.evaluation.evaluate.measure_here", kill_and_measure)
+    monkeypatch.setattr("hase.inference.evaluation.evaluate.measure_here", kill_and_measure)
     loads = loads_of(TWO_LEVELS, tmp_path)
     evaluation = evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
     assert [(row.level, row.background) for row in evaluation.comparisons] == [(0.0, "")]
@@ -414,7 +414,7 @@ def test_a_device_is_idle_if_the_probe_never_waited(tmp_path: Path) -> None:
 
 def test_a_bug_at_one_model_costs_only_that_model(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, the features of a scalar were such a fault. This one is made up."""
-    from inference.evaluation import evaluated_models
+    from hase.inference.evaluation import evaluated_models
 
     def faulty(source: Any, **more: Any) -> Any:
         if source.model == "anet_c16":

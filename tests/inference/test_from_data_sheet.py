@@ -10,11 +10,11 @@ import yaml
 from command import run_script
 from decoder_models import genai_folder
 
-from inference.core.predictor import Predictor
-from inference.core.targets import fitted_for
-from inference.llm.predicting import predict_language_model
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.targets import fitted_for
+from hase.inference.llm.predicting import predict_language_model
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 H200 = "nvidia-h200"
 

@@ -11,11 +11,12 @@ import pytest
 from command import run_script
 from conftest import small_model
 
-from inference import predict
-from inference.core.sources import record_of
-from records.kernel_record import ModelRecord
-from runtimes import analysis, flavour_of
-from utils.errors import UserError
+from hase.inference import predict
+from hase.inference.core.sources import record_of
+from hase.ort_analysis.isolated import analysis
+from hase.records.kernel_record import ModelRecord
+from hase.runtimes import flavour_of
+from hase.utils.errors import UserError
 
 TARGET = "nvidia-h200"
 

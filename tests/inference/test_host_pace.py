@@ -19,32 +19,32 @@ from command import run_script
 from conftest import small_model
 from prometheus_stand import READINGS, Exporter, device_labels, prometheus, recorded, value, wait_for
 
-import benchmark.host_pace
-import inference.core.host_pace
-from benchmark.host_pace import learned_pace
-from benchmark.metrics_exporter import PaceSampler
-from inference import Watch, predict
-from inference.core.answers import Prediction
-from inference.core.host_pace import HostPace, PaceAsked, measured_pace, pace_of_file, recent_pace
-from inference.core.run_modes import AS_USUAL, RunMode
-from inference.core.targets import fitted_for
-from inference.core.uncertainty import HOSTS, PACE_POWER, joined
-from inference.evaluation.comparison import compare, table
-from inference.evaluation.evaluate import at_measured_pace, time_session
-from inference.evaluation.evaluated_models import EvaluatedModel, Failures, predict_model
-from inference.live.load import InferenceConfig, current_load
-from inference.live.prometheus import PrometheusConfig, PrometheusError
-from inference.live.watch import HOST_PACE, PredictedLatency
-from measuring.quiet_host import HostProbe, all_samples_ms, readings_s
-from records.host_pace import HostProbed, MachinePace, read_pace
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.probes import host_probe, measure_pace
-from runtimes.protocol import Worker
-from training.composition.fitted import read_composition
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
-from utils.paths import SHIPPED, Workspace
+import hase.benchmark.host_pace
+import hase.inference.core.host_pace
+from hase.benchmark.host_pace import learned_pace
+from hase.benchmark.measuring.quiet_host import HostProbe, all_samples_ms, readings_s
+from hase.benchmark.metrics_exporter import PaceSampler
+from hase.benchmark.ort.probes import host_probe, measure_pace
+from hase.inference import Watch, predict
+from hase.inference.core.answers import Prediction
+from hase.inference.core.host_pace import HostPace, PaceAsked, measured_pace, pace_of_file, recent_pace
+from hase.inference.core.run_modes import AS_USUAL, RunMode
+from hase.inference.core.targets import fitted_for
+from hase.inference.core.uncertainty import HOSTS, PACE_POWER, joined
+from hase.inference.evaluation.comparison import compare, table
+from hase.inference.evaluation.evaluate import at_measured_pace, time_session
+from hase.inference.evaluation.evaluated_models import EvaluatedModel, Failures, predict_model
+from hase.inference.live.load import InferenceConfig, current_load
+from hase.inference.live.prometheus import PrometheusConfig, PrometheusError
+from hase.inference.live.watch import HOST_PACE, PredictedLatency
+from hase.learned.composition.fitted import read_composition
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.host_pace import HostProbed, MachinePace, read_pace
+from hase.runtimes.protocol import Worker
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
+from hase.utils.paths import SHIPPED, Workspace
 
 TARGET, DEVICE = "nvidia-h200-cuda-ort1.31-all", "NVIDIA H200"
 SHORT = small_model()  # so small that the host sets the latency
@@ -73,8 +73,8 @@ def made() -> Made:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """FAKE: this machine is the shipped H200."""
-    monkeypatch.setattr(inference.core.host_pace, "is_here", lambda target: target.name == TARGET)
-    monkeypatch.setattr(inference.core.host_pace, "gpu_facts", lambda: {"uuid": "GPU-here"})
+    monkeypatch.setattr(hase.inference.core.host_pace, "is_here", lambda target: target.name == TARGET)
+    monkeypatch.setattr(hase.inference.core.host_pace, "gpu_facts", lambda: {"uuid": "GPU-here"})
 
 
 def predicted(model: onnx.ModelProto, pace: float | HostPace | None = None, run_mode: RunMode = AS_USUAL,
@@ -114,7 +114,7 @@ def test_a_reading_is_the_slower_of_two_neighbours() -> None:
 
 def test_all_windows_count_beside_a_model() -> None:
     """FAKE: a host that never becomes fast again."""
-    from measuring.run_times import Effort
+    from hase.benchmark.measuring.run_times import Effort
 
     probe = HostProbe(lambda: 3e-4, [2e-4] * 100)
     samples, disturbance, probe_us = all_samples_ms(probe, lambda: 0.001, Effort(budget_s=0.0, least_runs=30, most_runs=1000))
@@ -133,16 +133,16 @@ def test_without_a_gpu_the_script_is_an_error(tmp_path: Path) -> None:
 def test_the_script_writes_the_file_that_predictions_read_and_prints_the_ratio(
         made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """FAKE: the GPU, and what its host takes."""
-    monkeypatch.setattr("runtimes.ort.probes.has_cuda", lambda: True)
-    monkeypatch.setattr(benchmark.host_pace, "local_target", lambda _: fitted_for(Workspace(), TARGET).target)
-    monkeypatch.setattr(benchmark.host_pace, "measure_pace", lambda seconds: made(1.2))
+    monkeypatch.setattr("hase.benchmark.ort.probes.has_cuda", lambda: True)
+    monkeypatch.setattr(hase.benchmark.host_pace, "local_target", lambda _: fitted_for(Workspace(), TARGET).target)
+    monkeypatch.setattr(hase.benchmark.host_pace, "measure_pace", lambda seconds: made(1.2))
     monkeypatch.setattr(sys, "argv", ["host_pace.py", "--workspace", str(tmp_path), "--json"])
-    assert benchmark.host_pace.main() == 0
+    assert hase.benchmark.host_pace.main() == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["ratio"], report["target"], report["version"]) == (pytest.approx(1.2), TARGET, 2)
     assert report["probe_us"] == read_pace(Workspace(tmp_path).host_pace).probe_us == pytest.approx(1.2 * USUAL_US)
     monkeypatch.setattr(sys, "argv", ["host_pace.py", "--workspace", str(tmp_path), "--out", str(tmp_path / "machine.json")])
-    assert benchmark.host_pace.main() == 0
+    assert hase.benchmark.host_pace.main() == 0
     assert "probe_us" in capsys.readouterr().out
     assert (tmp_path / "machine.json").exists()
     assert learned_pace(Workspace(tmp_path), "another-gpu") is None
@@ -256,14 +256,14 @@ def test_the_pace_is_measured_on_request_and_only_on_the_target(made: Made, monk
     fitted = fitted_for(Workspace(), TARGET)
     with pytest.raises(UserError, match=r"has to be measured on the machine in question.*--machine"):
         measured_pace(fitted)
-    monkeypatch.setattr(inference.core.host_pace, "is_here", lambda _: True)
+    monkeypatch.setattr(hase.inference.core.host_pace, "is_here", lambda _: True)
     seconds_asked: list[float] = []
 
     def fake(seconds: float) -> MachinePace:
         seconds_asked.append(seconds)
         return made(1 + len(seconds_asked) / 10)
 
-    monkeypatch.setattr("runtimes.ort.probes.measure_pace", fake)
+    monkeypatch.setattr("hase.benchmark.ort.probes.measure_pace", fake)
     found = PaceAsked("measure").now(fitted, AS_USUAL)
     assert isinstance(found, HostPace)
     assert found[:2] == (pytest.approx(1.1), "measured")

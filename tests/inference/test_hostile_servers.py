@@ -8,10 +8,7 @@ import tracemalloc
 from contextlib import suppress
 
 import pytest
-
-from inference.live.prometheus import MAX_ANSWER_MIB, PrometheusConfig, PrometheusError, Server
-from inference.live.prometheus_readings import PrometheusSource
-from recipes.fuzz.hostile_servers import (
+from fuzz.hostile_servers import (
     HOSTILE,
     HOSTILE_TLS,
     LATE,
@@ -24,7 +21,10 @@ from recipes.fuzz.hostile_servers import (
     serving,
     silent,
 )
-from utils.errors import UserError
+
+from hase.inference.live.prometheus import MAX_ANSWER_MIB, PrometheusConfig, PrometheusError, Server
+from hase.inference.live.prometheus_readings import PrometheusSource
+from hase.utils.errors import UserError
 
 SOON_S = 3.0  # a busy machine needs far more than TIMEOUT_S for 8 MiB
 DAMAGED = 60  # answers

@@ -19,22 +19,22 @@ from decoder_models import TINY, genai_folder, plain_decoder
 from forgotten_types import forget
 from test_merged_decoders import merged_decoder
 
-import inference
-from inference.core.arena import Arena
-from inference.core.model_run import PredictedRun, sources_of
-from inference.core.predictor import Predictor
-from inference.llm.answers import LlmMemory, LlmPrediction
-from inference.llm.dimensions import Step, decoder_file
-from inference.llm.language_model import language_model
-from inference.llm.memory import largest_batch, longest_context, times_as_many
-from inference.llm.predicting import NO_LOOP, Analysed, as_sure, predict_language_model, predict_requests, predicted_runs
-from inference.llm.requests import Request, over_generation, request_for
-from runtimes.analysis import optimized_once
-from training.composition.fitted import read_composition
-from training.llm.learned import GenerationLoop, LearnedGeneration, PowerLimit, generation_path
-from utils import files
-from utils.errors import UserError
-from utils.paths import SHIPPED, Workspace
+import hase.inference
+from hase.inference.core.arena import Arena
+from hase.inference.core.model_run import PredictedRun, sources_of
+from hase.inference.core.predictor import Predictor
+from hase.inference.llm.answers import LlmMemory, LlmPrediction
+from hase.inference.llm.dimensions import Step, decoder_file
+from hase.inference.llm.language_model import language_model
+from hase.inference.llm.memory import largest_batch, longest_context, times_as_many
+from hase.inference.llm.predicting import NO_LOOP, Analysed, as_sure, predict_language_model, predict_requests, predicted_runs
+from hase.inference.llm.requests import Request, over_generation, request_for
+from hase.learned.composition.fitted import read_composition
+from hase.learned.llm import GenerationLoop, LearnedGeneration, PowerLimit, generation_path
+from hase.ort_analysis.isolated.analysis import optimized_once
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import SHIPPED, Workspace
 
 TARGET, MIB = "nvidia-h200", 2**20
 
@@ -577,5 +577,5 @@ def test_wrong_arguments(wrong: dict[str, Any], message: str, folders: Path) -> 
 
 
 def test_the_api_is_named_beside_predict() -> None:
-    assert inference.predict_language_model is predict_language_model
-    assert {"predict_language_model", "LlmPrediction"} <= set(inference.__all__)
+    assert hase.inference.predict_language_model is predict_language_model
+    assert {"predict_language_model", "LlmPrediction"} <= set(hase.inference.__all__)

@@ -9,8 +9,8 @@ import pytest
 from command import run_script
 from decoder_models import TINY, genai_folder
 
-from inference.llm.predicting import predict_language_model
-from runtimes import local_target
+from hase.inference.llm.predicting import predict_language_model
+from hase.runtimes import local_target
 
 pytestmark = [pytest.mark.slow, pytest.mark.measuring]
 TARGET = local_target("cpu").name

@@ -15,17 +15,17 @@ import pytest
 from conftest import TORCH_MODELS
 from onnx import TensorProto, helper, numpy_helper
 
-from inference import memory_error
-from inference.core.arena import MIB, Arena, Block
-from inference.core.buffers import Activations, buffers_of_run, layout_of, layouts_of, live_activations
-from inference.core.cuda_memory import LIBRARIES_MIB
-from inference.core.memory import peak_memory
-from inference.core.scratch import scratch_bytes
-from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
-from records.kernel_types import describe_kernel
-from runtimes.ort.graph.analysis import analyze
-from utils.errors import UserError
-from utils.fingerprint import Flavour
+from hase.inference import memory_error
+from hase.inference.core.arena import MIB, Arena, Block
+from hase.inference.core.buffers import Activations, buffers_of_run, layout_of, layouts_of, live_activations
+from hase.inference.core.cuda_memory import LIBRARIES_MIB
+from hase.inference.core.memory import peak_memory
+from hase.inference.core.scratch import scratch_bytes
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
 
 KIB = 1024
 

@@ -9,12 +9,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from inference import measure_missing, predict
-from inference.core.sources import record_otherwise
-from runtimes import local_target
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.runner import open_runner
-from utils.paths import Workspace
+from hase.benchmark.ort.runner import open_runner
+from hase.inference import measure_missing, predict
+from hase.inference.core.sources import record_otherwise
+from hase.ort_analysis.graph.analysis import analyze
+from hase.runtimes import local_target
+from hase.utils.paths import Workspace
 
 HEADS, WIDTH, WORDS, NAME = 4, 16, 100, "optimum::if"
 INNER = HEADS * WIDTH

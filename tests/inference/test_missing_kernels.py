@@ -15,29 +15,29 @@ from command import run_script
 from made_up_dataset import chain, conv, relu
 from trained_workspace import HELD_OUT, conv_net
 
-from benchmark.collecting.collect import collect_kernels
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.units import start_workers
-from inference import measure_missing, predict
-from inference.core import missing_kernels, targets
-from inference.core.targets import Fitted, fitted_for
-from records.blocks import Block
-from records.dataset_files import DatasetKernel, header_path, journal_path, read_header, read_journal, read_kernels
-from records.kernel_record import Tensor
-from records.kernel_types import describe_kernel
-from runtimes import local_target
-from runtimes.ort.graph.analysis import analyze
-from training.composition.fitting import kept_composition
-from training.kernels.predictors import read_predictors
-from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import read_sidecar
-from training.kernels.training_set import read_training_set
-from training.train_kernel_model import kept_sidecar
-from utils import files
-from utils.config import read_config
-from utils.errors import UserError
-from utils.fingerprint import has_cuda, machine
-from utils.paths import Workspace
+from hase.benchmark.collecting.collect import collect_kernels
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.units import start_workers
+from hase.inference import measure_missing, predict
+from hase.inference.core import missing_kernels, targets
+from hase.inference.core.targets import Fitted, fitted_for
+from hase.learned.kernels.predictors import read_predictors
+from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.kernels.sidecar import read_sidecar
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.blocks import Block
+from hase.records.dataset_files import DatasetKernel, header_path, journal_path, read_header, read_journal, read_kernels
+from hase.records.kernel_record import Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.runtimes import local_target
+from hase.training.composition.fitting import kept_composition
+from hase.training.kernels.training_set import read_training_set
+from hase.training.train_kernel_model import kept_sidecar
+from hase.utils import files
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda, machine
+from hase.utils.paths import Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow, pytest.mark.usefixtures("canary")]
 
@@ -165,7 +165,7 @@ def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace) ->
 
 def test_a_model_that_the_device_refuses_to_run_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the analysis did not know it: ONNX Runtime opens it, and says so only when it runs it."""
-    monkeypatch.setattr("runtimes.ort.graph.parsing.PACKED_AXES", 0)
+    monkeypatch.setattr("hase.ort_analysis.graph.parsing.PACKED_AXES", 0)
     tensors = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
                for name, shape in (("x", [1, 16, 4, 3, 16]), ("y", None))]
     node = onnx.helper.make_node("MultiHeadAttention", ["x"], ["y"], name="packed", domain="com.microsoft", num_heads=4)

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from trained_workspace import conv_net
 
-from benchmark.collecting.config import CollectorConfig
-from inference import measure_missing, predict
-from inference.core.targets import fitted_for
-from records.dataset_files import read_header, read_journal
-from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
-from runtimes.ort.graph.analysis import analyze
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.inference import measure_missing, predict
+from hase.inference.core.targets import fitted_for
+from hase.learned.kernels.predictors import read_predictors
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.dataset_files import read_header, read_journal
+from hase.records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
+from hase.utils.paths import Workspace
 from tests.inference.test_missing_kernels import TARGET, command
 from tests.inference.test_uncertainty import recurrent
-from training.kernels.predictors import read_predictors
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
-from utils.paths import Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow, pytest.mark.usefixtures("canary")]
 

@@ -12,7 +12,7 @@ from chromium import opened
 from conftest import Once, small_model
 from decoder_models import genai_folder
 
-from inference import Prediction, Predictions, Predictor, predict_language_model
+from hase.inference import Prediction, Predictions, Predictor, predict_language_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

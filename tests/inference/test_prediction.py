@@ -15,25 +15,25 @@ from command import printed, run_script
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
-from inference import Predictor, predict
-from inference.core import targets
-from inference.core.run_modes import RunMode
-from inference.core.targets import choose_target, fitted_for
-from inference.live.load import InferenceConfig, LoadReading, current_load
-from inference.prediction_speed import copies
-from measuring.gpu_trace import GpuRun, GpuWork, Launch, measured_trace
-from records.kernel_record import ModelRecord
-from records.kernel_record_files import record_path
-from runtimes import flavour_of, local_target
-from runtimes.ort.graph import analysis
-from runtimes.ort.graph.analysis import analyze
-from training.composition.fitted import composition_path, read_composition
-from utils import files
-from utils.config import read_config
-from utils.errors import UserError
-from utils.fingerprint import Target, has_cuda
-from utils.model_files import DEFAULT_DIMS_KEY
-from utils.paths import ROOT, Workspace
+from hase.benchmark.measuring.gpu_trace import GpuRun, GpuWork, Launch, measured_trace
+from hase.inference import Predictor, predict
+from hase.inference.core import targets
+from hase.inference.core.run_modes import RunMode
+from hase.inference.core.targets import choose_target, fitted_for
+from hase.inference.live.load import InferenceConfig, LoadReading, current_load
+from hase.inference.prediction_speed import copies
+from hase.learned.composition.fitted import composition_path, read_composition
+from hase.ort_analysis.graph import analysis
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import ModelRecord
+from hase.records.kernel_record_files import record_path
+from hase.runtimes import flavour_of, local_target
+from hase.utils import files
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target, has_cuda
+from hase.utils.model_files import DEFAULT_DIMS_KEY
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,10 @@ from command import run_script
 from conftest import small_model
 from onnx import TensorProto, helper, numpy_helper
 
-from inference import Predictor
-from inference.reporting.layers import time_by_layer
-from utils.pages.page import Part
-from utils.pages.rendering import MOST_BYTES
+from hase.inference import Predictor
+from hase.inference.reporting.layers import time_by_layer
+from hase.utils.pages.page import Part
+from hase.utils.pages.rendering import MOST_BYTES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

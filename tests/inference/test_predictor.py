@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
-import inference
-from inference import Predictor, highest_busy_share, predict
-from inference.core import targets
-from inference.core.model_run import trace_of
-from inference.core.run_modes import RunMode
-from inference.sharing.co_runner import NotShared
-from recipes.same_predictions.questions import unpacked
-from records.kernel_record import ModelRecord
-from records.kernel_record_files import read_model_record
-from runtimes import flavour_of
-from training.composition.fitted import read_composition
-from training.sharing.learned import read_sharing, sharing_path
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Target
-from utils.paths import SHIPPED, Workspace
+import hase.inference
+from hase.inference import Predictor, highest_busy_share, predict
+from hase.inference.core import targets
+from hase.inference.core.model_run import trace_of
+from hase.inference.core.run_modes import RunMode
+from hase.inference.sharing.co_runner import NotShared
+from hase.learned.composition.fitted import read_composition
+from hase.learned.sharing.slices import read_sharing, sharing_path
+from hase.recipes.same_predictions.questions import unpacked
+from hase.records.kernel_record import ModelRecord
+from hase.records.kernel_record_files import read_model_record
+from hase.runtimes import flavour_of
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target
+from hase.utils.paths import SHIPPED, Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 BUSY = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.6}
@@ -74,9 +74,9 @@ def record(folder: Path, name: str = "resnet18@batch=1") -> ModelRecord:
     return read_model_record(folder / "records" / "cuda" / f"{name}.json")
 
 
-@pytest.mark.parametrize("name", inference.__all__)
+@pytest.mark.parametrize("name", hase.inference.__all__)
 def test_the_package_offers_its_names(name: str) -> None:
-    assert getattr(inference, name).__name__ == name
+    assert getattr(hase.inference, name).__name__ == name
 
 
 @pytest.mark.slow

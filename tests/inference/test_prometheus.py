@@ -35,14 +35,14 @@ from prometheus_stand import (
 )
 from trained_workspace import METRIC
 
-from inference.live.load import InferenceConfig, current_load
-from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
-from inference.live.prometheus_readings import PrometheusSource
-from measuring.metrics.names import FIELDS, PART_LABEL, PROFILE_LABEL
-from measuring.metrics.source import values
-from utils.config import read_config
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from hase.benchmark.metrics.names import FIELDS, PART_LABEL, PROFILE_LABEL
+from hase.benchmark.metrics.source import values
+from hase.inference.live.load import InferenceConfig, current_load
+from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
+from hase.inference.live.prometheus_readings import PrometheusSource
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = pytest.mark.slow
 

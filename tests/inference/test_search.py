@@ -17,28 +17,28 @@ from unittest import mock
 import pandas
 import pytest
 from command import run_script
+from hase.recipes.search.exported import compared
 from optional_packages import needs
 from trained_workspace import conv_net
 
-from inference import Predictor
-from inference.core.chances import chance_within
-from inference.search import evaluating, ofa, results, searching
-from inference.search.best import Best, Front, hypervolume
-from inference.search.evaluating import Candidate, Limits, Question
-from inference.search.scores import read_scores, score_in
-from inference.search.searching import search
-from inference.search.spaces import space_of
-from recipes.search.exported import compared
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.paths import ROOT, Workspace
+from hase.inference import Predictor
+from hase.inference.core.chances import chance_within
+from hase.inference.search import evaluating, ofa, results, searching
+from hase.inference.search.best import Best, Front, hypervolume
+from hase.inference.search.evaluating import Candidate, Limits, Question
+from hase.inference.search.scores import read_scores, score_in
+from hase.inference.search.searching import search
+from hase.inference.search.spaces import space_of
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.paths import ROOT, Workspace
 
 CUDA = Flavour(device="cuda", runtime_version="1.31")
 H200 = "nvidia-h200"
 NO_LIMITS = Limits()
 SMALL = 4  # candidates of a batch
 MY_SPACE = """
-from inference.search import ofa
+from hase.inference.search import ofa
 
 def choices():
     yield from range(12)

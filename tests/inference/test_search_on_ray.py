@@ -20,14 +20,14 @@ from command import run_script
 from optional_packages import needs, without
 from trained_workspace import conv_net
 
-from inference.search import evaluating, ofa, on_ray, searching
-from inference.search.evaluating import Candidate, Limits, Question
-from inference.search.searching import search
-from recipes.cluster.nodes_here import NodesHere, nodes_here
-from recipes.same_predictions.questions import CPU_WORKSPACE
-from utils.errors import UserError
-from utils.files import unpack
-from utils.paths import ROOT
+from hase.inference.search import evaluating, ofa, on_ray, searching
+from hase.inference.search.evaluating import Candidate, Limits, Question
+from hase.inference.search.searching import search
+from hase.recipes.cluster.nodes_here import NodesHere, nodes_here
+from hase.recipes.same_predictions.questions import CPU_WORKSPACE
+from hase.utils.errors import UserError
+from hase.utils.files import unpack
+from hase.utils.paths import ROOT
 
 pytestmark = [pytest.mark.slow("minutes"),
               pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="two cores")]
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow("minutes"),
 H200 = "nvidia-h200"
 SMALL = 8  # candidates of a batch
 MY_SPACE = """
-from inference.search import ofa
+from hase.inference.search import ofa
 
 def choices():
     yield from range(40)
@@ -204,7 +204,7 @@ def test_memory_does_not_grow(cluster: NodesHere, tmp_path: Path) -> None:
     """The candidates fail at once, so that many come; a choice of them is large."""
     space = tmp_path / "mine.py"
     space.write_text("""
-from utils.errors import UserError
+from hase.utils.errors import UserError
 
 def choices():
     for number in range(4000):

@@ -13,11 +13,11 @@ from command import run_script
 from conftest import small_model
 from onnx import TensorProto, helper
 
-from inference import Predictor, check_slo
-from inference.core.best_batch import best_batches, said_of_batches
-from inference.core.chances import chance_within, in_words, said
-from inference.core.ranking import order_of, said_of_order
-from utils.paths import Workspace
+from hase.inference import Predictor, check_slo
+from hase.inference.core.best_batch import best_batches, said_of_batches
+from hase.inference.core.chances import chance_within, in_words, said
+from hase.inference.core.ranking import order_of, said_of_order
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -15,28 +15,28 @@ import pytest
 import yaml
 from command import run_script
 
-from benchmark.serving.config import BATCH, ServedModel
-from graph_model.simulation.serving import Case, served, set_of
-from inference.core.host_pace import HostPace
-from inference.core.model_run import PredictedRun
-from inference.core.predictor import Predictor
-from inference.core.uncertainty import CERTAIN, Span
-from inference.reporting.pairs import share_chart
-from inference.sharing.advice import FINAL, SEED, SPREADS, Plan, Question, SharingAdvice, advise, rows, verdict
-from inference.sharing.co_runner import SAMPLES, NotShared, UnderLoad
-from inference.sharing.instances import BY_PERCENT, PROFILES
-from inference.sharing.mps import NotThroughMps
-from inference.sharing.shared_models import Pair
-from inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes, ways_of
-from records.host_pace import MachinePace
-from training.sharing.learned import Sharing, sharing_path
-from training.sharing.serving import read_serving, serving_path
-from utils import files
-from utils.cli import EXIT_SLO_MISSED
-from utils.errors import UserError
-from utils.fingerprint import machine
-from utils.paths import SHIPPED, Workspace
-from utils.sharing_mode import SLICES, THREADS, SetSharing, share_of_this_process
+from hase.benchmark.serving.config import BATCH, ServedModel
+from hase.graph_model.simulation.serving import Case, served, set_of
+from hase.inference.core.host_pace import HostPace
+from hase.inference.core.model_run import PredictedRun
+from hase.inference.core.predictor import Predictor
+from hase.inference.core.uncertainty import CERTAIN, Span
+from hase.inference.reporting.pairs import share_chart
+from hase.inference.sharing.advice import FINAL, SEED, SPREADS, Plan, Question, SharingAdvice, advise, rows, verdict
+from hase.inference.sharing.co_runner import SAMPLES, NotShared, UnderLoad
+from hase.inference.sharing.instances import BY_PERCENT, PROFILES
+from hase.inference.sharing.mps import NotThroughMps
+from hase.inference.sharing.shared_models import Pair
+from hase.inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes, ways_of
+from hase.learned.sharing.serving import read_serving, serving_path
+from hase.learned.sharing.slices import Sharing, sharing_path
+from hase.records.host_pace import MachinePace
+from hase.utils import files
+from hase.utils.cli import EXIT_SLO_MISSED
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import machine
+from hase.utils.paths import SHIPPED, Workspace
+from hase.utils.sharing_mode import SLICES, THREADS, SetSharing, share_of_this_process
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def net(rate_per_s: float, slo_ms: float) -> ServedModel:
 
 
 def with_ways(monkeypatch: pytest.MonkeyPatch, ways: Mapping[str, WayTimes | None]) -> None:
-    monkeypatch.setattr("inference.sharing.advice.ways_of", lambda fitted: dict(ways))
+    monkeypatch.setattr("hase.inference.sharing.advice.ways_of", lambda fitted: dict(ways))
 
 
 class Crowding(MadeUp):
@@ -229,8 +229,8 @@ def test_two_models_through_mps(through_mps: Predictor) -> None:
 def test_two_models_as_this_gpu_is_shared(through_mps: Predictor, monkeypatch: pytest.MonkeyPatch, mode: str, share: str | None,
                                           expected: str) -> None:
     """Pretended: this machine is the target. What is asked for counts more than what is so here."""
-    monkeypatch.setattr("inference.sharing.co_runner.is_here", lambda target: True)
-    monkeypatch.setattr("inference.sharing.co_runner.sharing_mode", lambda: mode)
+    monkeypatch.setattr("hase.inference.sharing.co_runner.is_here", lambda target: True)
+    monkeypatch.setattr("hase.inference.sharing.co_runner.sharing_mode", lambda: mode)
     if share:
         monkeypatch.setenv(THREADS, share)
     size = {"batch": 1}
@@ -393,8 +393,8 @@ def test_too_many_models(predictor: Predictor) -> None:
 
 
 def test_how_this_gpu_is_shared_now_does_not_matter(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.sharing.co_runner.is_here", lambda target: True)
-    monkeypatch.setattr("inference.sharing.co_runner.sharing_mode", lambda: "mps")
+    monkeypatch.setattr("hase.inference.sharing.co_runner.is_here", lambda target: True)
+    monkeypatch.setattr("hase.inference.sharing.co_runner.sharing_mode", lambda: "mps")
     assert advise(predictor, [net(50.0, 9.0), net(50.0, 9.0)], [[1], [1]]).advised == SLICES
 
 

@@ -16,20 +16,20 @@ import pytest
 from conftest import Once
 from trained_workspace import conv_net
 
-from inference import Predictor
-from inference.core import kernel_table, targets
-from inference.core.brief import BriefPrediction
-from inference.core.run_modes import RunMode
-from inference.llm.steps import learned_of
-from inference.search import ofa
-from recipes.same_predictions.questions import CPU_WORKSPACE, RECORDS
-from records.kernel_record import ModelRecord
-from records.kernel_record_files import read_model_record
-from utils.cache_folder import VARIABLE
-from utils.errors import UserError
-from utils.files import unpack
-from utils.fingerprint import Flavour
-from utils.paths import Workspace
+from hase.inference import Predictor
+from hase.inference.core import kernel_table, targets
+from hase.inference.core.brief import BriefPrediction
+from hase.inference.core.run_modes import RunMode
+from hase.inference.llm.steps import learned_of
+from hase.inference.search import ofa
+from hase.recipes.same_predictions.questions import CPU_WORKSPACE, RECORDS
+from hase.records.kernel_record import ModelRecord
+from hase.records.kernel_record_files import read_model_record
+from hase.utils.cache_folder import VARIABLE
+from hase.utils.errors import UserError
+from hase.utils.files import unpack
+from hase.utils.fingerprint import Flavour
+from hase.utils.paths import Workspace
 
 CUDA = Flavour(device="cuda", runtime_version="1.31")
 H200, CPU = "nvidia-h200", "cpu-avx512"

@@ -11,25 +11,25 @@ from command import run_script
 from onnx import TensorProto, helper
 from trained_workspace import conv_net
 
-from benchmark.collecting.config import CollectorConfig
-from inference import measure_missing, predict
-from inference.core.targets import fitted_for
-from inference.core.uncertainty import BY_VALUES, Span, kernel_uncertainties
-from inference.evaluation.evaluate import MeasuringPlan, evaluate
-from records.blocks import Block
-from records.dataset_files import DatasetKernel, journal_path, read_header, read_journal
-from records.dataset_tables import kernel_rows, read_kernel_table
-from records.dataset_writer import write_tables
-from records.kernel_record import Kernel
-from records.measurement import Inputs, Measurement, Place
-from runtimes import local_target
-from runtimes.ort.graph.analysis import analyze
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.inference import measure_missing, predict
+from hase.inference.core.targets import fitted_for
+from hase.inference.core.uncertainty import BY_VALUES, Span, kernel_uncertainties
+from hase.inference.evaluation.evaluate import MeasuringPlan, evaluate
+from hase.learned.kernels.sidecar import read_measured, read_sidecar, write_measured, write_sidecar
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.blocks import Block
+from hase.records.dataset_files import DatasetKernel, journal_path, read_header, read_journal
+from hase.records.dataset_tables import kernel_rows, read_kernel_table
+from hase.records.dataset_writer import write_tables
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import Inputs, Measurement, Place
+from hase.runtimes import local_target
+from hase.training.kernels.training_set import measured_times
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import SHIPPED, Workspace
 from tests.benchmark.test_inputs import COLUMNS, save, tree_model
-from training.kernels.sidecar import read_measured, read_sidecar, write_measured, write_sidecar
-from training.kernels.training_set import measured_times
-from utils import files
-from utils.errors import UserError
-from utils.paths import SHIPPED, Workspace
 
 TARGET = local_target("cpu").name
 H200 = "nvidia-h200-cuda-ort1.31-all"

@@ -17,18 +17,18 @@ from forgotten_types import forget
 from onnx import TensorProto, helper, numpy_helper
 from trained_workspace import METRIC, conv_net
 
-from inference import Predictor, predict
-from inference.core.answers import Prediction, make_monotonic
-from inference.core.report import print_predictions
-from inference.core.uncertainty import CERTAIN, FAR, FAR_OFF, Span, is_rough, joined, shortness, source_warnings
-from runtimes import local_target
-from training.composition.fitted import read_composition
-from training.composition.intervals import Sources
-from training.kernels.sidecar import copy_predictors
-from training.kernels.uncertainty import DEFAULT_RANGES, Range, read_uncertainty, uncertainty_path
-from utils import files
-from utils.cli import EXIT_ROUGH
-from utils.paths import SHIPPED, Workspace
+from hase.inference import Predictor, predict
+from hase.inference.core.answers import Prediction, make_monotonic
+from hase.inference.core.report import print_predictions
+from hase.inference.core.uncertainty import CERTAIN, FAR, FAR_OFF, Span, is_rough, joined, shortness, source_warnings
+from hase.learned.composition.fitted import read_composition
+from hase.learned.composition.intervals import Sources
+from hase.learned.kernels.sidecar import copy_predictors
+from hase.learned.kernels.uncertainty import DEFAULT_RANGES, Range, read_uncertainty, uncertainty_path
+from hase.runtimes import local_target
+from hase.utils import files
+from hase.utils.cli import EXIT_ROUGH
+from hase.utils.paths import SHIPPED, Workspace
 
 H200 = "nvidia-h200-cuda-ort1.31-all"
 TARGET = local_target("cpu").name
@@ -155,7 +155,7 @@ def test_an_interval_is_given_under_load_too(workspace: Workspace, torch_models:
 @pytest.mark.slow
 def test_few_models_give_an_interval_too(workspace: Workspace) -> None:
     """Of four models, left out by three families, the errors are ±10 %: Student's t for three degrees of freedom."""
-    from inference.core.targets import fitted_for
+    from hase.inference.core.targets import fitted_for
 
     used = fitted_for(workspace, TARGET).composition
     models = tuple(model.model_copy(update={"model": name, "group": name[0], "predicted_ms": model.measured_ms * error})

@@ -13,29 +13,29 @@ from made_up_dataset import TARGET as MADE_UP
 from made_up_dataset import draw_kernels, write_dataset
 from trained_workspace import conv_net
 
-from benchmark.collecting.collect import collect
-from benchmark.collecting.config import CollectorConfig
-from inference import measure_missing, predict
-from inference.core.report import kernel_rows as printed_kernels
-from inference.core.report import summary
-from records.blocks import Block, labels_unsteady, read_blocks, steadiest, unit_rows, unsteady_labels
-from records.dataset_files import DatasetKernel, journal_path, kernel_table_path, note_tables, read_header, read_journal
-from records.dataset_tables import kernel_rows, model_rows, model_sessions, read_kernel_table
-from records.dataset_writer import write_tables
-from records.host_pace import idle_models
-from records.measurement import BUSY_ADMITTED, Label, Measurement, Place, drift_key
-from runtimes import local_target
-from training.admission.interface import Estimator, Measured
-from training.estimators.neural_network import NeuralNetwork
-from training.estimators.roofline import RooflineEstimator
-from training.estimators.trees import BoostedTrees, RandomForest
-from training.kernels.estimators import KernelModel, fit_kernel_model, learn_classes, learning_problem, predict_rows
-from training.kernels.predictors import read_predictors
-from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import renew_measured
-from training.kernels.training_set import TrainingSet, measured_times, read_training_set
-from utils import files
-from utils.paths import Workspace
+from hase.benchmark.collecting.collect import collect
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.inference import measure_missing, predict
+from hase.inference.core.report import kernel_rows as printed_kernels
+from hase.inference.core.report import summary
+from hase.learned.kernels.estimators import KernelModel, fit_kernel_model, learn_classes, learning_problem, predict_rows
+from hase.learned.kernels.interface import Estimator, Measured
+from hase.learned.kernels.predictors import read_predictors
+from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.kernels.sidecar import renew_measured
+from hase.records.blocks import Block, labels_unsteady, read_blocks, steadiest, unit_rows, unsteady_labels
+from hase.records.dataset_files import DatasetKernel, journal_path, kernel_table_path, note_tables, read_header, read_journal
+from hase.records.dataset_tables import kernel_rows, model_rows, model_sessions, read_kernel_table
+from hase.records.dataset_writer import write_tables
+from hase.records.host_pace import idle_models
+from hase.records.measurement import BUSY_ADMITTED, Label, Measurement, Place, drift_key
+from hase.runtimes import local_target
+from hase.training.estimators.neural_network import NeuralNetwork
+from hase.training.estimators.roofline import RooflineEstimator
+from hase.training.estimators.trees import BoostedTrees, RandomForest
+from hase.training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from hase.utils import files
+from hase.utils.paths import Workspace
 
 TARGET = local_target("cpu").name
 BAD = 3.45  # the drift of a block during which the canary took 4.45 times as long
@@ -68,7 +68,7 @@ def test_a_block_says_that_the_machine_was_unsteady(tmp_path: Path) -> None:
 def test_other_work_on_an_idle_cpu_makes_a_block_unsteady(busy: float, level: float, drift: float,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it runs all the time, so that no canary differs from the others."""
-    monkeypatch.setattr("records.blocks.BUSY_ADMITTED", BUSY_ADMITTED)  # conftest.py admits more
+    monkeypatch.setattr("hase.records.blocks.BUSY_ADMITTED", BUSY_ADMITTED)  # conftest.py admits more
     beside = block(timed(1.0), level=level).model_copy(update={"background": {"DCGM_FI_DEV_CPU_UTIL_TOTAL": busy}})
     assert beside.drift == drift
     assert beside.unsteady == bool(drift)

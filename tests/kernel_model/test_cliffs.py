@@ -11,8 +11,9 @@ from command import run_script
 from conftest import Once
 from made_up_dataset import conv, gemm
 
-from kernel_model.kernel_sampler import sample_between
-from kernel_model.sampling.cliffs import (
+from hase.kernel_model.building.kernel_models import check_kernel, kernel_build
+from hase.kernel_model.kernel_sampler import sample_between
+from hase.kernel_model.sampling.cliffs import (
     Cliff,
     NothingBetween,
     Timed,
@@ -23,12 +24,11 @@ from kernel_model.sampling.cliffs import (
     find_cliffs,
     timed_kernels,
 )
-from kernel_model.sampling.free_shapes.forms import inferred
-from kernel_model.sampling.free_shapes.sizes import kernel, numbers, tensor
-from records.kernel_record import Kernel
-from runtimes.ort.building.kernel_models import check_kernel, kernel_build
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from hase.kernel_model.sampling.free_shapes.forms import inferred
+from hase.kernel_model.sampling.free_shapes.sizes import kernel, numbers, tensor
+from hase.records.kernel_record import Kernel
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 

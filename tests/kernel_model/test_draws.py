@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from conftest import free_kernel
 
-from kernel_model.sampling.draws import draw_kernel
-from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_types import describe_kernel
-from runtimes.ort.building.dummy_data import dummy_inputs
-from runtimes.ort.building.kernel_models import build_model
-from utils.errors import UserError
-from utils.ort_sessions import open_session
+from hase.kernel_model.building.dummy_data import dummy_inputs
+from hase.kernel_model.building.kernel_models import build_model
+from hase.kernel_model.sampling.draws import draw_kernel
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.utils.errors import UserError
+from hase.utils.ort_sessions import open_session
 
 MOST_WORK = 2e8  # operations and bytes of a kernel that is run here, so that the tests stay short
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from drawn_kernels import small_draws
 
-from kernel_model.kernel_sampler import sample_free
-from kernel_model.sampling.draws import on_cuda
-from kernel_model.sampling.free_shapes import forms, rare
-from kernel_model.sampling.free_shapes.sizes import kernel, scalar, tensor
-from kernel_model.sampling.free_shapes.table import FORMS, RARE, Draw
-from records.kernel_record import Kernel, Tensor
-from runtimes.ort.building.kernel_models import check_kernel, kernel_build
-from utils.errors import UserError
+from hase.kernel_model.building.kernel_models import check_kernel, kernel_build
+from hase.kernel_model.kernel_sampler import sample_free
+from hase.kernel_model.sampling.draws import on_cuda
+from hase.kernel_model.sampling.free_shapes import forms, rare
+from hase.kernel_model.sampling.free_shapes.sizes import kernel, scalar, tensor
+from hase.kernel_model.sampling.free_shapes.table import FORMS, RARE, Draw
+from hase.records.kernel_record import Kernel, Tensor
+from hase.utils.errors import UserError
 
 
 @pytest.mark.parametrize("draw", [draw for draw, _ in (*FORMS, *RARE)])

@@ -9,10 +9,10 @@ import pytest
 from command import run_script
 from drawn_kernels import small_draws
 
-from kernel_model.sampling.draws import on_cuda
-from kernel_model.sampling.free_shapes import on_host
-from kernel_model.sampling.free_shapes.table import HOST, Draw
-from runtimes.ort.building.kernel_models import built_kernel, check_kernel, kernel_build
+from hase.kernel_model.building.kernel_models import built_kernel, check_kernel, kernel_build
+from hase.kernel_model.sampling.draws import on_cuda
+from hase.kernel_model.sampling.free_shapes import on_host
+from hase.kernel_model.sampling.free_shapes.table import HOST, Draw
 
 ON_EITHER = (on_host.moved_channels, on_host.on_shapes, on_host.newer_version)  # CUDA has them, but may leave them to the CPU
 

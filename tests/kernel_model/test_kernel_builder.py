@@ -18,11 +18,8 @@ from command import run_script
 from conftest import TORCH_MODELS, small_model
 from onnx import TensorProto, helper, numpy_helper
 
-from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
-from records.kernel_record_files import build_index
-from records.kernel_types import describe_kernel
-from runtimes.ort.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name
-from runtimes.ort.building.kernel_models import (
+from hase.kernel_model.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name
+from hase.kernel_model.building.kernel_models import (
     INLINE_BYTES,
     build_carrier,
     build_model,
@@ -34,14 +31,17 @@ from runtimes.ort.building.kernel_models import (
     open_kernel,
     read_built,
 )
-from runtimes.ort.graph.analysis import analyze, record_of
-from runtimes.ort.graph.parsing import parse_graph
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
-from utils.model_graphs import at_root, values_of
-from utils.ort_sessions import open_session
-from utils.paths import Workspace
+from hase.ort_analysis.graph.analysis import analyze, record_of
+from hase.ort_analysis.graph.parsing import parse_graph
+from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from hase.records.kernel_record_files import build_index
+from hase.records.kernel_types import describe_kernel
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
+from hase.utils.model_graphs import at_root, values_of
+from hase.utils.ort_sessions import open_session
+from hase.utils.paths import Workspace
 
 CASES = [(model, provider) for model in TORCH_MODELS for provider in ("cpu", "cuda")]
 

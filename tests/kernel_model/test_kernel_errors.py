@@ -12,8 +12,9 @@ import pytest
 from conftest import build_workspace, small_model
 from made_up_dataset import TARGET, conv, gemm, relu, tensor, write_workspace
 
-from kernel_model.kernel_sampler import FREE, NEAR_SPREAD, Drawn, near_batch, sample_again
-from kernel_model.sampling.kernel_errors import (
+from hase.kernel_model.building.kernel_models import built_kernel
+from hase.kernel_model.kernel_sampler import FREE, NEAR_SPREAD, Drawn, near_batch, sample_again
+from hase.kernel_model.sampling.kernel_errors import (
     MOST_LOG_ERROR,
     KernelError,
     KernelErrors,
@@ -21,18 +22,17 @@ from kernel_model.sampling.kernel_errors import (
     read_errors,
     write_errors,
 )
-from kernel_model.sampling.seeds import read_seeds
-from records.kernel_record import Kernel
-from records.kernel_types import describe_kernel
-from runtimes.ort.building.kernel_models import built_kernel
+from hase.kernel_model.sampling.seeds import read_seeds
+from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from hase.records.kernel_record import Kernel
+from hase.records.kernel_types import describe_kernel
+from hase.training.kernels.label_training import train_label
+from hase.training.kernels.training_set import measured_times, read_training_set
+from hase.training.train_kernel_model import kept_sidecar, save
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.paths import Workspace
 from tests.kernel_model.test_sampler import run_sampler
-from training.kernels.label_training import train_label
-from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
-from training.kernels.training_set import measured_times, read_training_set
-from training.train_kernel_model import kept_sidecar, save
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,7 @@ def test_training_writes_the_errors_of_left_out_kernels(workspace: Workspace) ->
 
 
 def _kernels_of(workspace: Workspace, name: str) -> list[Kernel]:
-    from records.dataset_files import read_kernels
+    from hase.records.dataset_files import read_kernels
 
     return [entry.kernel for entry in read_kernels(workspace.dataset(TARGET.name))
             if name in entry.groups]

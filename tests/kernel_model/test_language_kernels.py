@@ -9,15 +9,9 @@ import numpy as np
 import pytest
 from command import run_script
 
-from kernel_model.kernel_sampler import footprint_mib, sample_free
-from kernel_model.sampling.draws import on_cpu, on_cuda
-from kernel_model.sampling.free_shapes import language, standard
-from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, Generator, indices, kernel, tensor
-from kernel_model.sampling.free_shapes.table import LANGUAGE, STANDARD, Draw, draw_free_kernel
-from records.attention import attended_by, with_lengths
-from records.kernel_record import Kernel
-from runtimes.ort.building.dummy_data import dummy_tensor
-from runtimes.ort.building.kernel_models import (
+from hase.benchmark.ort.runner import bind, open_runner
+from hase.kernel_model.building.dummy_data import dummy_tensor
+from hase.kernel_model.building.kernel_models import (
     build_carrier,
     build_model,
     built_kernel,
@@ -27,9 +21,15 @@ from runtimes.ort.building.kernel_models import (
     kernel_build,
     shared_outputs,
 )
-from runtimes.ort.graph.nodes import shared_caches
-from runtimes.ort.runner import bind, open_runner
-from utils.ort_sessions import open_session
+from hase.kernel_model.kernel_sampler import footprint_mib, sample_free
+from hase.kernel_model.sampling.draws import on_cpu, on_cuda
+from hase.kernel_model.sampling.free_shapes import language, standard
+from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, Generator, indices, kernel, tensor
+from hase.kernel_model.sampling.free_shapes.table import LANGUAGE, STANDARD, Draw, draw_free_kernel
+from hase.ort_analysis.graph.nodes import shared_caches
+from hase.records.attention import attended_by, with_lengths
+from hase.records.kernel_record import Kernel
+from hase.utils.ort_sessions import open_session
 
 SMALL = language.Family((128, 192), (2.0, 3.0), (32, 64), (1, 2), (300, 500), (0, 24))  # tests can't run large ones
 

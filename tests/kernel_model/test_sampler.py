@@ -13,21 +13,21 @@ import pytest
 from command import run_script
 from conftest import TORCH_MODELS, build_workspace, free_kernel, small_model
 
-from kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample, sample_free
-from kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, in_float_type, on_cuda
-from kernel_model.sampling.free_shapes.table import DRAWS
-from kernel_model.sampling.seeds import SEED_FILE, read_seeds
-from records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
-from records.kernel_record_files import build_index, index_path, read_index
-from records.kernel_types import describe_kernel
-from runtimes.ort.building.dummy_data import dummy_inputs, dummy_tensor
-from runtimes.ort.building.kernel_models import build_model, built_kernel, check_kernel
-from runtimes.ort.graph.analysis import analyze
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Flavour
-from utils.ort_sessions import open_session
-from utils.paths import Workspace
+from hase.kernel_model.building.dummy_data import dummy_inputs, dummy_tensor
+from hase.kernel_model.building.kernel_models import build_model, built_kernel, check_kernel
+from hase.kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample, sample_free
+from hase.kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, in_float_type, on_cuda
+from hase.kernel_model.sampling.free_shapes.table import DRAWS
+from hase.kernel_model.sampling.seeds import SEED_FILE, read_seeds
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
+from hase.records.kernel_record_files import build_index, index_path, read_index
+from hase.records.kernel_types import describe_kernel
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour
+from hase.utils.ort_sessions import open_session
+from hase.utils.paths import Workspace
 
 
 def entries_of(*records: ModelRecord) -> list[Drawn]:
@@ -72,7 +72,7 @@ def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[Drawn]) -
 @pytest.mark.slow
 def test_a_draw_of_every_type_runs(entries: list[Drawn], tmp_path: Path) -> None:
     """Attention's products and ORT's blocked layouts too."""
-    from runtimes.ort.building.kernel_models import kernel_build
+    from hase.kernel_model.building.kernel_models import kernel_build
 
     generator = np.random.default_rng(0)
     for kernel_type in sorted({kernel.type for kernel, _ in entries if "Reshape" not in kernel.type}):

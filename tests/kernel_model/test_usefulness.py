@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernel_model.sampling.usefulness import (
+from hase.kernel_model.sampling.usefulness import (
     LEAST_WEIGHT,
     Points,
     draw_apart,
@@ -16,8 +16,8 @@ from kernel_model.sampling.usefulness import (
     position,
     useful_kernels,
 )
-from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_types import describe_kernel
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_types import describe_kernel
 
 
 def unary(op_type: str, *shape: int, dtype: str = "float32") -> Kernel:

@@ -17,17 +17,17 @@ import onnxruntime
 import psutil
 import pytest
 
-from model_zoo.exporting import onnx_export
-from model_zoo.exporting.export_process import ExportProcess
-from model_zoo.exporting.onnx_export import Exporter, check_outputs, trace
-from model_zoo.exporting.torch_models import build, check_names, reference
-from model_zoo.exporting.zoo_config import CONFIG_FILE, Export, ZooConfig
-from model_zoo.torchvision_exporter import export_all
-from runtimes import flavour_of
-from utils import fingerprint
-from utils.config import read_config
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace, model_files
+from hase.model_zoo.exporting import onnx_export
+from hase.model_zoo.exporting.export_process import ExportProcess
+from hase.model_zoo.exporting.onnx_export import Exporter, check_outputs, trace
+from hase.model_zoo.exporting.torch_models import build, check_names, reference
+from hase.model_zoo.exporting.zoo_config import CONFIG_FILE, Export, ZooConfig
+from hase.model_zoo.torchvision_exporter import export_all
+from hase.runtimes import flavour_of
+from hase.utils import fingerprint
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace, model_files
 
 pytestmark = pytest.mark.slow
 
@@ -257,7 +257,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of its parent to a process")
 def test_the_exporting_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     """Also in the middle of an export, and when the parent is killed."""
-    script = ("import sys; from model_zoo.exporting.export_process import ExportProcess; from utils.paths import Workspace; "
+    script = ("import sys; from hase.model_zoo.exporting.export_process import ExportProcess; from hase.utils.paths import Workspace; "
               f"from pathlib import Path; process = ExportProcess(Workspace(Path({str(tmp_path)!r})), 'cpu', False); "
               "process.check_names(['resnet18']); print(process._process.pid, flush=True); sys.stdin.read()")
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdin=subprocess.PIPE,

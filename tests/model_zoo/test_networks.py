@@ -15,14 +15,14 @@ import torch
 from command import run_script
 from torch import Tensor, nn
 
-from model_zoo.exporting.network_export import Network, NetworkInput, outputs_of, write_network
-from model_zoo.exporting.pool_export import OPTIONAL_PACKAGES, export_networks, network_source
-from model_zoo.exporting.zoo_config import COLLECTIONS, PoolConfig, read_pool
-from model_zoo.networks import drawn, other
-from utils.config import validate
-from utils.errors import UserError
-from utils.model_files import read_metadata
-from utils.paths import Workspace
+from hase.model_zoo.exporting.network_export import Network, NetworkInput, outputs_of, write_network
+from hase.model_zoo.exporting.pool_export import OPTIONAL_PACKAGES, export_networks, network_source
+from hase.model_zoo.exporting.zoo_config import COLLECTIONS, PoolConfig, read_pool
+from hase.model_zoo.networks import drawn, other
+from hase.utils.config import validate
+from hase.utils.errors import UserError
+from hase.utils.model_files import read_metadata
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 

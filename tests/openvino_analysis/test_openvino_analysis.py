@@ -11,16 +11,16 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from optional_packages import needs
 
-from records.kernel_record import ModelOrigin, ModelRecord
-from records.kernel_record_files import read_model_record, record_path
-from runtimes import runtime_named
-from runtimes.openvino.kernels import DOMAIN, NODES, build_kernel
-from runtimes.openvino.recording import parse
-from runtimes.openvino.runs import check_kernel
-from runtimes.ort.building.dummy_data import dummy_inputs
-from runtimes.ort.building.kernel_models import built_kernel
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.kernel_model.building.dummy_data import dummy_inputs
+from hase.kernel_model.building.kernel_models import built_kernel
+from hase.records.kernel_record import ModelOrigin, ModelRecord
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.runtimes import runtime_named
+from hase.runtimes.openvino.kernels import DOMAIN, NODES, build_kernel
+from hase.runtimes.openvino.recording import parse
+from hase.runtimes.openvino.runs import check_kernel
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 WEIGHTS = np.random.default_rng(0)
 

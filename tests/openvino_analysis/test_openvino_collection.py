@@ -11,18 +11,18 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 
-from benchmark.collecting.collect import collect
-from benchmark.collecting.config import CollectorConfig
-from benchmark.repeatability import repeat
-from inference.sum_and_path import called, comparison, target_rows
-from records.dataset_files import kernel_table_path, read_header
-from records.kernel_record import ModelOrigin
-from records.kernel_record_files import read_model_records, update_index
-from runtimes import runtime_named
-from runtimes.openvino.kernels import build_kernel
-from runtimes.openvino.package import openvino_flavour
-from utils.config import validate
-from utils.paths import Workspace
+from hase.benchmark.collecting.collect import collect
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.repeatability import repeat
+from hase.inference.sum_and_path import called, comparison, target_rows
+from hase.records.dataset_files import kernel_table_path, read_header
+from hase.records.kernel_record import ModelOrigin
+from hase.records.kernel_record_files import read_model_records, update_index
+from hase.runtimes import runtime_named
+from hase.runtimes.openvino.kernels import build_kernel
+from hase.runtimes.openvino.package import openvino_flavour
+from hase.utils.config import validate
+from hase.utils.paths import Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 CONFIG = {"device": "cpu", "runtime": "openvino", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,

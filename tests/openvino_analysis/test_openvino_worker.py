@@ -11,15 +11,15 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 
-from measuring.run_times import Effort
-from records.measurement import Measurement
-from runtimes.openvino.kernels import build_kernel
-from runtimes.openvino.package import compile_model
-from runtimes.openvino.recording import parse
-from runtimes.openvino.runs import usual_us
-from runtimes.openvino.worker import WORK, built_carrier, layers_by_kernel
-from runtimes.protocol import Reply, Request, Setting, answer
-from utils import files
+from hase.benchmark.measuring.run_times import Effort
+from hase.records.measurement import Measurement
+from hase.runtimes.openvino.kernels import build_kernel
+from hase.runtimes.openvino.package import compile_model
+from hase.runtimes.openvino.recording import parse
+from hase.runtimes.openvino.runs import usual_us
+from hase.runtimes.openvino.worker import WORK, built_carrier, layers_by_kernel
+from hase.runtimes.protocol import Reply, Request, Setting, answer
+from hase.utils import files
 
 pytestmark = pytest.mark.measuring
 QUICK = Effort(warmup=1, budget_s=0.01, least_runs=3, most_runs=5)
@@ -116,8 +116,8 @@ def test_kernels_alone_and_in_a_carrier(tmp_path: Path) -> None:
 
 
 def test_each_layer_of_a_carrier_belongs_to_its_kernel(tmp_path: Path) -> None:
-    from runtimes.openvino.layers import layers_of
-    from runtimes.openvino.prepared import read
+    from hase.runtimes.openvino.layers import layers_of
+    from hase.runtimes.openvino.prepared import read
 
     conv = next(kernel for kernel in parse(convolutions(tmp_path / "two.onnx")).record.kernels.values()
                 if kernel.op_type == "Conv")

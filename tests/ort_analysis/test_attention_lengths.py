@@ -9,10 +9,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from records.attention import attended_by
-from records.kernel_record import Kernel
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.runner import open_runner
+from hase.benchmark.ort.runner import open_runner
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.attention import attended_by
+from hase.records.kernel_record import Kernel
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 WIDE = (HEADS + 2 * KV_HEADS) * SIZE

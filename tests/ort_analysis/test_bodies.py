@@ -10,20 +10,20 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from graph_model.simulation.dag import build_dag, longest_path
-from inference import Predictor, predict
-from inference.core.model_run import trace_of
-from measuring.run_times import Effort
-from records.kernel_record import ModelRecord
-from records.kernel_record_files import read_model_record
-from records.run_order import MOST_RUNS, run_order, runs_in_order, shortest_cut
-from runtimes.analysis import own_sizes
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.profile import CONDITION_MS, CPU_TRIP_MS, CUDA_TRIP_MS, labels_of
-from runtimes.ort.runner import open_runner
-from training.composition.fitted import working_nodes
-from utils import cli, files
-from utils.errors import UserError
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.profile import CONDITION_MS, CPU_TRIP_MS, CUDA_TRIP_MS, labels_of
+from hase.benchmark.ort.runner import open_runner
+from hase.graph_model.simulation.dag import build_dag, longest_path
+from hase.inference import Predictor, predict
+from hase.inference.core.model_run import trace_of
+from hase.learned.composition.fitted import working_nodes
+from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.isolated.analysis import own_sizes
+from hase.records.kernel_record import ModelRecord
+from hase.records.kernel_record_files import read_model_record
+from hase.records.run_order import MOST_RUNS, run_order, runs_in_order, shortest_cut
+from hase.utils import cli, files
+from hase.utils.errors import UserError
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 H200 = "nvidia-h200-cuda-ort1.31-all"
@@ -340,8 +340,8 @@ def test_a_run_does_the_given_trips(tmp_path: Path) -> None:
 def test_measured_on_the_cpu(tmp_path: Path) -> None:
     """The kernels of a body, as profiled in the model and added up, against a run. The fastest ones count, since other work may
     run on this machine."""
-    from runtimes.ort.graph.analysis import kernel_of
-    from runtimes.ort.profile import profile_model
+    from hase.benchmark.ort.profile import profile_model
+    from hase.ort_analysis.graph.analysis import kernel_of
 
     path = tmp_path / "loop.onnx"
     onnx.save(loop(None, rows=256), path)  # the profiler's overhead is small beside such products

@@ -7,16 +7,16 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from inference import predict
-from inference.core.run_modes import RunMode
-from records.blocks import Block
-from records.dataset_files import journal_path, read_header
-from records.kernel_record_files import read_model_record, record_path
-from records.operators import TABLE
-from runtimes.ort.cuda.capture import capture_obstacle
-from runtimes.ort.graph.analysis import analyze
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.inference import predict
+from hase.inference.core.run_modes import RunMode
+from hase.ort_analysis.cuda.capture import capture_obstacle
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.blocks import Block
+from hase.records.dataset_files import journal_path, read_header
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.operators import TABLE
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 CAPTURED = RunMode(cuda_graph=True)

@@ -11,11 +11,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from records.kernel_record import KernelInput
-from runtimes.ort.cuda.placement import cuda_kernel, place, refuses
-from runtimes.ort.graph.parsing import ParsedGraph, parse_graph
-from utils.fingerprint import has_cuda
-from utils.ort_sessions import open_session
+from hase.ort_analysis.cuda.placement import cuda_kernel, place, refuses
+from hase.ort_analysis.graph.parsing import ParsedGraph, parse_graph
+from hase.records.kernel_record import KernelInput
+from hase.utils.fingerprint import has_cuda
+from hase.utils.ort_sessions import open_session
 
 pytestmark = pytest.mark.skipif(has_cuda(), reason="with a GPU nothing is derived")
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64

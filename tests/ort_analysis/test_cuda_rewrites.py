@@ -11,12 +11,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from runtimes.ort.cuda.rewrites import bias_alignment
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.graph.parsing import parse_graph
+from hase.ort_analysis.cuda.rewrites import bias_alignment
+from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.graph.parsing import parse_graph
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
 from tests.conftest import small_model
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
 
 without_gpu = pytest.mark.skipif(has_cuda(), reason="with a GPU the graph is not derived")
 
@@ -150,7 +150,7 @@ def test_a_model_that_mixes_types_in_an_old_operator_set_is_refused() -> None:
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "vit_tiny"])
 def test_the_derived_graph_equals_the_gpus(torch_models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = analyze(torch_models[name], "cuda")
-    monkeypatch.setattr("runtimes.ort.graph.parsing.has_cuda", lambda: False)
+    monkeypatch.setattr("hase.ort_analysis.graph.parsing.has_cuda", lambda: False)
     derived = analyze(torch_models[name], "cuda")
     assert derived.derived
     assert not real.derived

@@ -11,15 +11,15 @@ import pytest
 from conftest import small_model
 from onnx import TensorProto, helper, numpy_helper
 
-from measuring.run_times import Effort
-from runtimes.ort.building.dummy_data import dummy_inputs
-from runtimes.ort.building.kernel_models import build_model
-from runtimes.ort.graph import parsing
-from runtimes.ort.graph.analysis import analyze, kernel_of
-from runtimes.ort.graph.parsing import kept_in, parse_graph
-from runtimes.ort.profile import profile_model
-from runtimes.ort.runner import open_runner
-from utils.ort_sessions import open_session
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.profile import profile_model
+from hase.benchmark.ort.runner import open_runner
+from hase.kernel_model.building.dummy_data import dummy_inputs
+from hase.kernel_model.building.kernel_models import build_model
+from hase.ort_analysis.graph import parsing
+from hase.ort_analysis.graph.analysis import analyze, kernel_of
+from hase.ort_analysis.graph.parsing import kept_in, parse_graph
+from hase.utils.ort_sessions import open_session
 
 WIDTH, HEADS = 16, 4
 SIZES = {"batch": 2, "new": 3, "past": 5}

@@ -14,11 +14,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from inference.core.sources import record_of
-from runtimes import flavour_of
-from runtimes.ort.graph.analysis import analyze
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.inference.core.sources import record_of
+from hase.ort_analysis.graph.analysis import analyze
+from hase.runtimes import flavour_of
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 OPSETS = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
 QKV = {"wq": (256, 256), "wk": (256, 128), "wv": (256, 128)}

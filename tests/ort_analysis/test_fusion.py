@@ -14,14 +14,21 @@ from command import printed, run_script
 from conftest import TORCH_BATCH, TORCH_MODELS, small_model, torch_model
 from onnx import TensorProto, helper, numpy_helper
 
-from records.kernel_record import Kernel, ModelRecord
-from records.kernel_record_files import build_index, index_path, read_index, read_model_record, read_model_records, record_path
-from runtimes import flavour_of
-from runtimes.ort.graph.analysis import analyze
-from utils import files
-from utils.errors import UserError
-from utils.model_files import COLLECTION_KEY, GROUP_KEY
-from utils.paths import Workspace
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import Kernel, ModelRecord
+from hase.records.kernel_record_files import (
+    build_index,
+    index_path,
+    read_index,
+    read_model_record,
+    read_model_records,
+    record_path,
+)
+from hase.runtimes import flavour_of
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.model_files import COLLECTION_KEY, GROUP_KEY
+from hase.utils.paths import Workspace
 
 PROVIDERS = ("cpu", "cuda")
 

@@ -10,13 +10,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from inference import predict
-from records.kernel_record import ModelRecord
-from runtimes.ort.cuda.gpu_only import BY_SCHEMA, COVERS
-from runtimes.ort.cuda.placement import cuda_kernel
-from runtimes.ort.graph.analysis import analyze
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
+from hase.inference import predict
+from hase.ort_analysis.cuda.gpu_only import BY_SCHEMA, COVERS
+from hase.ort_analysis.cuda.placement import cuda_kernel
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import ModelRecord
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
 
 CONTRIB = "com.microsoft"
 without_gpu = pytest.mark.skipif(has_cuda(), reason="with a GPU the graph is not derived")

@@ -11,22 +11,23 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from decoders import DECODERS, SMALL, WEIGHTS, Precision, write_decoder
 from onnx import TensorProto, helper, numpy_helper
 
-from inference import Predictor
-from inference.core.sources import record_of
-from recipes.large_models.decoders import DECODERS, SMALL, WEIGHTS, Precision, write_decoder
-from records.kernel_record import ModelRecord
-from runtimes import analysis, flavour_of
-from runtimes.ort.cuda.reduced_precision import as_single
-from runtimes.ort.graph import constants, parsing
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.graph.nodes import attribute_value
-from runtimes.ort.graph.source import reading
-from utils.errors import UserError
-from utils.model_files import array_of, every_tensor, locations
-from utils.model_graphs import is_hollow, read_graph, values_of
-from utils.wire_format import BYTES, varint, with_contents
+from hase.inference import Predictor
+from hase.inference.core.sources import record_of
+from hase.ort_analysis.cuda.reduced_precision import as_single
+from hase.ort_analysis.graph import constants, parsing
+from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.graph.nodes import attribute_value
+from hase.ort_analysis.graph.source import reading
+from hase.ort_analysis.isolated import analysis
+from hase.records.kernel_record import ModelRecord
+from hase.runtimes import flavour_of
+from hase.utils.errors import UserError
+from hase.utils.model_files import array_of, every_tensor, locations
+from hase.utils.model_graphs import is_hollow, read_graph, values_of
+from hase.utils.wire_format import BYTES, varint, with_contents
 
 
 def types_of(record: ModelRecord) -> Counter[str]:

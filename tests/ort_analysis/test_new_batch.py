@@ -14,11 +14,11 @@ from command import run_script
 from conftest import TORCH_MODELS, small_model, torch_model
 from onnx import TensorProto, helper, numpy_helper
 
-from inference import predict
-from inference.core.sources import record_of
-from records.kernel_record import ModelRecord
-from runtimes import flavour_of
-from utils.errors import UserError
+from hase.inference import predict
+from hase.inference.core.sources import record_of
+from hase.records.kernel_record import ModelRecord
+from hase.runtimes import flavour_of
+from hase.utils.errors import UserError
 
 
 def record_at(path: Path, **dims: int) -> ModelRecord:

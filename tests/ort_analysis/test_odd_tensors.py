@@ -10,21 +10,21 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from inference.core.memory import peak_memory
-from measuring.run_times import Effort
-from records.kernel_record import ModelRecord
-from records.kernel_record_files import read_model_record, record_path
-from runtimes.analysis import analyze_all
-from runtimes.ort.building.dummy_data import dummy_inputs
-from runtimes.ort.building.kernel_models import build_model
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.graph.parsing import parse_graph
-from runtimes.ort.profile import profile_model
-from runtimes.ort.runner import open_runner
-from training.kernels.features import KERNEL_FEATURES, kernel_features
-from utils import cli
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.profile import profile_model
+from hase.benchmark.ort.runner import open_runner
+from hase.inference.core.memory import peak_memory
+from hase.kernel_model.building.dummy_data import dummy_inputs
+from hase.kernel_model.building.kernel_models import build_model
+from hase.learned.kernels.features import KERNEL_FEATURES, kernel_features
+from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.graph.parsing import parse_graph
+from hase.ort_analysis.isolated.analysis import analyze_all
+from hase.records.kernel_record import ModelRecord
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 ML = "ai.onnx.ml"

@@ -10,12 +10,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_types import canonical, describe_kernel
-from runtimes.ort.building.kernel_models import build_model
-from runtimes.ort.graph.analysis import analyze
-from training.kernels.features import KERNEL_FEATURES, kernel_features
-from utils.ort_sessions import open_session
+from hase.kernel_model.building.kernel_models import build_model
+from hase.learned.kernels.features import KERNEL_FEATURES, kernel_features
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_types import canonical, describe_kernel
+from hase.utils.ort_sessions import open_session
 
 
 def cell(opset: int) -> onnx.ModelProto:

@@ -15,11 +15,11 @@ from command import run_script
 from conftest import small_model
 from onnx import helper, numpy_helper
 
-from runtimes.ort.graph.parsing import node_rows, parse_graph
-from runtimes.ort.graph.source import read_source
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
-from utils.model_files import DEFAULT_DIMS_KEY
+from hase.ort_analysis.graph.parsing import node_rows, parse_graph
+from hase.ort_analysis.graph.source import read_source
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
+from hase.utils.model_files import DEFAULT_DIMS_KEY
 
 without_gpu = pytest.mark.skipif(has_cuda(), reason="this machine has a GPU: its graph is not derived")
 

@@ -11,11 +11,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from inference import predict
-from runtimes.analysis import own_sizes
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.graph.parsing import parse_graph
-from utils.errors import UserError
+from hase.inference import predict
+from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.graph.parsing import parse_graph
+from hase.ort_analysis.isolated.analysis import own_sizes
+from hase.utils.errors import UserError
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+from hase.recipes.cluster.compare_actors import ONE, TWO, WAYS, difference_rows, speed_rows
 from optional_packages import needs
 
-from recipes.cluster.compare_actors import ONE, TWO, WAYS, difference_rows, speed_rows
-from utils.paths import ROOT
+from hase.utils.paths import ROOT
 
 
 def test_rays_cluster_launcher_reads_the_template() -> None:

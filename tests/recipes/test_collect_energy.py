@@ -10,11 +10,11 @@ import torchvision
 import yaml
 from recipe_commands import configs_of
 
-from benchmark.collecting.config import CollectorConfig
-from measuring.power import WINDOW_S
-from model_zoo.exporting.zoo_config import ZooConfig
-from utils.config import read_config
-from utils.paths import ROOT
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.metrics.power import WINDOW_S
+from hase.model_zoo.exporting.zoo_config import ZooConfig
+from hase.utils.config import read_config
+from hase.utils.paths import ROOT
 
 RECIPE = ROOT / "recipes" / "h200"
 

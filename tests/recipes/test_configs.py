@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from recipe_commands import configs_of
 
-from benchmark.collecting.config import CollectorConfig
-from model_zoo.exporting.zoo_config import ZooConfig
-from utils.config import read_config
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.model_zoo.exporting.zoo_config import ZooConfig
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 SCRIPTS = {  # how many configs their commands read
     "recipes/demo/run.sh": 4, "recipes/families/run.sh": 4, "recipes/same_predictions/run.sh": 4, "recipes/tvm/run.sh": 9,

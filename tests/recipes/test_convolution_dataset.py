@@ -1,4 +1,4 @@
-"""The shipped tables of convolution algorithms, which must agree with convolutions/README.md."""
+"""The shipped tables of convolution algorithms, which must agree with extras/convolutions/README.md."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 from command import run_script
 
-from convolutions.algorithms import ON_GPU, unexpected
-from convolutions.choice import left_out_times, mean_regret, regret_rows
-from convolutions.listing import MODELS
-from convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
-from convolutions.tables import read_cases, read_table, unpacked
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.extras.convolutions.algorithms import ON_GPU, unexpected
+from hase.extras.convolutions.choice import left_out_times, mean_regret, regret_rows
+from hase.extras.convolutions.listing import MODELS
+from hase.extras.convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
+from hase.extras.convolutions.tables import read_cases, read_table, unpacked
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

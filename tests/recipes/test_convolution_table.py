@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import printed, run_script
 
-from recipes.convolutions.measure_table import summary_row
+from hase.recipes.convolutions.measure_table import summary_row
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from made_up_dataset import TARGET, chain, collect, conv, gemm, relu
 
-from recipes.h200.dataset_archives import archives_in, pack_more, unpack_all
-from records.dataset_files import (
+from hase.recipes.h200.dataset_archives import archives_in, pack_more, unpack_all
+from hase.records.dataset_files import (
     journal_path,
     kernel_table_path,
     kernels_path,
@@ -19,10 +19,10 @@ from records.dataset_files import (
     read_kernels,
     write_journal,
 )
-from records.dataset_writer import merge_dataset
-from records.kernel_record_files import index_path, read_index, records_in
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.records.dataset_writer import merge_dataset
+from hase.records.kernel_record_files import index_path, read_index, records_in
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 NAME, FLAVOUR = TARGET.name, TARGET.flavour
 SHARED = conv()

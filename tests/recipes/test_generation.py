@@ -14,23 +14,23 @@ import pytest
 from command import run_script
 from conftest import Once
 
-from graph_model.simulation.pipeline import PipelineCosts, Runs, Tracks
-from kernel_model.sampling.free_shapes import sizes
-from records.generations import Generation, measured_models, step_record_file
-from records.kernel_record_files import read_model_record
-from training.composition.fitted import GraphReplay, read_composition
-from training.composition.intervals import KNOWN, CalibratedInterval, Sources
-from training.energy.learned import Part
-from training.fit_generation import errors
-from training.kernels.predictors import read_predictors
-from training.kernels.sidecar import read_sidecar
-from training.llm.fitting import fit_captured, intervals_of
-from training.llm.learned import read_generation
-from training.llm.measured_steps import MeasuredStep, measured_steps, step_time
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import machine
-from utils.paths import ROOT, SHIPPED, Workspace
+from hase.graph_model.simulation.pipeline import PipelineCosts, Runs, Tracks
+from hase.kernel_model.sampling.free_shapes import sizes
+from hase.learned.composition.fitted import GraphReplay, read_composition
+from hase.learned.composition.intervals import KNOWN, CalibratedInterval, Sources
+from hase.learned.energy import Part
+from hase.learned.kernels.predictors import read_predictors
+from hase.learned.kernels.sidecar import read_sidecar
+from hase.learned.llm import read_generation
+from hase.records.generations import Generation, measured_models, step_record_file
+from hase.records.kernel_record_files import read_model_record
+from hase.training.fit_generation import errors
+from hase.training.llm.fitting import fit_captured, intervals_of
+from hase.training.llm.measured_steps import MeasuredStep, measured_steps, step_time
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import machine
+from hase.utils.paths import ROOT, SHIPPED, Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 

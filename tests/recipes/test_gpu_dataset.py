@@ -19,10 +19,14 @@ import pytest
 from command import run_script
 from conftest import TORCH_MODELS
 from pydantic_core import from_json
-
-from inference import predict
 from recipes.h200.metrics_study import changes_before, kind_rows, means_of, simulated, study
-from records.dataset_files import (
+
+from hase.inference import predict
+from hase.learned.composition.formulas import fit_line
+from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.kernels.sidecar import read_sidecar
+from hase.learned.sharing.slices import read_sharing
+from hase.records.dataset_files import (
     header_path,
     journal_path,
     kernels_path,
@@ -30,18 +34,14 @@ from records.dataset_files import (
     read_header,
     read_journal,
 )
-from records.dataset_writer import write_tables
-from records.kernel_record_files import read_model_record
-from training.composition.formulas import fit_line
-from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import read_sidecar
-from training.kernels.training_set import TrainingSet
-from training.sharing.learned import read_sharing
-from training.sharing.shared_runs import alone_ms, measured_under_load, shared_runs, summed_ms
-from utils import files
-from utils.cli import EXIT_SLO_MISSED
-from utils.fingerprint import has_cuda
-from utils.paths import ROOT, SHIPPED, Workspace
+from hase.records.dataset_writer import write_tables
+from hase.records.kernel_record_files import read_model_record
+from hase.training.kernels.training_set import TrainingSet
+from hase.training.sharing.shared_runs import alone_ms, measured_under_load, shared_runs, summed_ms
+from hase.utils import files
+from hase.utils.cli import EXIT_SLO_MISSED
+from hase.utils.fingerprint import has_cuda
+from hase.utils.paths import ROOT, SHIPPED, Workspace
 
 pytestmark = pytest.mark.slow("minutes")
 
@@ -176,8 +176,8 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     """A probe tells more than metrics, and these more than an idle latency or kernels under load; a looped model's prediction
     tells as much, and another machine's measurement more. What was learned is kept beside the predictors. Three lengths of a
     slice and three costs of a switch are tried, since each takes seconds."""
-    monkeypatch.setattr("training.fit_sharing.SLICES_MS", (1.8, 2.1, 2.4))
-    monkeypatch.setattr("training.sharing.shared_runs.SWITCHES_MS", (0.1, 0.2, 0.3))
+    monkeypatch.setattr("hase.training.fit_sharing.SLICES_MS", (1.8, 2.1, 2.4))
+    monkeypatch.setattr("hase.training.sharing.shared_runs.SWITCHES_MS", (0.1, 0.2, 0.3))
     datasets = [option for workspace in (beside, under_load, beside_more) for option in ("--beside", str(workspace.root))]
     done = run("training/fit_sharing.py", part, *datasets, "--json")
     assert done.returncode == 0, done.stderr
@@ -264,7 +264,7 @@ def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, un
         given.append(seen)
         return SimpleNamespace(predict_ms=lambda types, *_: np.ones(len(types)))
 
-    monkeypatch.setattr("training.sharing.shared_runs.fit_kernel_model", learn)
+    monkeypatch.setattr("hase.training.sharing.shared_runs.fit_kernel_model", learn)
     sums_ms = summed_ms(rows, runs, records, families, TrainingConfig(threads=1))
     assert np.isfinite(sums_ms).all()
     left_out = {(background, name) for seen in given for background in set(rows.backgrounds) - set(seen.backgrounds)

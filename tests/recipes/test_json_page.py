@@ -11,11 +11,11 @@ import pytest
 from command import run_script
 from conftest import small_model
 
-from inference.core.answers import Prediction
-from recipes import json_page
-from recipes.json_page import PAGE, page, shown
-from utils.errors import UserError
-from utils.frozen import Frozen
+from hase.inference.core.answers import Prediction
+from hase.recipes import json_page
+from hase.recipes.json_page import PAGE, page, shown
+from hase.utils.errors import UserError
+from hase.utils.frozen import Frozen
 
 
 def section(heading: str) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from hase.recipes.gpus.by_shape import MOST_OF_PEAK, SHORTEST_S, Measured, Shaped, learn_by_shape
+from hase.recipes.gpus.judge_vision import CARDS, VisionPrediction, drawn, each_in_time, judged, read_rates
 
-from recipes.gpus.by_shape import MOST_OF_PEAK, SHORTEST_S, Measured, Shaped, learn_by_shape
-from recipes.gpus.judge_vision import CARDS, VisionPrediction, drawn, each_in_time, judged, read_rates
-from training.data_sheet.tables import card
-from training.data_sheet.work import KINDS, Work, peaks_flop_s
+from hase.learned.data_sheet.work import KINDS, Work, peaks_flop_s
+from hase.training.data_sheet.tables import card
 
 
 def products(count: int, seed: int) -> Shaped:

@@ -11,15 +11,15 @@ import onnx
 import pytest
 from command import run_script
 
-from recipes.kinds.compare_on_gpu import compare_all, difference_rows, gpu_latency
-from recipes.kinds.judge import Ended
-from recipes.kinds.judgement import JUDGEMENT, MEASUREMENTS, StepResult, page, read_judgement, rows_of, summary
-from recipes.kinds.manifest import MadeModel, read_manifest
-from recipes.kinds.node_lists import NodeList, NodeRow, compare, derived_nodes, every_node, feed_of, named
-from training.composition.fitted import read_composition
-from utils.errors import UserError
-from utils.ort_sessions import open_session
-from utils.paths import ROOT, SHIPPED
+from hase.learned.composition.fitted import read_composition
+from hase.recipes.kinds.compare_on_gpu import compare_all, difference_rows, gpu_latency
+from hase.recipes.kinds.judge import Ended
+from hase.recipes.kinds.judgement import JUDGEMENT, MEASUREMENTS, StepResult, page, read_judgement, rows_of, summary
+from hase.recipes.kinds.manifest import MadeModel, read_manifest
+from hase.recipes.kinds.node_lists import NodeList, NodeRow, compare, derived_nodes, every_node, feed_of, named
+from hase.utils.errors import UserError
+from hase.utils.ort_sessions import open_session
+from hase.utils.paths import ROOT, SHIPPED
 
 TINY = ("tiny_add", "loop_constant_trips", "sklearn_linear")
 
@@ -63,8 +63,8 @@ def test_an_unknown_model_is_an_error(made: Path) -> None:
 
 
 def test_a_model_that_cannot_be_made_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.kinds import make_models
-    from recipes.kinds.recipe_list import Recipe
+    from hase.recipes.kinds import make_models
+    from hase.recipes.kinds.recipe_list import Recipe
 
     def fail(path: Path) -> None:
         path.write_bytes(b"half")
@@ -79,7 +79,7 @@ def test_a_model_that_cannot_be_made_costs_only_itself(tmp_path: Path, monkeypat
 def test_mixed_half_precision_computes_the_same(tmp_path: Path) -> None:
     import torch
 
-    from recipes.kinds import conversions, networks
+    from hase.recipes.kinds import conversions, networks
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:

@@ -14,11 +14,11 @@ import yaml
 from command import run_script
 from optional_packages import needs
 
-from recipes.llm.networks import NETWORKS_FILE, model_folder, read_networks
-from records.generations import REMEDY, Generation, GenerationMemory, measured_file
-from training.llm.learned import read_generation
-from utils import files
-from utils.paths import ROOT, Workspace
+from hase.learned.llm import read_generation
+from hase.recipes.llm.networks import NETWORKS_FILE, model_folder, read_networks
+from hase.records.generations import REMEDY, Generation, GenerationMemory, measured_file
+from hase.utils import files
+from hase.utils.paths import ROOT, Workspace
 
 JUDGED = ({"hidden_size": 2048, "intermediate_size": 8192}, {"hidden_size": 3072, "intermediate_size": 8192},
           {"hidden_size": 1024, "intermediate_size": 3072})

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from made_up_dataset import chain, collect, conv, relu
 
-from utils.fingerprint import Flavour, Target
-from utils.paths import ROOT
+from hase.utils.fingerprint import Flavour, Target
+from hase.utils.paths import ROOT
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 DATASET = f"benchmark/dataset/{TARGET}"

@@ -15,12 +15,12 @@ import pandas as pd
 import pytest
 from command import run_script
 
-from inference import Predictor
-from records.dataset_files import model_table_path, read_journal
-from records.kernel_record_files import read_model_record
-from records.measurement import ENERGY
-from training.energy.learned import EnergyModel, energy_path, read_energy
-from utils.paths import ROOT, SHIPPED, Workspace
+from hase.inference import Predictor
+from hase.learned.energy import EnergyModel, energy_path, read_energy
+from hase.records.dataset_files import model_table_path, read_journal
+from hase.records.kernel_record_files import read_model_record
+from hase.records.measurement import ENERGY
+from hase.utils.paths import ROOT, SHIPPED, Workspace
 
 pytestmark = pytest.mark.slow
 

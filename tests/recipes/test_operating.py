@@ -35,13 +35,13 @@ from prometheus_stand import (
     wait_for,
 )
 
-from benchmark.metrics_exporter import Counted, PaceSampler, ProbeSampler, ProcessSampler
-from inference import Predictor
-from inference.core.chances import UP_TO
-from inference.live.watch import export
-from measuring.metrics.names import FIELDS
-from records.host_pace import HostProbed
-from utils.paths import ROOT, Workspace
+from hase.benchmark.metrics.names import FIELDS
+from hase.benchmark.metrics_exporter import Counted, PaceSampler, ProbeSampler, ProcessSampler
+from hase.inference import Predictor
+from hase.inference.core.chances import UP_TO
+from hase.inference.live.watch import export
+from hase.records.host_pace import HostProbed
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import onnx
 import pytest
 from command import run_script
+from hase.recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
 from onnx import helper
 
-from benchmark.collecting.work import find_work
-from model_zoo.exporting.network_export import (
+from hase.benchmark.collecting.work import find_work
+from hase.model_zoo.exporting.network_export import (
     COLLECTION_KEY,
     DATA_SIZED_KEY,
     POOL_SIZES_KEY,
@@ -19,13 +20,12 @@ from model_zoo.exporting.network_export import (
     NetworkInput,
     write_network,
 )
-from model_zoo.networks.other import NormedConv
-from recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
-from records.kernel_record_files import read_model_records, record_path
-from runtimes import flavour_of, local_target
-from runtimes.ort.graph.analysis import analyze
-from utils import files
-from utils.paths import ROOT, Workspace
+from hase.model_zoo.networks.other import NormedConv
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record_files import read_model_records, record_path
+from hase.runtimes import flavour_of, local_target
+from hase.utils import files
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from command import run_script
 from conftest import Once
 from decoder_models import genai_folder
 
-from recipes.printed_answers import aligned, answer
-from recipes.questions_page import PAGE, QUESTION, page
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.recipes.printed_answers import aligned, answer
+from hase.recipes.questions_page import PAGE, QUESTION, page
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 CONFIG = ROOT / "recipes" / "demo" / "model_zoo.yaml"
 QUESTIONS = list(QUESTION.finditer(PAGE.read_text(encoding="utf-8")))

@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from recipes.same_predictions.questions import TOLERANCE, differences
-from recipes.same_predictions.record import changes, read_answers
-from utils.paths import ROOT
+from hase.recipes.same_predictions.questions import TOLERANCE, differences
+from hase.recipes.same_predictions.record import changes, read_answers
+from hase.utils.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from command import run_script
+from hase.recipes.search.measure_best import networks_in
 from optional_packages import needs
 
-from inference.search import ofa
-from recipes.search.evolve import front_of
-from recipes.search.measure_best import networks_in
-from utils.errors import UserError
+from hase.inference.search import ofa
+from hase.recipes.search.evolve import front_of
+from hase.utils.errors import UserError
 
 
 def test_a_front_holds_what_nothing_beats() -> None:

@@ -15,18 +15,18 @@ from command import printed
 from conftest import small_model
 from optional_packages import without
 
-from kernel_model.sampling.seeds import read_seeds
-from recipes.this_device import measure_this_device
-from recipes.this_device.chosen_kernels import read_chosen
-from recipes.this_device.from_data_sheet import build_chosen
-from recipes.this_device.measure_this_device import measure, prediction_command, put_models, shipped_for
-from recipes.this_device.steps import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget, run_json
-from records.dataset_files import header_path, journal_path, read_journal
-from runtimes import local_target
-from utils import files
-from utils.cli import LEFT_OUT
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from hase.kernel_model.sampling.seeds import read_seeds
+from hase.recipes.this_device import measure_this_device
+from hase.recipes.this_device.chosen_kernels import read_chosen
+from hase.recipes.this_device.from_data_sheet import build_chosen
+from hase.recipes.this_device.measure_this_device import measure, prediction_command, put_models, shipped_for
+from hase.recipes.this_device.steps import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget, run_json
+from hase.records.dataset_files import header_path, journal_path, read_journal
+from hase.runtimes import local_target
+from hase.utils import files
+from hase.utils.cli import LEFT_OUT
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = pytest.mark.measuring
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
-from records.attention import Attended, attended_by, with_lengths
-from records.kernel_record import Kernel
+from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
+from hase.records.attention import Attended, attended_by, with_lengths
+from hase.records.kernel_record import Kernel
 
 
 def attention(batch: int = 1, queries: int = 1, cache: int = 64, total: int | None = 33, heads: int = 8, kv_heads: int = 2,

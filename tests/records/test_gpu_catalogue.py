@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from records.gpu_catalogue import CATALOGUE, catalogue, gpu_memory_mib, gpu_named, read_gpus
-from utils.errors import UserError
-from utils.fingerprint import slug
+from hase.records.gpu_catalogue import CATALOGUE, catalogue, gpu_memory_mib, gpu_named, read_gpus
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import slug
 
 L40S = {"name": "NVIDIA L40S", "aka": ["l40s"], "generation": "ada", "compute_capability": 8.9, "sms": 142, "boost_mhz": 2520,
         "memory_gib": 48, "bandwidth_gb_s": 864, "l2_mb": 96, "power_w": 350, "fp32_tflop_s": 91.6, "fp16_tflop_s": 362,

@@ -11,12 +11,12 @@ import pytest
 from onnx.defs import OpSchema
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-from records.kernel_costs import bytes_read, copied_tables, flops
-from records.kernel_record import KernelInput, Tensor
-from records.kernel_types import describe_kernel
-from records.operators import CONTROL_FLOW, COPIES, TABLE, VIEWS, Operator, operator_row
-from runtimes.ort.cuda.placement import cuda_operators
-from utils.paths import ROOT
+from hase.ort_analysis.cuda.placement import cuda_operators
+from hase.records.kernel_costs import bytes_read, copied_tables, flops
+from hase.records.kernel_record import KernelInput, Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.records.operators import CONTROL_FLOW, COPIES, TABLE, VIEWS, Operator, operator_row
+from hase.utils.paths import ROOT
 
 OF_ONNX = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
 OF_ORT = {schema.name for schema in get_all_operator_schema()}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
-from records.attention import Attended
-from records.kernel_record import Kernel, KernelInput
-from records.plain_attention import plain_attended_by
+from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
+from hase.records.attention import Attended
+from hase.records.kernel_record import Kernel, KernelInput
+from hase.records.plain_attention import plain_attended_by
 
 BATCH, QUERIES, HEADS, SIZE = 2, 16, 4, 8
 WIDTH = HEADS * SIZE

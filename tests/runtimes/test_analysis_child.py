@@ -17,15 +17,16 @@ import onnx
 import psutil
 import pytest
 from conftest import small_model
+from fuzz.damaged_models import calls, choice, folded, large_constants, loop, network
 
-from recipes.fuzz.damaged_models import calls, choice, folded, large_constants, loop, network
-from records.kernel_record import ModelRecord
-from runtimes import analysis, flavour_of
-from runtimes.analysis import Analyst
-from runtimes.analysis_messages import Failure, Reply, Task
-from runtimes.ort.graph.analysis import analyze
-from utils.errors import UserError
-from utils.files import write_bytes
+from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.isolated import analysis
+from hase.ort_analysis.isolated.analysis import Analyst
+from hase.ort_analysis.isolated.messages import Failure, Reply, Task
+from hase.records.kernel_record import ModelRecord
+from hase.runtimes import flavour_of
+from hase.utils.errors import UserError
+from hase.utils.files import write_bytes
 
 CPU = flavour_of("cpu")
 

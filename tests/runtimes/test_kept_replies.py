@@ -14,12 +14,13 @@ import onnx
 import pytest
 from conftest import small_model
 
-from records.kernel_record import ModelRecord
-from runtimes import analysis, flavour_of, kept_replies
-from runtimes.analysis_messages import Reply, Task
-from utils import files
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.ort_analysis.isolated import analysis, kept_replies
+from hase.ort_analysis.isolated.messages import Reply, Task
+from hase.records.kernel_record import ModelRecord
+from hase.runtimes import flavour_of
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 
 @pytest.fixture

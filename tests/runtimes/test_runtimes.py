@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from test_layers import FILES
 
-import runtimes
-from benchmark.collecting.config import CollectorConfig
-from runtimes import MODULES, flavour_of, local_target, runtime_named
-from utils.errors import UserError
-from utils.paths import ROOT
+import hase.runtimes
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.runtimes import MODULES, flavour_of, local_target, runtime_named
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 SEAM = ("runtimes/__init__.py", *(f"runtimes/{name}/" for name in MODULES))
-APART = ("graph_stages/", "convolutions/")  # they feed no prediction and have their own runtimes
+APART = ("extras/graph_stages/", "extras/convolutions/")  # they feed no prediction and have their own runtimes
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -37,7 +37,7 @@ def test_a_runtime_describes_itself(name: str) -> None:
 
 def test_a_flavour_names_its_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     tvm = dataclasses.replace(runtime_named("tvm"), version=lambda: "0.20.1")
-    monkeypatch.setattr(runtimes, "runtime_named", lambda name: tvm)
+    monkeypatch.setattr(hase.runtimes, "runtime_named", lambda name: tvm)
     assert flavour_of("cuda", "tvm").name == "cuda-tvm0.20-fused"
     assert flavour_of("cuda", "tvm", "tuned").name == "cuda-tvm0.20-tuned"
     assert local_target("cpu", "tvm").flavour.runtime == "tvm"

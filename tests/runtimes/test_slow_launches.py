@@ -10,12 +10,9 @@ import pytest
 from command import run_script
 from made_up_dataset import TARGET, write_dataset
 
-from kernel_model.sampling.free_shapes.products import recurrent_layer
-from kernel_model.sampling.free_shapes.sizes import kernel, tensor
-from recipes.cuda_kernels.learn_slow_launches import Example, learn, right_rows, step_product
-from records.dataset_files import kernel_table_path, note_tables
-from records.kernel_record import Kernel
-from runtimes.ort.cuda.slow_launches import (
+from hase.kernel_model.sampling.free_shapes.products import recurrent_layer
+from hase.kernel_model.sampling.free_shapes.sizes import kernel, tensor
+from hase.ort_analysis.cuda.slow_launches import (
     PRODUCT_FEATURES,
     RECURRENT_FEATURES,
     VERSION,
@@ -25,8 +22,11 @@ from runtimes.ort.cuda.slow_launches import (
     product_numbers,
     recurrent_numbers,
 )
-from utils import files
-from utils.paths import Workspace
+from hase.recipes.cuda_kernels.learn_slow_launches import Example, learn, right_rows, step_product
+from hase.records.dataset_files import kernel_table_path, note_tables
+from hase.records.kernel_record import Kernel
+from hase.utils import files
+from hase.utils.paths import Workspace
 
 LEARN = "recipes/cuda_kernels/learn_slow_launches.py"
 CELL = "void elemWiseRNNcell<float, float, float, (cudnnRNNMode_t)2>"

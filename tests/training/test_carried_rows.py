@@ -11,15 +11,15 @@ import pytest
 from command import run_script
 from conftest import Once, unpacked
 
-from inference.core.predictor import Predictor
-from records.dataset_files import header_path, kernel_table_path, kernels_path, read_header
-from training.data_sheet.carried_rows import with_carried
-from training.data_sheet.correction import correction_path, read_correction
-from training.data_sheet.tables import card
-from training.kernels.training_set import read_training_set
-from utils import files
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from hase.inference.core.predictor import Predictor
+from hase.learned.data_sheet.correction import correction_path, read_correction
+from hase.records.dataset_files import header_path, kernel_table_path, kernels_path, read_header
+from hase.training.data_sheet.carried_rows import with_carried
+from hase.training.data_sheet.tables import card
+from hase.training.kernels.training_set import read_training_set
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = pytest.mark.slow
 H100, H200 = "nvidia-h100-80gb-hbm3-cuda-ort1.31-all", "nvidia-h200-cuda-ort1.31-all"

@@ -11,26 +11,26 @@ import numpy as np
 import pytest
 from made_up_dataset import METRIC, TARGET, write_dataset
 
-from kernel_model.kernel_sampler import footprint_mib
-from kernel_model.sampling.free_shapes.elementwise import unary
-from kernel_model.sampling.free_shapes.reductions import reduction
-from kernel_model.sampling.free_shapes.sizes import Generator
-from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
-from records.kernel_record import Kernel
-from records.kernel_types import operator_of
-from records.operators import operator_row
-from training.kernels.boosters import as_arrays, from_arrays
-from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
-from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
-from training.kernels.operator_table import ADDING, markdown, operator_report, operator_rows, summary_rows
-from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
-from training.kernels.predictors import read_predictors
-from training.kernels.schema import KernelRows
-from training.kernels.settings import TrainingConfig, XgboostSettings
-from training.kernels.sidecar import save_predictors
-from training.kernels.training_set import TrainingSet, read_training_set
-from training.kernels.uncertainty import ranges_of
-from utils.paths import ROOT, Workspace
+from hase.kernel_model.kernel_sampler import footprint_mib
+from hase.kernel_model.sampling.free_shapes.elementwise import unary
+from hase.kernel_model.sampling.free_shapes.reductions import reduction
+from hase.kernel_model.sampling.free_shapes.sizes import Generator
+from hase.kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
+from hase.learned.kernels.boosters import as_arrays, from_arrays
+from hase.learned.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
+from hase.learned.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
+from hase.learned.kernels.predictors import read_predictors
+from hase.learned.kernels.schema import KernelRows
+from hase.learned.kernels.settings import TrainingConfig, XgboostSettings
+from hase.learned.kernels.sidecar import save_predictors
+from hase.learned.kernels.uncertainty import ranges_of
+from hase.records.kernel_record import Kernel
+from hase.records.kernel_types import operator_of
+from hase.records.operators import operator_row
+from hase.training.kernels.operator_table import ADDING, markdown, operator_report, operator_rows, summary_rows
+from hase.training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
+from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.utils.paths import ROOT, Workspace
 
 CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_rate=0.3), folds=2,
                         xgboost_class=XgboostSettings(trees=300, learning_rate=0.1, column_share=0.8))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
 
-from records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header
-from training.composition.held_out import folds_of
-from training.composition.measured_models import MeasuredModel
-from training.kernels.training_set import read_training_set
-from utils import files
-from utils.paths import Workspace
+from hase.records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header
+from hase.training.composition.held_out import folds_of
+from hase.training.composition.measured_models import MeasuredModel
+from hase.training.kernels.training_set import read_training_set
+from hase.utils import files
+from hase.utils.paths import Workspace
 
 COLLECTION_OF = {"anet": "timm", "bnet": "transformers", "cnet": "transformers", "secretnet": "timm"}
 

@@ -10,23 +10,23 @@ import pytest
 from command import printed
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
-from records.dataset_files import model_table_path, note_tables
-from training.composition.fitted import Candidate, Kind, composition_path, latency_ms, read_composition
-from training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_line
-from training.composition.formulas import fit_line, leave_out
-from training.composition.held_out import predict_out_of_fold
-from training.composition.host_side import DEFAULT_COSTS, host_costs_path, host_sha256
-from training.composition.intervals import error_range_of
-from training.composition.measured_models import MeasuredModel, kernels_overlap, left_out_groups, measured_models, tracks
-from training.kernels import estimators
-from training.kernels.label_training import train_label
-from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
-from training.kernels.sidecar import read_sidecar, sidecar_path
-from training.kernels.training_set import TrainingSet, read_training_set
-from training.train_kernel_model import save
-from utils import files
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.learned.composition.fitted import Candidate, Kind, composition_path, latency_ms, read_composition
+from hase.learned.composition.formulas import fit_line, leave_out
+from hase.learned.composition.host_side import DEFAULT_COSTS, host_costs_path, host_sha256
+from hase.learned.composition.intervals import error_range_of
+from hase.learned.kernels import estimators
+from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.sidecar import read_sidecar, sidecar_path
+from hase.records.dataset_files import model_table_path, note_tables
+from hase.training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_line
+from hase.training.composition.held_out import predict_out_of_fold
+from hase.training.composition.measured_models import MeasuredModel, kernels_overlap, left_out_groups, measured_models, tracks
+from hase.training.kernels.label_training import train_label
+from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.training.train_kernel_model import save
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -231,7 +231,7 @@ def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, m
         trained_ids.append(set(rows.ids))
         return fit(rows, *options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("training.composition.held_out.fit_kernel_model", spy)
+    monkeypatch.setattr("hase.training.composition.held_out.fit_kernel_model", spy)
     left_out, groups = left_out_groups(models)
     times = predict_out_of_fold(rows, models, groups, left_out, "run", {}, QUICK)
     assert set(times) == {model.record.model for model in models}

@@ -8,14 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from records.gpu_catalogue import Gpu, gpu_named
-from training.data_sheet.adjusted import adjust
-from training.data_sheet.choosing import most_useful
-from training.data_sheet.fit import learn
-from training.data_sheet.ratios import BASE, MOST_REACHED, CardRatios
-from training.data_sheet.saved import Range, read_sheet, write_sheet
-from training.data_sheet.tables import COLUMNS, read_tables
-from training.data_sheet.work import (
+from hase.learned.data_sheet.adjusted import adjust
+from hase.learned.data_sheet.ratios import BASE, MOST_REACHED, CardRatios
+from hase.learned.data_sheet.saved import Range, read_sheet, write_sheet
+from hase.learned.data_sheet.work import (
     DTYPES,
     KINDS,
     REACHED_PEAK,
@@ -24,7 +20,11 @@ from training.data_sheet.work import (
     peaks_flop_s,
     ratio_of_bounds,
 )
-from utils.errors import UserError
+from hase.records.gpu_catalogue import Gpu, gpu_named
+from hase.training.data_sheet.choosing import most_useful
+from hase.training.data_sheet.fit import learn
+from hase.training.data_sheet.tables import COLUMNS, read_tables
+from hase.utils.errors import UserError
 
 
 def card(name: str) -> Gpu:

@@ -19,17 +19,17 @@ import pytest
 from command import run_script
 from made_up_dataset import chain, conv, gemm, relu, tensor
 
-from records.dataset_files import header_path, model_table_path
-from records.kernel_record import Kernel, Tensor
-from records.kernel_record_files import read_model_record, record_path
-from records.kernel_types import describe_kernel
-from training.composition.fitted import read_composition
-from training.energy.fitting import MeasuredEnergy, fit_coefficients, fit_energy, parts_of
-from training.energy.learned import EnergyModel, Part, energy_path, read_energy, without_types, work_of_run
-from training.kernels.predictors import read_predictors
-from utils import files
-from utils.errors import UserError
-from utils.paths import SHIPPED, Workspace
+from hase.learned.composition.fitted import read_composition
+from hase.learned.energy import EnergyModel, Part, energy_path, read_energy, without_types, work_of_run
+from hase.learned.kernels.predictors import read_predictors
+from hase.records.dataset_files import header_path, model_table_path
+from hase.records.kernel_record import Kernel, Tensor
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.kernel_types import describe_kernel
+from hase.training.energy.fitting import MeasuredEnergy, fit_coefficients, fit_energy, parts_of
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import SHIPPED, Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 IDLE_W = 115.0

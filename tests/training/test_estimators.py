@@ -17,21 +17,21 @@ import trained_workspace
 from command import run_script
 from conftest import Once
 
-from inference.core.predictor import Predictor
-from records.kernel_record import Kernel
-from records.kernel_record_files import record_path
-from runtimes import local_target
-from runtimes.ort.graph.analysis import analyze
-from training.admission import admitted
-from training.admission.admitted import VARIABLE, find_estimator, find_estimators
-from training.admission.checking import task_for
-from training.admission.interface import EnvironmentPattern
-from training.kernels.saved_form import CLASS, Saved, open_estimator, save_estimator
-from training.kernels.settings import TrainingConfig
-from training.kernels.training_set import read_training_set
-from utils import files
-from utils.errors import UserError
-from utils.paths import ADMITTED, ROOT, Workspace
+from hase.inference.core.predictor import Predictor
+from hase.learned.kernels import admitted
+from hase.learned.kernels.admitted import VARIABLE, find_estimator, find_estimators
+from hase.learned.kernels.interface import EnvironmentPattern
+from hase.learned.kernels.saved_form import CLASS, Saved, open_estimator, save_estimator
+from hase.learned.kernels.settings import TrainingConfig
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import Kernel
+from hase.records.kernel_record_files import record_path
+from hase.runtimes import local_target
+from hase.training.admission.checking import task_for
+from hase.training.kernels.training_set import read_training_set
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import ADMITTED, ROOT, Workspace
 
 CHECK = "training/check_estimator.py"
 NAME = "softmax_by_bytes"
@@ -150,12 +150,12 @@ def test_an_estimator_from_an_entry_point(mine: Workspace, package: Path, monkey
 
 def test_an_estimator_in_the_repositorys_folder(mine: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file put next to those of Hase is found; here the folder is a copy."""
-    import training.estimators
+    import hase.training.estimators
 
     copy = Path(shutil.copytree(ROOT / "training" / "estimators", tmp_path / "estimators"))
     files.write_text(copy / "added.py", EXAMPLE.replace(NAME, "added"))
     monkeypatch.setattr(admitted, "ESTIMATORS", copy)
-    monkeypatch.setattr(training.estimators, "__path__", [*training.estimators.__path__, str(copy)])
+    monkeypatch.setattr(hase.training.estimators, "__path__", [*hase.training.estimators.__path__, str(copy)])
     assert find_estimator("added").source == "Hase"
     assert check(mine, "added").returncode == 0
 
@@ -254,13 +254,13 @@ def test_nothing_is_loaded_where_none_is_admitted(mine: Workspace) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from inference.core.predictor import Predictor
-from utils.paths import Workspace
+from hase.inference.core.predictor import Predictor
+from hase.utils.paths import Workspace
 predictor = Predictor(Workspace(Path({str(mine.root)!r})))
 answer = predictor.predict("mine.onnx")
 assert predictor.fitted.predictors.admitted is None
 assert "estimators" not in answer.model_dump(mode="json")
-print([name for name in sys.modules if name.startswith(("training.admission.admitted", "training.estimators"))])
+print([name for name in sys.modules if name.startswith(("hase.learned.kernels.admitted", "hase.training.estimators"))])
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

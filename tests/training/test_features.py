@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from made_up_dataset import conv, gemm, relu, tensor
 
-from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_types import describe_kernel, form_of
-from runtimes.ort.graph.analysis import analyze
-from training.kernels.features import KERNEL_FEATURES, OP_CLASSES, kernel_features
+from hase.learned.kernels.features import KERNEL_FEATURES, OP_CLASSES, kernel_features
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_types import describe_kernel, form_of
 
 
 def named(kernel: Kernel) -> dict[str, float]:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from made_up_dataset import chain, draw_kernels
 
-from graph_model.simulation.pipeline import Tracks
-from records.measurement import GPU_LABEL
-from training.composition.default_composition import shipped_costs
-from training.composition.fitting import fit_pace, try_few_models
-from training.composition.formulas import latencies_ms
-from training.composition.measured_models import MeasuredModel, MeasuredTracks, tracks
-from training.kernels.settings import LAUNCHES
+from hase.graph_model.simulation.pipeline import Tracks
+from hase.learned.composition.formulas import latencies_ms
+from hase.learned.kernels.settings import LAUNCHES
+from hase.records.measurement import GPU_LABEL
+from hase.training.composition.default_composition import shipped_costs
+from hase.training.composition.fitting import fit_pace, try_few_models
+from hase.training.composition.measured_models import MeasuredModel, MeasuredTracks, tracks
 
 KERNELS = draw_kernels(30)
 RECORDS = [chain(name, KERNELS[begin:begin + 10]) for begin, name in ((0, "anet_x"), (10, "bnet_x"), (20, "cnet_x"))]

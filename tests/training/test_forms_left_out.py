@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from made_up_dataset import TARGET, conv, draw_kernels, relu, write_dataset
 
-from kernel_model.sampling.cliffs import Cliff, Timed
-from kernel_model.sampling.free_shapes.forms import inferred
-from kernel_model.sampling.free_shapes.sizes import tensor
-from records.kernel_types import form_of
-from training.kernels.form_table import cliff_rows, form_report, form_rows, left_out_rows, markdown, never_measured
-from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
-from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
-from training.kernels.training_set import read_training_set
-from training.kernels.uncertainty import DEFAULT_RANGES, OTHER_FORM_OF, Uncertainty, ranges_of
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.kernel_model.sampling.cliffs import Cliff, Timed
+from hase.kernel_model.sampling.free_shapes.forms import inferred
+from hase.kernel_model.sampling.free_shapes.sizes import tensor
+from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.uncertainty import DEFAULT_RANGES, OTHER_FORM_OF, Uncertainty, ranges_of
+from hase.records.kernel_types import form_of
+from hase.training.kernels.form_table import cliff_rows, form_report, form_rows, left_out_rows, markdown, never_measured
+from hase.training.kernels.forms_left_out import LeftOutForm, leave_forms_out
+from hase.training.kernels.training_set import read_training_set
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 CONFIG = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=40, learning_rate=0.2, bins=64),
                         forest=ForestSettings(trees=5))

@@ -13,13 +13,11 @@ from conftest import small_model
 from forgotten_types import forget
 from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
 
-from graph_model.simulation.pipeline import OffGpu
-from inference import predict
-from inference.core.targets import fitted_for
-from records.measurement import GPU_LABEL
-from training.composition.held_out import Fold, HeldOut, folds_of, novelties_of
-from training.composition.host_side import NodesOffGpu
-from training.composition.intervals import (
+from hase.graph_model.simulation.pipeline import OffGpu
+from hase.inference import predict
+from hase.inference.core.targets import fitted_for
+from hase.learned.composition.host_side import NodesOffGpu
+from hase.learned.composition.intervals import (
     ALWAYS,
     KNOWN,
     LEAST_FAMILIES,
@@ -34,10 +32,12 @@ from training.composition.intervals import (
     intervals_held_out,
     sources,
 )
-from training.composition.measured_models import MeasuredModel
-from training.kernels.settings import LAUNCHES
-from training.kernels.training_set import read_training_set
-from utils.paths import Workspace
+from hase.learned.kernels.settings import LAUNCHES
+from hase.records.measurement import GPU_LABEL
+from hase.training.composition.held_out import Fold, HeldOut, folds_of, novelties_of
+from hase.training.composition.measured_models import MeasuredModel
+from hase.training.kernels.training_set import read_training_set
+from hase.utils.paths import Workspace
 
 H200 = "nvidia-h200-cuda-ort1.31-all"
 

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Runs, Tracks, node_kind, pipeline_ms
-from kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
-from kernel_model.sampling.free_shapes.table import draw_free_kernel
-from records.attention import attended_by, with_lengths
-from records.kernel_record import Kernel, KernelInput
-from runtimes.ort.cuda.language_kernels import (
+from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Runs, Tracks, node_kind, pipeline_ms
+from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
+from hase.kernel_model.sampling.free_shapes.table import draw_free_kernel
+from hase.learned.kernels.language_features import LANGUAGE_GROUPS, language_features
+from hase.ort_analysis.cuda.language_kernels import (
     ALGORITHMS,
     Gpu,
     attention_algorithm,
@@ -21,7 +20,8 @@ from runtimes.ort.cuda.language_kernels import (
     product_algorithm,
     splits,
 )
-from training.kernels.language_features import LANGUAGE_GROUPS, language_features
+from hase.records.attention import attended_by, with_lengths
+from hase.records.kernel_record import Kernel, KernelInput
 
 
 def attention(queries: int = 1, cache: int = 2048, total: int = 1025, heads: int = 32, kv_heads: int = 8, head_size: int = 128,

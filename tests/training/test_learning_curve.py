@@ -10,10 +10,10 @@ import pytest
 from command import printed, run_script
 from made_up_dataset import TARGET, conv, write_workspace
 
-from training.kernels.replay import ORDERS, Replay, grow, in_single_precision, left_out_log_errors, read_replay
-from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
-from training.kernels.training_set import read_training_set
-from utils.paths import Workspace
+from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from hase.training.kernels.replay import ORDERS, Replay, grow, in_single_precision, left_out_log_errors, read_replay
+from hase.training.kernels.training_set import read_training_set
+from hase.utils.paths import Workspace
 
 QUICK = TrainingConfig(folds=3, threads=1, xgboost=XgboostSettings(trees=60, learning_rate=0.1, bins=64),
                        forest=ForestSettings(trees=3))

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from records.dataset_files import read_header
-from training.composition.fitted import read_composition
-from training.fit_mps import fit_target
-from training.kernels.features import KERNEL_FEATURES
-from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import copy_predictors, read_sidecar, write_sidecar
-from training.sharing.mps import learned_mps, read_mps, write_mps
-from training.sharing.mps_fit import MeasuredWay, MpsFit, candidates, measured_widths, read_way, records_of
-from utils.errors import UserError
-from utils.paths import SHIPPED, Workspace
-from utils.sharing_mode import GpuSharing
+from hase.learned.composition.fitted import read_composition
+from hase.learned.kernels.features import KERNEL_FEATURES
+from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.kernels.sidecar import copy_predictors, read_sidecar, write_sidecar
+from hase.learned.sharing.mps import learned_mps, read_mps, write_mps
+from hase.records.dataset_files import read_header
+from hase.training.fit_mps import fit_target
+from hase.training.sharing.mps_fit import MeasuredWay, MpsFit, candidates, measured_widths, read_way, records_of
+from hase.utils.errors import UserError
+from hase.utils.paths import SHIPPED, Workspace
+from hase.utils.sharing_mode import GpuSharing
 
 ARCHIVE = Path(__file__).parents[2] / "recipes/h200/sharing-nvidia-h100.tar.xz"
 CARD = "nvidia-h100-80gb-hbm3-cuda-ort1.31-all"

@@ -10,20 +10,14 @@ import pytest
 from command import run_script
 from conftest import steady_canary
 from onnx import TensorProto, helper
-
-from graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, dispatched_ms, pipeline_ms, timeline
-from inference import Predictor, predict
-from inference.core.answers import Prediction
-from inference.core.model_run import trace_of
 from recipes.h200.host_models import held_out_kernels, on_cpu, uses_host
-from records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path, read_copies
-from records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
-from records.kernel_record_files import record_path
-from records.kernel_types import describe_kernel
-from runtimes import local_target
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.profile import CONDITION_MS
-from training.composition.cuda_nodes import (
+
+from hase.benchmark.ort.profile import CONDITION_MS
+from hase.graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, dispatched_ms, pipeline_ms, timeline
+from hase.inference import Predictor, predict
+from hase.inference.core.answers import Prediction
+from hase.inference.core.model_run import trace_of
+from hase.learned.composition.cuda_nodes import (
     EIGHT_BIT_FLOPS_PER_MS,
     HOST_KERNEL_MS,
     HOST_RANGE,
@@ -35,10 +29,9 @@ from training.composition.cuda_nodes import (
     selects_boxes,
     selects_in_rows,
 )
-from training.composition.default_composition import shipped_costs
-from training.composition.fitted import read_composition
-from training.composition.formulas import latencies_ms
-from training.composition.host_side import (
+from hase.learned.composition.fitted import read_composition
+from hase.learned.composition.formulas import latencies_ms
+from hase.learned.composition.host_side import (
     DEFAULT_COSTS,
     GPU_NODE_MS,
     HOST_NODE_MS,
@@ -49,12 +42,19 @@ from training.composition.host_side import (
     read_host_side,
     simulated_ms,
 )
-from training.composition.measured_models import MeasuredModel, tracks
-from training.kernels.sidecar import copy_predictors
-from training.kernels.training_set import measured_times
-from utils import files
-from utils.fingerprint import machine
-from utils.paths import ROOT, SHIPPED, SIDECAR, Workspace
+from hase.learned.kernels.sidecar import copy_predictors
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path, read_copies
+from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
+from hase.records.kernel_record_files import record_path
+from hase.records.kernel_types import describe_kernel
+from hase.runtimes import local_target
+from hase.training.composition.default_composition import shipped_costs
+from hase.training.composition.measured_models import MeasuredModel, tracks
+from hase.training.kernels.training_set import measured_times
+from hase.utils import files
+from hase.utils.fingerprint import machine
+from hase.utils.paths import ROOT, SHIPPED, SIDECAR, Workspace
 
 TARGET = "nvidia-h200"
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.001, launch_ms=0.004, start_ms=0.03, gap_ms=0.001, lead_ms=-0.003, end_ms=0.005)

@@ -20,23 +20,23 @@ import pytest
 import xgboost
 from made_up_dataset import METRIC, TARGET, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
 
-from kernel_model.sampling.free_shapes.products import recurrent_layer
-from records.kernel_record import Kernel, Tensor
-from records.kernel_types import describe_kernel
-from records.measurement import GPU_LABEL
-from training.kernels import estimators, sidecar
-from training.kernels import predictors as predictors_module
-from training.kernels.boosters import LEAF_STEP, SavedBoosters, as_arrays, from_arrays
-from training.kernels.label_training import train_label
-from training.kernels.predictors import as_label_has_it, read_predictors, whole_launches
-from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
-from training.kernels.sidecar import MeasuredTimes, sidecar_path
-from training.kernels.training_set import read_training_set
-from training.kernels.uncertainty import uncertainty_path
-from training.train_kernel_model import save
-from utils import files
-from utils.errors import UserError
-from utils.paths import ROOT, SHIPPED, Workspace
+from hase.kernel_model.sampling.free_shapes.products import recurrent_layer
+from hase.learned.kernels import estimators, sidecar
+from hase.learned.kernels import predictors as predictors_module
+from hase.learned.kernels.boosters import LEAF_STEP, SavedBoosters, as_arrays, from_arrays
+from hase.learned.kernels.predictors import as_label_has_it, read_predictors, whole_launches
+from hase.learned.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.sidecar import MeasuredTimes, sidecar_path
+from hase.learned.kernels.uncertainty import uncertainty_path
+from hase.records.kernel_record import Kernel, Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.records.measurement import GPU_LABEL
+from hase.training.kernels.label_training import train_label
+from hase.training.kernels.training_set import read_training_set
+from hase.training.train_kernel_model import save
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, SHIPPED, Workspace
 
 QUICK = TrainingConfig(
     folds=2, threads=1, own_min_kernels=40, xgboost=XgboostSettings(trees=150, learning_rate=0.1, bins=64),
@@ -59,7 +59,7 @@ def folder(trained: Workspace, tmp_path: Path) -> Path:
 
 
 def measured_kernels(workspace: Workspace) -> list[Kernel]:
-    from records.dataset_files import read_kernels
+    from hase.records.dataset_files import read_kernels
 
     return [described.kernel for described in read_kernels(workspace.dataset(TARGET.name))
             if not all(name.startswith("cnet") for name in described.models)]
@@ -345,7 +345,7 @@ def test_only_the_look_up_is_renewed(folder: Path) -> None:
 
 
 def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspace) -> None:
-    code = ("import sys; from pathlib import Path; from training.kernels.predictors import read_predictors; "
+    code = ("import sys; from pathlib import Path; from hase.learned.kernels.predictors import read_predictors; "
             f"read_predictors(Path({str(trained.predictors(TARGET.name))!r})); "
             "print([name for name in ('pandas', 'sklearn', 'xgboost', 'onnx', 'torch') if name in sys.modules])")
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -356,7 +356,7 @@ def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspa
 @pytest.mark.parametrize("command", [True, False])
 def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -> None:
     """A program that imports Hase has xgboost's API of scikit-learn."""
-    code = ("import sys; from training.kernels.boosters import import_xgboost; from utils import cli\n"
+    code = ("import sys; from hase.learned.kernels.boosters import import_xgboost; from utils import cli\n"
             "def main():\n"
             "    xgboost = import_xgboost()\n"
             "    print('sklearn' in sys.modules, xgboost.compat.SKLEARN_INSTALLED)\n"

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks, pipeline_ms
-from records.kernel_record import ModelRecord, Tensor
-from training.composition.formulas import fit_graph_replay, fit_host_io
-from training.composition.measured_models import MeasuredModel, MeasuredTracks
-from utils.fingerprint import Flavour
+from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks, pipeline_ms
+from hase.learned.composition.formulas import fit_graph_replay, fit_host_io
+from hase.records.kernel_record import ModelRecord, Tensor
+from hase.training.composition.measured_models import MeasuredModel, MeasuredTracks
+from hase.utils.fingerprint import Flavour
 
 MIB = 2**20
 FLAVOUR = Flavour(device="cuda", runtime_version="1.31")

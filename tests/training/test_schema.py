@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from made_up_dataset import METRIC, TARGET, conv, gemm, relu, tensor, write_workspace
 
-from records.dataset_files import read_kernels
-from records.kernel_record import Kernel, Tensor
-from records.kernel_types import describe_kernel
-from training.kernels.estimators import SHARED, fit_kernel_model, predict_kernels, table_counts
-from training.kernels.features import KERNEL_FEATURES
-from training.kernels.predictors import read_predictors
-from training.kernels.schema import FeatureSchema, times_beyond
-from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
-from training.kernels.sidecar import read_sidecar, save_predictors
-from training.kernels.training_set import TrainingSet, read_training_set
-from training.train_kernel_model import head
-from utils.errors import UserError
-from utils.paths import SHIPPED, Workspace
+from hase.learned.kernels.estimators import SHARED, fit_kernel_model, predict_kernels, table_counts
+from hase.learned.kernels.features import KERNEL_FEATURES
+from hase.learned.kernels.predictors import read_predictors
+from hase.learned.kernels.schema import FeatureSchema, times_beyond
+from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.sidecar import read_sidecar, save_predictors
+from hase.records.dataset_files import read_kernels
+from hase.records.kernel_record import Kernel, Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.training.train_kernel_model import head
+from hase.utils.errors import UserError
+from hase.utils.paths import SHIPPED, Workspace
 
 QUICK = TrainingConfig(folds=2, threads=1, own_min_kernels=1000, xgboost=XgboostSettings(trees=150, learning_rate=0.1, bins=64),
                        forest=ForestSettings(trees=3))

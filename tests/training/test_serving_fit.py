@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark.serving.results import Requests
-from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
-from records.host_pace import Stalls
-from training.sharing.serving import read_serving
-from training.sharing.serving_fit import (
+from hase.benchmark.serving.results import Requests
+from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
+from hase.learned.sharing.serving import read_serving
+from hase.records.host_pace import Stalls
+from hase.training.sharing.serving_fit import (
     ServedRuns,
     host_pace_us,
     learned_from,
@@ -23,8 +23,8 @@ from training.sharing.serving_fit import (
     served_in_slices,
     served_runs,
 )
-from utils.errors import UserError
-from utils.paths import SHIPPED, Workspace
+from hase.utils.errors import UserError
+from hase.utils.paths import SHIPPED, Workspace
 
 ARCHIVE = Path(__file__).parents[2] / "recipes/h200/served-nvidia-h100.tar.xz"
 TARGET = "nvidia-h200-cuda-ort1.31-all"

@@ -13,15 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks, pipeline_ms
-from graph_model.simulation.sharing import CoRunner, gpu_work_ms, shared_runs_ms
-from records.backgrounds import Background
-from records.blocks import Block
-from records.dataset_files import DatasetHeader, header_path
-from records.probe_reading import ProbedRuns, ProbeReading, summarised
-from runtimes import local_target
-from training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of
-from training.sharing.learned import (
+from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks, pipeline_ms
+from hase.graph_model.simulation.sharing import CoRunner, gpu_work_ms, shared_runs_ms
+from hase.learned.sharing.slices import (
     DEFAULT_SWITCH_MS,
     Sharing,
     TracksAndCosts,
@@ -34,7 +28,13 @@ from training.sharing.learned import (
     read_sharing,
     sharing_path,
 )
-from training.sharing.shared_runs import (
+from hase.records.backgrounds import Background
+from hase.records.blocks import Block
+from hase.records.dataset_files import DatasetHeader, header_path
+from hase.records.probe_reading import ProbedRuns, ProbeReading, summarised
+from hase.runtimes import local_target
+from hase.training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of
+from hase.training.sharing.shared_runs import (
     Pairs,
     SharedRuns,
     Simulated,
@@ -45,10 +45,10 @@ from training.sharing.shared_runs import (
     measured_elsewhere,
     typical,
 )
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import SharingMode
-from utils.paths import ROOT, Workspace
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import SharingMode
+from hase.utils.paths import ROOT, Workspace
 
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0, launch_ms=0.004, start_ms=0.02, gap_ms=0.001, lead_ms=-0.01, end_ms=0.01)
 SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0,

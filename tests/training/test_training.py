@@ -13,19 +13,19 @@ import pytest
 from command import printed, run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
 
-from records.dataset_files import header_path, kernel_table_path, note_tables, read_header
-from training.kernels import estimators
-from training.kernels.boosters import from_forest
-from training.kernels.estimators import FOREST, SHARED, fit_roofline
-from training.kernels.label_training import LeftOut, choose_predictors, cross_validate, train_label, type_errors
-from training.kernels.saved_form import open_estimator, save_estimator
-from training.kernels.schema import KernelRows
-from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
-from training.kernels.training_set import TrainingSet, measured_times, read_training_set
-from utils import files
-from utils.config import read_config
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from hase.learned.kernels import estimators
+from hase.learned.kernels.boosters import from_forest
+from hase.learned.kernels.estimators import FOREST, SHARED, fit_roofline
+from hase.learned.kernels.saved_form import open_estimator, save_estimator
+from hase.learned.kernels.schema import KernelRows
+from hase.learned.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
+from hase.records.dataset_files import header_path, kernel_table_path, note_tables, read_header
+from hase.training.kernels.label_training import LeftOut, choose_predictors, cross_validate, train_label, type_errors
+from hase.training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from hase.utils import files
+from hase.utils.config import read_config
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
 
 pytestmark = pytest.mark.slow
 

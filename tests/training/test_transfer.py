@@ -12,18 +12,18 @@ import pytest
 from command import printed, run_script
 from made_up_dataset import TARGET, conv, draw_kernels, relu, true_ms, write_dataset, write_workspace
 
-from training.composition.held_out import predict_as_learned
-from training.composition.measured_models import measured_models
-from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
-from training.kernels.features import KERNEL_FEATURES
-from training.kernels.label_training import train_label
-from training.kernels.predictors import StartFrom, read_predictors
-from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
-from training.kernels.sidecar import copy_predictors, read_sidecar
-from training.kernels.training_set import TrainingSet, read_training_set
-from training.kernels.transfer import CORRECTION_FEATURES, OtherPredictors, Transferred, as_ratios, fit_transferred, learner
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.learned.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
+from hase.learned.kernels.features import KERNEL_FEATURES
+from hase.learned.kernels.predictors import StartFrom, read_predictors
+from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.sidecar import copy_predictors, read_sidecar
+from hase.learned.kernels.transfer import CORRECTION_FEATURES, OtherPredictors, Transferred, as_ratios, fit_transferred, learner
+from hase.training.composition.held_out import predict_as_learned
+from hase.training.composition.measured_models import measured_models
+from hase.training.kernels.label_training import train_label
+from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 QUICK = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=120, learning_rate=0.1, bins=64),
                        forest=ForestSettings(trees=5))
@@ -139,7 +139,7 @@ def test_held_out_times_are_learned_like_the_predictors(workspace: Workspace, mo
         row_counts.append(len(of_fold))
         return fit_transferred(of_fold, *options)
 
-    monkeypatch.setattr("training.kernels.transfer.fit_transferred", fit)
+    monkeypatch.setattr("hase.learned.kernels.transfer.fit_transferred", fit)
     groups = [model.group for model in models]
     times_by_label = predict_as_learned(predictors, ("run",), rows, models, groups, "family", QUICK, "leaving out")
     assert len(row_counts) == len(set(groups)) == 3

@@ -14,23 +14,23 @@ from command import run_script
 from conftest import small_model
 from optional_packages import needs
 
-from benchmark.collecting.collect import collect
-from benchmark.collecting.config import CollectorConfig
-from benchmark.ort_kernel_runner import measure_by, runtime_of
-from kernel_model.sampling.seeds import read_seeds
-from measuring.run_times import Effort
-from records.dataset_files import read_header, read_kernels
-from records.environment import cache_kib, container_limit_mib, environment_of
-from runtimes import flavour_of
-from runtimes.tvm.drawn import DRAWS, OperatorSizes
-from runtimes.tvm.package import tvm_flavour
-from training.kernels.settings import TrainingConfig
-from training.kernels.settings_left_out import FEATURES, left_out_rows, settings_of
-from tvm_analysis.operator_sampler import sample
-from utils.config import validate
-from utils.errors import UserError
-from utils.fingerprint import Target
-from utils.paths import Workspace
+from hase.benchmark.collecting.collect import collect
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort_kernel_runner import measure_by, runtime_of
+from hase.kernel_model.sampling.seeds import read_seeds
+from hase.learned.kernels.settings import TrainingConfig
+from hase.records.dataset_files import read_header, read_kernels
+from hase.records.environment import cache_kib, container_limit_mib, environment_of
+from hase.runtimes import flavour_of
+from hase.runtimes.tvm.drawn import DRAWS, OperatorSizes
+from hase.runtimes.tvm.operator_sampler import sample
+from hase.runtimes.tvm.package import tvm_flavour
+from hase.training.kernels.settings_left_out import FEATURES, left_out_rows, settings_of
+from hase.utils.config import validate
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target
+from hase.utils.paths import Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 

@@ -15,17 +15,17 @@ from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 
-from graph_model.simulation.dag import build_dag, longest_path
-from records.kernel_record_files import read_index, read_model_record, read_model_records, record_path
-from records.operators import VIEWS
-from runtimes.tvm.functions import function_path, hash_of, read_function
-from runtimes.tvm.lowering import lower, relax_of_torch
-from runtimes.tvm.operators import kind_of_all, network_kind, network_scale, onnx_name, operator_kind, operator_of_function
-from runtimes.tvm.package import FUSED, UNFUSED, check_tvm, llvm_target, tvm_flavour
-from runtimes.tvm.recording import Parsed, graph_of, parse, write_parsed
-from utils.errors import UserError
-from utils.lazy import tvm
-from utils.paths import Workspace
+from hase.graph_model.simulation.dag import build_dag, longest_path
+from hase.records.kernel_record_files import read_index, read_model_record, read_model_records, record_path
+from hase.records.operators import VIEWS
+from hase.runtimes.tvm.functions import function_path, hash_of, read_function
+from hase.runtimes.tvm.lowering import lower, relax_of_torch
+from hase.runtimes.tvm.operators import kind_of_all, network_kind, network_scale, onnx_name, operator_kind, operator_of_function
+from hase.runtimes.tvm.package import FUSED, UNFUSED, check_tvm, llvm_target, tvm_flavour
+from hase.runtimes.tvm.recording import Parsed, graph_of, parse, write_parsed
+from hase.utils.errors import UserError
+from hase.utils.lazy import tvm
+from hase.utils.paths import Workspace
 
 
 def residual(path: Path) -> Path:
@@ -140,7 +140,7 @@ def test_kernels_of_one_kind_have_one_id_and_a_function_on_disk(parsed: dict[str
 
 def test_the_command(model: Path, tmp_path: Path) -> None:
     needs("tvm", "requirements-tvm.txt")
-    done = run_script("tvm_analysis/relax_parser.py", "--model", model, "--dim", "batch=1,4", "--workspace", tmp_path, "--json")
+    done = run_script("runtimes/tvm/relax_parser.py", "--model", model, "--dim", "batch=1,4", "--workspace", tmp_path, "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["records"]
     assert [(row["model"], row["operators"], row["runs"], row["network"]) for row in rows] == [
@@ -160,7 +160,7 @@ def test_a_model_that_tvm_cannot_read_is_an_error_of_one_line(tmp_path: Path) ->
 
 
 def test_without_tvm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtimes.tvm.package.find_spec", lambda name: None)
+    monkeypatch.setattr("hase.runtimes.tvm.package.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -r requirements-tvm\.txt"):
         check_tvm()
 
@@ -203,7 +203,7 @@ def test_a_program_of_pytorch_is_a_model(workspace: Workspace) -> None:
     workspace.models.mkdir(parents=True, exist_ok=True)
     path = workspace.models / "network.pt2"
     torch.export.save(torch.export.export(network, (torch.ones(1, 3, 8, 8),)), path)
-    done = run_script("tvm_analysis/relax_parser.py", "--workspace", workspace.root)
+    done = run_script("runtimes/tvm/relax_parser.py", "--workspace", workspace.root)
     assert done.returncode == 0, done.stderr
     record = read_model_record(record_path(workspace, tvm_flavour(), "network"))
     assert [tensor.shape for tensor in record.inputs.values()] == [(1, 3, 8, 8)]
@@ -211,9 +211,9 @@ def test_a_program_of_pytorch_is_a_model(workspace: Workspace) -> None:
     assert record.weight_bytes == sum(4 * parameter.numel() for parameter in network.parameters())
     assert sum(record.kernel_of(node).flops for node in record.nodes) > 2 * (3 * 9 * 4 * 36 + 144 * 5)
 
-    done = run_script("tvm_analysis/relax_parser.py", "--workspace", workspace.root, "--model", "network.pt2", "--dim", "n=2")
+    done = run_script("runtimes/tvm/relax_parser.py", "--workspace", workspace.root, "--model", "network.pt2", "--dim", "n=2")
     assert (done.returncode, "the sizes of a program of PyTorch are fixed, so n can't be set" in done.stderr) == (1, True)
     path.write_bytes(b"no program")
-    done = run_script("tvm_analysis/relax_parser.py", "--workspace", workspace.root, "--model", "network.pt2")
+    done = run_script("runtimes/tvm/relax_parser.py", "--workspace", workspace.root, "--model", "network.pt2")
     assert (done.returncode, "network.pt2: no program of PyTorch; write it with torch.export.save" in done.stderr) == (1, True)
     assert "Traceback" not in done.stderr

@@ -15,26 +15,26 @@ from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 from recipe_commands import configs_of
 
-from benchmark.collecting.collect import collect
-from benchmark.collecting.config import CollectorConfig
-from graph_model.simulation.dag import build_dag, calculate_latency
-from inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
-from measuring.run_times import Effort
-from model_zoo.exporting.zoo_config import ZooConfig
-from records.dataset_files import kernel_table_path, model_table_path, read_header, read_journal
-from records.kernel_record_files import read_model_records, record_path, update_index
-from runtimes.protocol import Request, Setting, Worker
-from runtimes.tvm.drawn import OperatorSizes
-from runtimes.tvm.functions import function_path
-from runtimes.tvm.package import TUNED, tvm_flavour
-from runtimes.tvm.recording import parse, write_parsed
-from runtimes.tvm.tuning import DATABASE
-from runtimes.tvm.worker import PLACEMENTS
-from training.kernels.training_set import measured_times
-from tvm_analysis.tune_kernels import tune_kernels
-from utils.config import validate
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.benchmark.collecting.collect import collect
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.measuring.run_times import Effort
+from hase.graph_model.simulation.dag import build_dag, calculate_latency
+from hase.inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
+from hase.model_zoo.exporting.zoo_config import ZooConfig
+from hase.records.dataset_files import kernel_table_path, model_table_path, read_header, read_journal
+from hase.records.kernel_record_files import read_model_records, record_path, update_index
+from hase.runtimes.protocol import Request, Setting, Worker
+from hase.runtimes.tvm.drawn import OperatorSizes
+from hase.runtimes.tvm.functions import function_path
+from hase.runtimes.tvm.package import TUNED, tvm_flavour
+from hase.runtimes.tvm.recording import parse, write_parsed
+from hase.runtimes.tvm.tune_kernels import tune_kernels
+from hase.runtimes.tvm.tuning import DATABASE
+from hase.runtimes.tvm.worker import PLACEMENTS
+from hase.training.kernels.training_set import measured_times
+from hase.utils.config import validate
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 

@@ -18,14 +18,14 @@ from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 from test_tvm_collection import CONFIG, layers
 
-from benchmark.collecting.collect import collect
-from benchmark.collecting.config import CollectorConfig
-from records.dataset_files import header_path, read_header
-from records.kernel_record_files import update_index
-from runtimes.protocol import Setting
-from runtimes.tvm import tuning
-from runtimes.tvm.compiling import built_function, compiled_model, cuda_sources
-from runtimes.tvm.package import (
+from hase.benchmark.collecting.collect import collect
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.records.dataset_files import header_path, read_header
+from hase.records.kernel_record_files import update_index
+from hase.runtimes.protocol import Setting
+from hase.runtimes.tvm import tuning
+from hase.runtimes.tvm.compiling import built_function, compiled_model, cuda_sources
+from hase.runtimes.tvm.package import (
     FOLDER,
     FUSED,
     LEVELS,
@@ -36,13 +36,13 @@ from runtimes.tvm.package import (
     target_to_run_on,
     tvm_flavour,
 )
-from runtimes.tvm.recording import Parsed, parse, parse_at, write_parsed
-from utils import files
-from utils.config import validate
-from utils.errors import UserError
-from utils.fingerprint import WITHOUT_GPU, Target
-from utils.lazy import tvm
-from utils.paths import Workspace
+from hase.runtimes.tvm.recording import Parsed, parse, parse_at, write_parsed
+from hase.utils import files
+from hase.utils.config import validate
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import WITHOUT_GPU, Target
+from hase.utils.lazy import tvm
+from hase.utils.paths import Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
@@ -124,10 +124,10 @@ def test_all_kernels_and_models_are_compiled_ahead(tmp_path: Path) -> None:
     needs("tvm", "requirements-tvm.txt")
     workspace = Workspace(tmp_path)
     workspace.models.mkdir(parents=True)
-    script = ("tvm_analysis/cuda_compiler.py", "--workspace", workspace.root, "--arch", "sm_90", "--jobs", "1", "--json")
+    script = ("runtimes/tvm/cuda_compiler.py", "--workspace", workspace.root, "--arch", "sm_90", "--jobs", "1", "--json")
     empty = run_script(*script)
     assert empty.returncode == 1
-    assert "no kernels of TVM for a GPU; make some with: python tvm_analysis/relax_parser.py --device cuda" in empty.stderr
+    assert "no kernels of TVM for a GPU; make some with: python runtimes/tvm/relax_parser.py --device cuda" in empty.stderr
     write_parsed(workspace, parse(layers(workspace.models / "layers.onnx", 3), device="cuda"))
     folder = workspace.kernel_onnx / tvm_flavour("cuda").name
     done = run_script(*script)
@@ -145,7 +145,7 @@ def test_all_kernels_and_models_are_compiled_ahead(tmp_path: Path) -> None:
 def test_without_a_gpu_its_architecture_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     needs("tvm", "requirements-tvm.txt")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = run_script("tvm_analysis/cuda_compiler.py")
+    done = run_script("runtimes/tvm/cuda_compiler.py")
     assert (done.returncode, done.stdout) == (1, "")
     assert re.search(f"error: {NO_GPU}", done.stderr)
 

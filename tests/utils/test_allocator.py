@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from utils.paths import ROOT
+from hase.utils.paths import ROOT
 
 pytest.importorskip("resource", reason="counts page faults, which Windows does not")
 FAULTS = """
 import resource
 import numpy as np
-from utils.allocator import keep_freed_memory
+from hase.utils.allocator import keep_freed_memory
 
 def page_faults() -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

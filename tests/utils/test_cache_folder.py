@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from utils import cache_folder
-from utils.cache_folder import keeping_no_json, kept_json, key_of, read_entry, write_entry
+from hase.utils import cache_folder
+from hase.utils.cache_folder import keeping_no_json, kept_json, key_of, read_entry, write_entry
 
 
 @pytest.fixture

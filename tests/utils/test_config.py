@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from utils.config import Config, read_config
-from utils.errors import UserError
-from utils.paths import ROOT
+from hase.utils.config import Config, read_config
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT
 
 
 class Inner(Config):
@@ -131,7 +131,7 @@ def test_yaml_that_contains_itself_is_refused(folder: Path) -> None:
         read_config(folder / "mine" / "mine.yaml", Outer)
 
 
-@pytest.mark.parametrize("module", ["benchmark.collector", "tvm_analysis.operator_sampler", "training.train_kernel_model"])
+@pytest.mark.parametrize("module", ["hase.benchmark.collector", "hase.runtimes.tvm.operator_sampler", "hase.training.train_kernel_model"])
 def test_help_shows_how_a_config_is_changed(module: str, capsys: pytest.CaptureFixture[str],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [module, "--help"])

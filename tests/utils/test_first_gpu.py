@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils import fingerprint
+from hase.utils import fingerprint
 
 UUIDS = ("GPU-aa11", "GPU-bb22")
 

@@ -1,4 +1,4 @@
-"""utils.lazy: packages at the top of a module that load at their first use."""
+"""hase.utils.lazy: packages at the top of a module that load at their first use."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from utils import lazy
-from utils.lazy import LazyPackage
-from utils.paths import ROOT
+from hase.utils import lazy
+from hase.utils.lazy import LazyPackage
+from hase.utils.paths import ROOT
 
 INTERRUPTED = """
 import os
@@ -32,7 +32,7 @@ def python(program: str) -> str:
 
 
 def test_nothing_is_loaded_before_its_first_use() -> None:
-    program = (f"import sys\nfrom utils.lazy import {', '.join(lazy.__all__)}\n"
+    program = (f"import sys\nfrom hase.utils.lazy import {', '.join(lazy.__all__)}\n"
                f"def loaded(): return [name for name in {lazy.__all__!r} if name in sys.modules]\n"
                "print(loaded(), onnx.TensorProto.FLOAT, loaded())")
     assert python(program) == "[] 1 ['onnx']\n"
@@ -40,7 +40,7 @@ def test_nothing_is_loaded_before_its_first_use() -> None:
 
 def test_the_process_that_measures_on_a_cpu_loads_no_torch() -> None:
     """It would take most of each process's start, and each kernel that crashes needs another process."""
-    assert python("import sys, runtimes.ort.worker\nprint('torch' in sys.modules)") == "False\n"
+    assert python("import sys, hase.benchmark.ort.worker\nprint('torch' in sys.modules)") == "False\n"
 
 
 def test_a_lazy_package_gives_the_objects_of_the_package() -> None:
@@ -54,7 +54,7 @@ def test_a_lazy_package_gives_the_objects_of_the_package() -> None:
 
 
 def test_a_submodule_is_loaded_at_its_first_use() -> None:
-    program = ("import sys\nfrom utils.lazy import rich\n"
+    program = ("import sys\nfrom hase.utils.lazy import rich\n"
                "print('rich.table' in sys.modules, rich.table.Table.__name__, 'rich.table' in sys.modules)")
     assert python(program) == "False Table True\n"
 
@@ -65,14 +65,14 @@ def test_missing_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
         LazyPackage("bisect").no_such_thing  # noqa: B018  a module without submodules
     with pytest.raises(ImportError, match="cannot import name 'no_such_package'"):
-        from utils.lazy import no_such_package  # noqa: F401
+        from hase.utils.lazy import no_such_package  # noqa: F401
     assert not hasattr(LazyPackage("no_such_package"), "__wrapped__")  # asks without loading
 
 
 def test_a_missing_package_is_an_error_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a light install; utils.cli uses the error's name to say what to install."""
+    """As in a light install; hase.utils.cli uses the error's name to say what to install."""
     monkeypatch.setitem(sys.modules, "pandas", None)
-    from utils.lazy import pandas
+    from hase.utils.lazy import pandas
 
     with pytest.raises(ModuleNotFoundError) as raised:
         pandas.DataFrame  # noqa: B018

@@ -20,24 +20,24 @@ import onnx
 import pytest
 from command import run_script
 
-from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.units import start_workers
-from inference.core.run_modes import AS_USUAL
-from inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, measure_all
-from inference.evaluation.evaluated_models import Failures
-from runtimes import local_target
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.units import start_workers
+from hase.inference.core.run_modes import AS_USUAL
+from hase.inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, measure_all
+from hase.inference.evaluation.evaluated_models import Failures
+from hase.runtimes import local_target
+from hase.utils import cli, locks
+from hase.utils.errors import UserError
+from hase.utils.locks import measuring, sole_writer
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.temporary import remove_left_over, shared_folder, temporary_folder
 from tests.conftest import build_workspace, small_model
-from utils import cli, locks
-from utils.errors import UserError
-from utils.locks import measuring, sole_writer
-from utils.paths import ROOT, Workspace
-from utils.temporary import remove_left_over, shared_folder, temporary_folder
 
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from utils.locks import measuring, sole_writer
-from utils.temporary import temporary_folder
+from hase.utils.locks import measuring, sole_writer
+from hase.utils.temporary import temporary_folder
 with sole_writer(Path(sys.argv[1])), measuring("cpu"), temporary_folder() as folder:
     (folder / "large").write_bytes(bytes(1000))
     child = subprocess.Popen(["sleep", "60"])  # outlives its parent
@@ -105,14 +105,14 @@ def test_the_option_says_that_locks_are_waited_for(tmp_path: Path, monkeypatch: 
 
 
 SCRIPTS = {  # each with the folder or device that it locks
-    "benchmark.collector": ("{dataset}", ["--config", "{config}"]),
-    "benchmark.ort_kernel_runner": ("cpu", ["--model", "anet_b1.onnx"]),
-    "kernel_model.kernel_builder": ("kernel_model/kernel_onnx", []),
-    "kernel_model.kernel_sampler": ("kernel_model/kernel_onnx", ["--count", "1"]),
-    "ort_analysis.fusion_detector": ("ort_analysis/ort_kernel_record", []),
-    "training.train_kernel_model": ("training/predictors", ["--target", "one"]),
-    "training.fit_composition": ("training/predictors", ["--target", "one"]),
-    "training.fit_sharing": ("training/predictors", ["--target", "one"]),
+    "hase.benchmark.collector": ("{dataset}", ["--config", "{config}"]),
+    "hase.benchmark.ort_kernel_runner": ("cpu", ["--model", "anet_b1.onnx"]),
+    "hase.kernel_model.kernel_builder": ("kernel_model/kernel_onnx", []),
+    "hase.kernel_model.kernel_sampler": ("kernel_model/kernel_onnx", ["--count", "1"]),
+    "hase.ort_analysis.fusion_detector": ("ort_analysis/ort_kernel_record", []),
+    "hase.training.train_kernel_model": ("training/predictors", ["--target", "one"]),
+    "hase.training.fit_composition": ("training/predictors", ["--target", "one"]),
+    "hase.training.fit_sharing": ("training/predictors", ["--target", "one"]),
 }
 
 
@@ -158,7 +158,7 @@ def test_files_half_written_before_a_kill_are_removed(tmp_path: Path) -> None:
 def test_a_process_may_hold_a_lock_several_times(tmp_path: Path) -> None:
     with sole_writer(tmp_path), sole_writer(tmp_path):
         pass
-    done = subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from utils.locks import sole_writer\n"
+    done = subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from hase.utils.locks import sole_writer\n"
                            "with sole_writer(Path(sys.argv[1])): print('mine')", str(tmp_path)],
                           cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "mine\n", done.stderr
@@ -286,7 +286,7 @@ def test_a_folder_that_is_just_being_made_stays(tmp_path: Path, monkeypatch: pyt
 
 SHARER = """
 import sys
-from utils.temporary import shared_folder
+from hase.utils.temporary import shared_folder
 with shared_folder("together") as folder:
     (folder / sys.argv[1]).touch()
     print(folder, flush=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from utils import cli
-from utils.pages.page import Axis, Bar, Bars, Chart, Limit, Series
-from utils.pages.plot_files import write_plot
-from utils.pages.scales import scale_of, scales_of
-from utils.pages.svg import BOTTOM, HEIGHT, LEFT, NAMES, RIGHT, TOP, WIDTH, drawing_of
+from hase.utils import cli
+from hase.utils.pages.page import Axis, Bar, Bars, Chart, Limit, Series
+from hase.utils.pages.plot_files import write_plot
+from hase.utils.pages.scales import scale_of, scales_of
+from hase.utils.pages.svg import BOTTOM, HEIGHT, LEFT, NAMES, RIGHT, TOP, WIDTH, drawing_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.evaluated_models import Failures, models_of
-from measuring.worker_process import WorkerFailed, WorkerProcess
-from runtimes import flavour_of
-from runtimes.analysis import analyze_all
-from runtimes.analysis_messages import Reply, Task
+from hase.inference.evaluation.evaluated_models import Failures, models_of
+from hase.ort_analysis.isolated.analysis import analyze_all
+from hase.ort_analysis.isolated.messages import Reply, Task
+from hase.runtimes import flavour_of
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.processes import each_in_a_process
+from hase.utils.worker_process import WorkerFailed, WorkerProcess
 from tests.conftest import small_model
-from utils.errors import UserError
-from utils.paths import ROOT, Workspace
-from utils.processes import each_in_a_process
 
 
 def crashes_at(number: int) -> int:
@@ -40,8 +40,8 @@ def test_a_crash_costs_only_one_item(jobs: int) -> None:
 
 CHILD = """
 import time
-from utils.processes import begin_child
-from utils.temporary import temporary_folder
+from hase.utils.processes import begin_child
+from hase.utils.temporary import temporary_folder
 begin_child()
 try:
     with temporary_folder() as folder:

@@ -14,18 +14,18 @@ from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 from pydantic import TypeAdapter, ValidationError
 
-from inference.core.sources import record_of
-from records.kernel_record import record_name
-from records.kernel_record_files import index_path, kernels_in_file, read_model_record, record_path
-from runtimes import flavour_of
-from runtimes.ort.building.kernel_models import built_kernel
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.runner import open_runner
+from hase.benchmark.ort.runner import open_runner
+from hase.inference.core.sources import record_of
+from hase.kernel_model.building.kernel_models import built_kernel
+from hase.learned.kernels.sidecar import read_sidecar, sidecar_path
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.kernel_record import record_name
+from hase.records.kernel_record_files import index_path, kernels_in_file, read_model_record, record_path
+from hase.runtimes import flavour_of
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import LONGEST_BYTES, SHIPPED, FileName, Workspace, as_file_name
 from tests.conftest import build_workspace, small_model
-from training.kernels.sidecar import read_sidecar, sidecar_path
-from utils import files
-from utils.errors import UserError
-from utils.paths import LONGEST_BYTES, SHIPPED, FileName, Workspace, as_file_name
 
 NAME = TypeAdapter(FileName)
 BAD_NAMES = ("../../x", "/etc/x", "..", ".", "", "a/b", "a\\b", "a\0b", "a\nb", "\ud800", "x" * 300)

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from runtimes import flavour_of
-from utils import sharing_mode
-from utils.errors import UserError
-from utils.fingerprint import Target
-from utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, mps_daemon_answers, other_processes
+from hase.runtimes import flavour_of
+from hase.utils import sharing_mode
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target
+from hase.utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, mps_daemon_answers, other_processes
 
 MIG_OFF, MIG_ON = 0, 1
 

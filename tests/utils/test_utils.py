@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from runtimes import flavour_of, local_target
-from utils import cli, files, fingerprint, logger, timing
-from utils.config import Config
-from utils.errors import UserError
-from utils.fingerprint import Flavour, Target, has_cuda, resolve_device, slug
-from utils.paths import ROOT, Workspace, as_file_name, model_files
+from hase.runtimes import flavour_of, local_target
+from hase.utils import cli, files, fingerprint, logger, timing
+from hase.utils.config import Config
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Flavour, Target, has_cuda, resolve_device, slug
+from hase.utils.paths import ROOT, Workspace, as_file_name, model_files
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
 
@@ -223,7 +223,7 @@ def test_cache_forgets_the_oldest() -> None:
 
 def run_script(body: str, *arguments: str, workspace: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A script whose main parses the shared options and does `body`."""
-    lines = ["from utils import cli", "from utils.errors import UserError", "from pathlib import Path",
+    lines = ["from utils import cli", "from hase.utils.errors import UserError", "from pathlib import Path",
              "def main():", "    parser = cli.parser('what', 'an example')", "    args = parser.parse_args()",
              "    workspace = cli.start(args)", *(f"    {line}" for line in body.splitlines()), "cli.run(main)"]
     where = [] if "--workspace" in arguments else ["--workspace", str(workspace or "/proc")]  # no log can be written there

@@ -10,10 +10,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.graph.parsing import kept_in
-from utils.errors import UserError
-from utils.model_files import BYTES, METADATA_FIELD, read_metadata, with_values
+from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.graph.parsing import kept_in
+from hase.utils.errors import UserError
+from hase.utils.model_files import BYTES, METADATA_FIELD, read_metadata, with_values
 
 
 def test_weights_whose_files_have_several_names(tmp_path: Path) -> None:

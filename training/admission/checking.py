@@ -10,19 +10,19 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from records.dataset_files import read_kernels
-from records.kernel_record import Kernel
-from training.admission.admitted import Admitted, KnownEstimator, checked_times, find_estimator
-from training.admission.interface import Estimator, Floats, Measured
-from training.kernels.estimators import assign_folds
-from training.kernels.label_training import MARGIN
-from training.kernels.replay import family_folds
-from training.kernels.schema import FeatureSchema, KernelRows
-from training.kernels.settings import TrainingConfig
-from training.kernels.training_set import TrainingSet
-from utils.errors import UserError
-from utils.paths import Workspace
-from utils.timing import ErrorStatistics, error_statistics, time_weighted_error
+from hase.learned.kernels.admitted import Admitted, KnownEstimator, checked_times, find_estimator
+from hase.learned.kernels.estimators import assign_folds
+from hase.learned.kernels.interface import Estimator, Floats, Measured
+from hase.learned.kernels.schema import FeatureSchema, KernelRows
+from hase.learned.kernels.settings import TrainingConfig
+from hase.records.dataset_files import read_kernels
+from hase.records.kernel_record import Kernel
+from hase.training.kernels.label_training import MARGIN
+from hase.training.kernels.replay import family_folds
+from hase.training.kernels.training_set import TrainingSet
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
+from hase.utils.timing import ErrorStatistics, error_statistics, time_weighted_error
 
 HoldOut = Literal["family", "kernel"]
 LEAST_HELD_OUT = 20  # kernels; a comparison on fewer would be chance

@@ -9,15 +9,14 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from graph_model.simulation.pipeline import PipelineCosts
-from records.measurement import GPU_LABEL, UNPROFILED
-from training.composition.fitted import Composition, composition_path
-from training.kernels.estimators import LEAST_LAUNCHES, KernelModel, Roofline
-from training.kernels.features import KERNEL_FEATURES
-from training.kernels.predictors import Predictors
-from training.kernels.saved_form import save_estimator
-from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import (
+from hase.graph_model.simulation.pipeline import PipelineCosts
+from hase.learned.composition.fitted import Composition, composition_path
+from hase.learned.kernels.estimators import LEAST_LAUNCHES, KernelModel, Roofline
+from hase.learned.kernels.features import KERNEL_FEATURES
+from hase.learned.kernels.predictors import Predictors
+from hase.learned.kernels.saved_form import save_estimator
+from hase.learned.kernels.settings import LAUNCHES
+from hase.learned.kernels.sidecar import (
     LabelPredictors,
     MeasuredTimes,
     Sidecar,
@@ -25,10 +24,11 @@ from training.kernels.sidecar import (
     write_measured,
     write_sidecar,
 )
-from utils import files
-from utils.errors import UserError
-from utils.fingerprint import Target, machine
-from utils.paths import SHIPPED
+from hase.records.measurement import GPU_LABEL, UNPROFILED
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import Target, machine
+from hase.utils.paths import SHIPPED
 
 CPU_LABEL = UNPROFILED  # on a CPU: the kernels' times in the model itself
 # A guess at what an ordinary CPU or GPU reaches, for kernels of other models and those that could not be measured.

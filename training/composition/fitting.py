@@ -21,14 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.dag import build_dag, calculate_latency
-from graph_model.simulation.pipeline import PipelineCosts
-from records.dataset_tables import read_model_table
-from records.host_pace import usual_probe_us
-from records.kernel_record import ModelRecord
-from records.measurement import GPU_LABEL
-from training.composition.default_composition import shipped_costs
-from training.composition.fitted import (
+from hase.graph_model.simulation.dag import build_dag, calculate_latency
+from hase.graph_model.simulation.pipeline import PipelineCosts
+from hase.learned.composition.fitted import (
     KINDS,
     Candidate,
     Composition,
@@ -42,7 +37,7 @@ from training.composition.fitted import (
     read_composition,
     working_nodes,
 )
-from training.composition.formulas import (
+from hase.learned.composition.formulas import (
     can_fit,
     each_left_out,
     fit_graph_replay,
@@ -54,10 +49,18 @@ from training.composition.formulas import (
     left_out_ms,
     mape,
 )
-from training.composition.held_out import calibrated_interval, predict_as_learned
-from training.composition.host_side import host_sha256
-from training.composition.intervals import error_range_of
-from training.composition.measured_models import (
+from hase.learned.composition.host_side import host_sha256
+from hase.learned.composition.intervals import error_range_of
+from hase.learned.kernels.predictors import ON_GPU, read_predictors
+from hase.learned.kernels.settings import LAUNCHES, TrainingConfig
+from hase.learned.kernels.sidecar import TRAIN, read_sidecar
+from hase.records.dataset_tables import read_model_table
+from hase.records.host_pace import usual_probe_us
+from hase.records.kernel_record import ModelRecord
+from hase.records.measurement import GPU_LABEL
+from hase.training.composition.default_composition import shipped_costs
+from hase.training.composition.held_out import calibrated_interval, predict_as_learned
+from hase.training.composition.measured_models import (
     MeasuredModel,
     MeasuredTracks,
     TimesOfModels,
@@ -68,14 +71,11 @@ from training.composition.measured_models import (
     models_sha256,
     tracks_of,
 )
-from training.kernels.predictors import ON_GPU, read_predictors
-from training.kernels.settings import LAUNCHES, TrainingConfig
-from training.kernels.sidecar import TRAIN, read_sidecar
-from training.kernels.training_set import measured_times, read_training_set
-from utils.errors import UserError
-from utils.lazy import scipy
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.training.kernels.training_set import measured_times, read_training_set
+from hase.utils.errors import UserError
+from hase.utils.lazy import scipy
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("composition")
 Floats = npt.NDArray[np.float64]

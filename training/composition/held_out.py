@@ -15,11 +15,18 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from records.measurement import GPU_LABEL
-from training.admission.interface import Estimator
-from training.composition.formulas import LeftOut, can_fit, left_out_ms
-from training.composition.intervals import KNOWN, CalibratedInterval, Case, Novelty, Sources, calibrate, sources
-from training.composition.measured_models import (
+from hase.learned.composition.formulas import LeftOut, can_fit, left_out_ms
+from hase.learned.composition.intervals import KNOWN, CalibratedInterval, Case, Novelty, Sources, calibrate, sources
+from hase.learned.kernels.estimators import fit_kernel_model, parallel_map, predict_kernels
+from hase.learned.kernels.interface import Estimator
+from hase.learned.kernels.predictors import ON_GPU, Predictors, as_label_has_it, read_predictors
+from hase.learned.kernels.schema import times_beyond
+from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.kernels.sidecar import read_sidecar
+from hase.learned.kernels.transfer import learner
+from hase.learned.kernels.uncertainty import Uncertainty
+from hase.records.measurement import GPU_LABEL
+from hase.training.composition.measured_models import (
     MeasuredModel,
     MeasuredTracks,
     TimesOfModels,
@@ -27,23 +34,16 @@ from training.composition.measured_models import (
     measured_models,
     tracks_of,
 )
-from training.kernels.estimators import fit_kernel_model, parallel_map, predict_kernels
-from training.kernels.predictors import ON_GPU, Predictors, as_label_has_it, read_predictors
-from training.kernels.schema import times_beyond
-from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import read_sidecar
-from training.kernels.targets import trained_targets
-from training.kernels.training_set import TrainingSet, measured_times, read_training_set
-from training.kernels.transfer import learner
-from training.kernels.uncertainty import Uncertainty
-from utils import cli
-from utils.errors import UserError
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.timing import time_weighted_error
+from hase.training.kernels.targets import trained_targets
+from hase.training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.timing import time_weighted_error
 
 if TYPE_CHECKING:
-    from records.kernel_record import Kernel
+    from hase.records.kernel_record import Kernel
 
 log = get_logger("composition")
 NO_DOUBTS: Mapping[str, float] = {}

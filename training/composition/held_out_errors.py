@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from records.measurement import GPU_LABEL
-from training.composition.formulas import fit_graph_replay, fit_host_io, leave_out
-from training.composition.held_out import (
+from hase.learned.composition.formulas import fit_graph_replay, fit_host_io, leave_out
+from hase.learned.composition.intervals import Case, Sources, for_any_host, interval_score, intervals_held_out
+from hase.learned.kernels.estimators import fit_roofline, parallel_map
+from hase.learned.kernels.predictors import leaves_gpu_idle
+from hase.learned.kernels.settings import TrainingConfig
+from hase.records.measurement import GPU_LABEL
+from hase.training.composition.held_out import (
     PLURAL,
     Fold,
     HeldOut,
@@ -30,20 +34,16 @@ from training.composition.held_out import (
     hold_out,
     kernel_errors,
 )
-from training.composition.intervals import Case, Sources, for_any_host, interval_score, intervals_held_out
-from training.composition.measured_models import MeasuredModel, TimesOfModels
-from training.kernels import targets
-from training.kernels.estimators import fit_roofline, parallel_map
-from training.kernels.predictors import leaves_gpu_idle
-from training.kernels.settings import TrainingConfig
-from training.kernels.training_set import TrainingSet
-from utils import cli
-from utils.lazy import sklearn
-from utils.paths import Workspace
-from utils.timing import ErrorStatistics, error_statistics
+from hase.training.composition.measured_models import MeasuredModel, TimesOfModels
+from hase.training.kernels import targets
+from hase.training.kernels.training_set import TrainingSet
+from hase.utils import cli
+from hase.utils.lazy import sklearn
+from hase.utils.paths import Workspace
+from hase.utils.timing import ErrorStatistics, error_statistics
 
 if TYPE_CHECKING:
-    from training.composition.measured_models import MeasuredModel
+    from hase.training.composition.measured_models import MeasuredModel
 
 
 Floats = npt.NDArray[np.float64]

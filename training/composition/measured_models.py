@@ -9,22 +9,22 @@ from typing import Literal
 
 import numpy as np
 
-from graph_model.simulation.pipeline import OffGpu, Tracks, node_kind
-from records.dataset_files import model_table_path
-from records.dataset_tables import read_model_table
-from records.host_pace import idle_models
-from records.kernel_costs import is_control_flow
-from records.kernel_record import REMAKE, ModelRecord
-from records.kernel_record_files import read_model_record, record_path
-from records.measurement import COLLECT, Label
-from training.composition.cuda_nodes import selection_launches, selection_ms, selects_boxes
-from training.composition.host_side import NodesOffGpu, read_host_side
-from training.kernels.predictors import ON_GPU
-from training.kernels.sidecar import Sidecar
-from utils import files
-from utils.errors import UserError
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.graph_model.simulation.pipeline import OffGpu, Tracks, node_kind
+from hase.learned.composition.cuda_nodes import selection_launches, selection_ms, selects_boxes
+from hase.learned.composition.host_side import NodesOffGpu, read_host_side
+from hase.learned.kernels.predictors import ON_GPU
+from hase.learned.kernels.sidecar import Sidecar
+from hase.records.dataset_files import model_table_path
+from hase.records.dataset_tables import read_model_table
+from hase.records.host_pace import idle_models
+from hase.records.kernel_costs import is_control_flow
+from hase.records.kernel_record import REMAKE, ModelRecord
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.measurement import COLLECT, Label
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("composition")
 PROFILED: tuple[Label, Label] = ("kernel_time", "node_span")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from records.gpu_catalogue import Gpu, gpu_named, named_or_in_file
-from records.kernel_record import Kernel
-from records.measurement import GPU_LABEL
-from training.data_sheet.work import Floats, Work, work_of
-from training.kernels.predictors import Predictors
-from training.kernels.settings import LAUNCHES
-from utils.errors import UserError
+from hase.learned.data_sheet.work import Floats, Work, work_of
+from hase.learned.kernels.predictors import Predictors
+from hase.learned.kernels.settings import LAUNCHES
+from hase.records.gpu_catalogue import Gpu, gpu_named, named_or_in_file
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import GPU_LABEL
+from hase.utils.errors import UserError
 
 
 def card_of(name: str | None, device_name: str) -> Gpu:

@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from records.dataset_files import collected_targets, read_kernels
-from records.gpu_catalogue import Gpu
-from records.kernel_record import Kernel
-from records.measurement import GPU_LABEL
-from training.data_sheet.adjusted import AdjustedRatios, adjust
-from training.data_sheet.ratios import OWN
-from training.data_sheet.saved import read_sheet
-from training.data_sheet.tables import Table, card, read_tables
-from training.data_sheet.work import Floats, work_of
-from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import Carried
-from training.kernels.training_set import TrainingSet, read_training_set
-from utils.errors import UserError
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.learned.data_sheet.adjusted import AdjustedRatios, adjust
+from hase.learned.data_sheet.ratios import OWN
+from hase.learned.data_sheet.saved import read_sheet
+from hase.learned.data_sheet.work import Floats, work_of
+from hase.learned.kernels.settings import LAUNCHES
+from hase.learned.kernels.sidecar import Carried
+from hase.records.dataset_files import collected_targets, read_kernels
+from hase.records.gpu_catalogue import Gpu
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import GPU_LABEL
+from hase.training.data_sheet.tables import Table, card, read_tables
+from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("train")
 PAIRS = 1500  # kernels that both cards have: so many correct what the data sheets say of the ratio, the others judge that

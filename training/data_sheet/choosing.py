@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from records.gpu_catalogue import Gpu
-from training.data_sheet.adjusted import NEARBY, NOISE, OF_CARD, likeness, process_features, scale_of
-from training.data_sheet.work import Floats, Work
+from hase.learned.data_sheet.adjusted import NEARBY, NOISE, OF_CARD, likeness, process_features, scale_of
+from hase.learned.data_sheet.work import Floats, Work
+from hase.records.gpu_catalogue import Gpu
 
 # How near kernels have to be to tell of each other, in standard deviations of their features. Shorter than what the process
 # begins with: with 1, thirty chosen kernels of an H100 leave an error of 6.5 % of the others, with 3 one of 7.0 %, and thirty

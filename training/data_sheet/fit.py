@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from training.data_sheet.ratios import BASE, SHORTEST_US, CardRatios
-from training.data_sheet.tables import Table, card
-from training.data_sheet.work import bounds_of, features_of, ratio_of_bounds
-from utils.lazy import xgboost
+from hase.learned.data_sheet.ratios import BASE, SHORTEST_US, CardRatios
+from hase.learned.data_sheet.work import bounds_of, features_of, ratio_of_bounds
+from hase.training.data_sheet.tables import Table, card
+from hase.utils.lazy import xgboost
 
 PAIR_KERNELS = 2500  # of a table, for each pair of cards
 ROUNDS = 300

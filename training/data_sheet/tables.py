@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from records.gpu_catalogue import Gpu, gpu_named
-from training.data_sheet.work import DTYPES, KINDS, Floats, Work, peaks_flop_s
-from utils.errors import UserError
-from utils.lazy import pandas as pd
+from hase.learned.data_sheet.work import DTYPES, KINDS, Floats, Work, peaks_flop_s
+from hase.records.gpu_catalogue import Gpu, gpu_named
+from hase.utils.errors import UserError
+from hase.utils.lazy import pandas as pd
 
 LEAST_SHARE = 0.9  # of the time that a card takes at its peak: what is shorter can't be
 ABOUT = ("kind", "dtype", "operator", "shape", "flops", "moved_bytes", "outputs", "launches", "split")

@@ -10,16 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from records.dataset_files import idle_rows, read_journal, read_kernels
-from records.dataset_tables import read_model_table
-from records.kernel_costs import is_control_flow
-from records.kernel_record import REMAKE, Kernel, ModelRecord
-from records.kernel_record_files import read_model_record, record_path
-from records.measurement import ENERGY, KERNELS
-from training.composition.cuda_nodes import is_off_gpu
-from training.composition.fitted import Composition
-from training.composition.intervals import error_range_of
-from training.energy.learned import (
+from hase.learned.composition.cuda_nodes import is_off_gpu
+from hase.learned.composition.fitted import Composition
+from hase.learned.composition.intervals import error_range_of
+from hase.learned.energy import (
     BUSY,
     BYTES,
     FULL,
@@ -36,14 +30,20 @@ from training.energy.learned import (
     without_types,
     work_of_run,
 )
-from training.kernels import settings
-from training.kernels.predictors import Predictors
-from utils.errors import UserError
-from utils.lazy import pandas as pd
-from utils.lazy import scipy
-from utils.logger import get_logger
-from utils.paths import Workspace
-from utils.timing import ErrorStatistics, error_statistics
+from hase.learned.kernels import settings
+from hase.learned.kernels.predictors import Predictors
+from hase.records.dataset_files import idle_rows, read_journal, read_kernels
+from hase.records.dataset_tables import read_model_table
+from hase.records.kernel_costs import is_control_flow
+from hase.records.kernel_record import REMAKE, Kernel, ModelRecord
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.measurement import ENERGY, KERNELS
+from hase.utils.errors import UserError
+from hase.utils.lazy import pandas as pd
+from hase.utils.lazy import scipy
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
+from hase.utils.timing import ErrorStatistics, error_statistics
 
 Floats = npt.NDArray[np.float64]
 CANDIDATES = {  # what explains the energy beyond idle power, by name

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from training.admission.interface import Floats, Measured
-from training.kernels.estimators import Matrix, OnRoofline, problem_of
-from training.kernels.features import KERNEL_FEATURES
-from utils.lazy import sklearn
+from hase.learned.kernels.estimators import Matrix, OnRoofline, problem_of
+from hase.learned.kernels.features import KERNEL_FEATURES
+from hase.learned.kernels.interface import Floats, Measured
+from hase.utils.lazy import sklearn
 
 LAYERS = (64, 64)
 EPOCHS = 150

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from training.admission.interface import Estimator, Floats, Measured
-from training.kernels.estimators import Roofline, fit_roofline
-from training.kernels.schema import KernelRows
+from hase.learned.kernels.estimators import Roofline, fit_roofline
+from hase.learned.kernels.interface import Estimator, Floats, Measured
+from hase.learned.kernels.schema import KernelRows
 
 
 class RooflineEstimator(Estimator):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from training.admission.interface import Floats, Measured
-from training.kernels.estimators import (
+from hase.learned.kernels.estimators import (
     FOREST,
     SHARED,
     Matrix,
@@ -19,7 +18,8 @@ from training.kernels.estimators import (
     train_booster,
     train_forest,
 )
-from training.kernels.settings import TrainingConfig
+from hase.learned.kernels.interface import Floats, Measured
+from hase.learned.kernels.settings import TrainingConfig
 
 if TYPE_CHECKING:
     import xgboost

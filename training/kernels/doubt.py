@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from training.kernels.estimators import KernelModel, fit_factors
-from training.kernels.settings import XgboostSettings
+from hase.learned.kernels.estimators import KernelModel, fit_factors
+from hase.learned.kernels.settings import XgboostSettings
 
 if TYPE_CHECKING:
-    from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
+    from hase.training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
 Floats = npt.NDArray[np.float64]
 MeasuredAndPredicted = Mapping[str, tuple[float, float]]  # of kernels, by id

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from kernel_model.sampling.cliffs import LEAST_HEIGHT, Cliff, NothingBetween, Timed, between, find_cliffs, timed_kernels
-from records.kernel_types import form_of
-from records.measurement import GPU_LABEL
-from records.operators import CONTROL_FLOW, VIEWS, operator_row
-from runtimes.ort.cuda.placement import cuda_operators
-from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
-from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import read_sidecar
-from training.kernels.targets import Show
-from training.kernels.training_set import read_training_set
-from utils import files
-from utils.cli.printing import markdown_table
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.kernel_model.sampling.cliffs import LEAST_HEIGHT, Cliff, NothingBetween, Timed, between, find_cliffs, timed_kernels
+from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.kernels.sidecar import read_sidecar
+from hase.ort_analysis.cuda.placement import cuda_operators
+from hase.records.kernel_types import form_of
+from hase.records.measurement import GPU_LABEL
+from hase.records.operators import CONTROL_FLOW, VIEWS, operator_row
+from hase.training.kernels.forms_left_out import LeftOutForm, leave_forms_out
+from hase.training.kernels.targets import Show
+from hase.training.kernels.training_set import read_training_set
+from hase.utils import files
+from hase.utils.cli.printing import markdown_table
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 FAR_OFF = 0.30  # an error from which an answer should be marked
 ENOUGH = 12  # kernels of a form that count as covering it

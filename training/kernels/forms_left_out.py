@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from records.kernel_types import operator_of
-from records.operators import OperatorClass, operator_row
-from training.kernels.estimators import assign_folds, fit_kernel_model, parallel_map, predict_rows
+from hase.learned.kernels.estimators import assign_folds, fit_kernel_model, parallel_map, predict_rows
+from hase.records.kernel_types import operator_of
+from hase.records.operators import OperatorClass, operator_row
 
 if TYPE_CHECKING:
-    from training.kernels.settings import TrainingConfig
-    from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
+    from hase.learned.kernels.settings import TrainingConfig
+    from hase.training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
 FOLDS = 5
 Floats = npt.NDArray[np.float64]

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from records.measurement import GPU_LABEL
-from training.kernels import estimators
-from training.kernels.estimators import FOREST, SHARED, KernelModel, fit_kernel_model
-from training.kernels.forms_left_out import LeftOutForm, leave_forms_out
-from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
-from training.kernels.settings import LAUNCHES, TrainingConfig
-from training.kernels.sidecar import TypeErrors
-from training.kernels.targets import CONFIG
-from training.kernels.training_set import TrainingSet
-from training.kernels.transfer import OtherPredictors, Transferred, as_ratios, fit_transferred
-from utils.errors import UserError
-from utils.lazy import pandas as pd
-from utils.logger import get_logger
-from utils.timing import error_statistics
+from hase.learned.kernels import estimators
+from hase.learned.kernels.estimators import FOREST, SHARED, KernelModel, fit_kernel_model
+from hase.learned.kernels.settings import LAUNCHES, TrainingConfig
+from hase.learned.kernels.sidecar import TypeErrors
+from hase.learned.kernels.transfer import OtherPredictors, Transferred, as_ratios, fit_transferred
+from hase.records.measurement import GPU_LABEL
+from hase.training.kernels.forms_left_out import LeftOutForm, leave_forms_out
+from hase.training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
+from hase.training.kernels.targets import CONFIG
+from hase.training.kernels.training_set import TrainingSet
+from hase.utils.errors import UserError
+from hase.utils.lazy import pandas as pd
+from hase.utils.logger import get_logger
+from hase.utils.timing import error_statistics
 
 log = get_logger("training")
 Floats = npt.NDArray[np.float64]

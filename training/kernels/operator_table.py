@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from kernel_model.sampling.kernel_errors import REMAKE, KernelError, read_errors
-from records.dataset_files import read_kernels
-from records.kernel_record import Kernel
-from records.kernel_types import operator_of
-from records.measurement import GPU_LABEL
-from records.operators import VIEWS, operator_row
-from runtimes.ort.cuda.placement import cuda_operators
-from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out
-from training.kernels.settings import LAUNCHES, TrainingConfig
-from training.kernels.targets import Show
-from training.kernels.training_set import TrainingSet, read_training_set
-from utils import files
-from utils.cli.printing import markdown_table
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.kernel_model.sampling.kernel_errors import REMAKE, KernelError, read_errors
+from hase.learned.kernels.settings import LAUNCHES, TrainingConfig
+from hase.ort_analysis.cuda.placement import cuda_operators
+from hase.records.dataset_files import read_kernels
+from hase.records.kernel_record import Kernel
+from hase.records.kernel_types import operator_of
+from hase.records.measurement import GPU_LABEL
+from hase.records.operators import VIEWS, operator_row
+from hase.training.kernels.operators_left_out import LeftOutOperator, leave_operators_out
+from hase.training.kernels.targets import Show
+from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.utils import files
+from hase.utils.cli.printing import markdown_table
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("training")
 BAR = 0.30  # median error that an estimate should stay below
@@ -40,7 +40,7 @@ ADDING = (
     "how often it launches work, which inputs it reads by value (indices, sizes, a shape), and what else Hase asks of an "
     "operator; what a row leaves out is the default. A new rule for operations is one case of `flops` in "
     "`records/kernel_costs.py`. Which operators, versions and types the CUDA provider has is generated "
-    "(`runtimes/ort/cuda/cuda_kernels.json`, by `recipes/cuda_kernels/probe_kernels.py`). Predictors learn an operator's kind: "
+    "(`ort_analysis/cuda/cuda_kernels.json`, by `recipes/cuda_kernels/probe_kernels.py`). Predictors learn an operator's kind: "
     "after a change of kinds or classes, train anew.")
 # Why a kernel of the models that were collected is in no dataset, though its operator is common.
 APART = (

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from records.kernel_types import operator_of
-from records.operators import OperatorClass, operator_row
-from training.kernels.class_boosters import LEAST_KERNELS, PREFIX, class_names, kind_code
-from training.kernels.estimators import learn_classes, learning_problem, parallel_map, table_counts
+from hase.learned.kernels.class_boosters import LEAST_KERNELS, PREFIX, class_names, kind_code
+from hase.learned.kernels.estimators import learn_classes, learning_problem, parallel_map, table_counts
+from hase.records.kernel_types import operator_of
+from hase.records.operators import OperatorClass, operator_row
 
 if TYPE_CHECKING:
-    from training.kernels.settings import TrainingConfig
-    from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
+    from hase.learned.kernels.settings import TrainingConfig
+    from hase.training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
 Floats = npt.NDArray[np.float64]
 STEADY_MARGIN = 0.7  # of the error: with a closer choice few operators decide by chance

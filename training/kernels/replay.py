@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kernel_model.sampling.usefulness import Points, error_weights, order_by_usefulness
-from records.dataset_files import read_kernels
-from training.admission.interface import Estimator
-from training.kernels.estimators import assign_folds, fit_kernel_model, parallel_map, predict_rows
-from training.kernels.features import KERNEL_FEATURES
-from training.kernels.transfer import OtherPredictors, fit_transferred
-from utils.timing import time_weighted_error
+from hase.kernel_model.sampling.usefulness import Points, error_weights, order_by_usefulness
+from hase.learned.kernels.estimators import assign_folds, fit_kernel_model, parallel_map, predict_rows
+from hase.learned.kernels.features import KERNEL_FEATURES
+from hase.learned.kernels.interface import Estimator
+from hase.learned.kernels.transfer import OtherPredictors, fit_transferred
+from hase.records.dataset_files import read_kernels
+from hase.utils.timing import time_weighted_error
 
 if TYPE_CHECKING:
-    from records.kernel_record import Kernel, Tensor
-    from training.kernels.settings import TrainingConfig
-    from training.kernels.training_set import TrainingSet
-    from utils.paths import Workspace
+    from hase.learned.kernels.settings import TrainingConfig
+    from hase.records.kernel_record import Kernel, Tensor
+    from hase.training.kernels.training_set import TrainingSet
+    from hase.utils.paths import Workspace
 
 Order = Literal["random", "useful", "errors"]
 ORDERS: tuple[Order, ...] = ("random", "useful", "errors")

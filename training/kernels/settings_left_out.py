@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from records.dataset_files import collected_targets, read_header
-from records.environment import Environment
-from training.kernels.estimators import fit_kernel_model, predict_rows
-from training.kernels.settings import TrainingConfig
-from training.kernels.training_set import TrainingSet, read_training_set
-from utils.errors import UserError
-from utils.paths import Workspace
-from utils.timing import error_statistics, time_weighted_error
+from hase.learned.kernels.estimators import fit_kernel_model, predict_rows
+from hase.learned.kernels.settings import TrainingConfig
+from hase.records.dataset_files import collected_targets, read_header
+from hase.records.environment import Environment
+from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
+from hase.utils.timing import error_statistics, time_weighted_error
 
 FEATURES = ("threads", "cores", "mhz", "memory_limit_mib", "l1_kib", "l2_kib", "l3_kib")  # of an Environment
 COLUMNS = ("ids", "types", "forms", "backgrounds", "idle", "features", "load", "flops", "bytes_moved")  # of a TrainingSet

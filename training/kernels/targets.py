@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.kernels.sidecar import TRAIN, sidecar_path
-from utils import cli
-from utils.paths import ROOT, Workspace, targets_in
+from hase.learned.kernels.sidecar import TRAIN, sidecar_path
+from hase.utils import cli
+from hase.utils.paths import ROOT, Workspace, targets_in
 
 CONFIG = ROOT / "training" / "config.yaml"
 Show = Callable[[Sequence[Mapping[str, Any]], str], None]  # prints rows as a table, under a title

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from records.blocks import labels_unsteady
-from records.dataset_files import DatasetHeader, kernel_table_path, kernels_path, read_header, read_kernels, run_ms
-from records.dataset_tables import UNFINISHED, read_kernel_table
-from records.kernel_record import Kernel
-from records.kernel_types import form_of
-from records.measurement import COLLECT, DRIFT_ADMITTED, GPU_LABEL, LABELS, drift_key, inputs_key
-from training.kernels.features import KERNEL_FEATURES
-from training.kernels.schema import FeatureSchema, KernelRows
-from training.kernels.settings import LAUNCHES
-from utils import files
-from utils.errors import UserError
-from utils.lazy import pandas as pd
-from utils.logger import get_logger
-from utils.paths import Workspace
+from hase.learned.kernels.features import KERNEL_FEATURES
+from hase.learned.kernels.schema import FeatureSchema, KernelRows
+from hase.learned.kernels.settings import LAUNCHES
+from hase.records.blocks import labels_unsteady
+from hase.records.dataset_files import DatasetHeader, kernel_table_path, kernels_path, read_header, read_kernels, run_ms
+from hase.records.dataset_tables import UNFINISHED, read_kernel_table
+from hase.records.kernel_record import Kernel
+from hase.records.kernel_types import form_of
+from hase.records.measurement import COLLECT, DRIFT_ADMITTED, GPU_LABEL, LABELS, drift_key, inputs_key
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.lazy import pandas as pd
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 log = get_logger("training")
 USUAL_ERROR = 0.1  # of a predicted time, as its logarithm: a row whose drift is as large counts half as much as a steady one

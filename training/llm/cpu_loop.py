@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from records.generations import PHASES, Phase
-from training.composition.fitted import Mask
-from training.composition.formulas import each_left_out
-from training.llm.learned import FittedStep, GenerationLoop, LearnedGeneration
-from utils.lazy import scipy
-from utils.timing import error_statistics
+from hase.learned.composition.fitted import Mask
+from hase.learned.composition.formulas import each_left_out
+from hase.learned.llm import FittedStep, GenerationLoop, LearnedGeneration
+from hase.records.generations import PHASES, Phase
+from hase.utils.lazy import scipy
+from hase.utils.timing import error_statistics
 
 ODD = 0.1  # error from which a step counts as an outlier
 DIGITS = 6  # of the fitted times, µs: what the search leaves of a time that is none becomes 0

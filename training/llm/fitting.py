@@ -14,14 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import PipelineCosts, Runs, host_work_ms
-from records.generations import PHASES, Phase
-from training.composition.fitted import GraphReplay
-from training.composition.formulas import each_left_out
-from training.composition.intervals import KNOWN, CalibratedInterval, Case, error_range_of, fitted_to, sources
-from training.energy.fitting import MeasuredEnergy
-from training.energy.learned import EnergyModel, work_of_run
-from training.llm.learned import (
+from hase.graph_model.simulation.pipeline import PipelineCosts, Runs, host_work_ms
+from hase.learned.composition.fitted import GraphReplay
+from hase.learned.composition.formulas import each_left_out
+from hase.learned.composition.intervals import KNOWN, CalibratedInterval, Case, error_range_of, fitted_to, sources
+from hase.learned.energy import EnergyModel, work_of_run
+from hase.learned.llm import (
     LARGEST_EXPONENT,
     CapturedTokens,
     FittedStep,
@@ -29,9 +27,11 @@ from training.llm.learned import (
     LearnedGeneration,
     PowerLimit,
 )
-from training.llm.measured_steps import MeasuredStep, families, without
-from utils.lazy import scipy
-from utils.timing import error_statistics
+from hase.records.generations import PHASES, Phase
+from hase.training.energy.fitting import MeasuredEnergy
+from hase.training.llm.measured_steps import MeasuredStep, families, without
+from hase.utils.lazy import scipy
+from hase.utils.timing import error_statistics
 
 Floats = npt.NDArray[np.float64]
 ODD = 0.03  # error from which a step counts as an outlier

@@ -8,9 +8,13 @@ from statistics import median
 
 import numpy as np
 
-from graph_model.simulation.pipeline import Tracks, node_kind
-from records.attention import OPERATOR
-from records.generations import (
+from hase.graph_model.simulation.pipeline import Tracks, node_kind
+from hase.learned.composition.intervals import KNOWN, Novelty
+from hase.learned.energy import Part
+from hase.learned.kernels.predictors import Predictors
+from hase.learned.kernels.settings import LAUNCHES
+from hase.records.attention import OPERATOR
+from hase.records.generations import (
     PHASES,
     Generation,
     Phase,
@@ -19,15 +23,11 @@ from records.generations import (
     measured_points,
     step_record_file,
 )
-from records.kernel_record import Kernel, ModelRecord
-from records.kernel_record_files import read_model_record
-from records.measurement import GPU_LABEL
-from training.composition.intervals import KNOWN, Novelty
-from training.energy.learned import Part
-from training.kernels.predictors import Predictors
-from training.kernels.settings import LAUNCHES
-from utils.errors import UserError
-from utils.paths import Workspace
+from hase.records.kernel_record import Kernel, ModelRecord
+from hase.records.kernel_record_files import read_model_record
+from hase.records.measurement import GPU_LABEL
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
 
 RECORD = "python recipes/llm/record_steps.py"
 QUIET_SHARE = 0.4  # of the tokens: those with the fastest readings of the host's probe count

@@ -16,29 +16,29 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.mps import Grids, MpsProcess, MpsRules, mps_runs_ms
-from graph_model.simulation.pipeline import PipelineCosts, Tracks, dispatched_ms, node_kind
-from records.dataset_files import read_header
-from records.dataset_tables import read_kernel_table, read_model_table
-from records.kernel_record_files import read_model_record, record_path
-from records.measurement import GPU_LABEL
-from records.probe_reading import ALWAYS
-from training.kernels.estimators import KernelModel, fit_factors, predict_rows
-from training.kernels.settings import XgboostSettings
-from training.sharing.mps import GPU_BOUND, WITH_SHARES, WITHOUT_SHARES, MpsErrors, grids_of
-from training.sharing.shared_runs import looped_models
-from utils import cli
-from utils.errors import UserError
-from utils.processes import process_pool
-from utils.sharing_mode import ALL_THREADS, GpuSharing
+from hase.graph_model.simulation.mps import Grids, MpsProcess, MpsRules, mps_runs_ms
+from hase.graph_model.simulation.pipeline import PipelineCosts, Tracks, dispatched_ms, node_kind
+from hase.learned.kernels.estimators import KernelModel, fit_factors, predict_rows
+from hase.learned.kernels.settings import XgboostSettings
+from hase.learned.sharing.mps import GPU_BOUND, WITH_SHARES, WITHOUT_SHARES, MpsErrors, grids_of
+from hase.records.dataset_files import read_header
+from hase.records.dataset_tables import read_kernel_table, read_model_table
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.measurement import GPU_LABEL
+from hase.records.probe_reading import ALWAYS
+from hase.training.sharing.shared_runs import looped_models
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.processes import process_pool
+from hase.utils.sharing_mode import ALL_THREADS, GpuSharing
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from records.kernel_record import ModelRecord
-    from training.kernels.training_set import TrainingSet
-    from utils.fingerprint import Target
-    from utils.paths import Workspace
+    from hase.records.kernel_record import ModelRecord
+    from hase.training.kernels.training_set import TrainingSet
+    from hase.utils.fingerprint import Target
+    from hase.utils.paths import Workspace
 
 Floats = npt.NDArray[np.float64]
 SHARE_SLOWDOWN = 0.85  # of a kernel that fills the GPU, by its times with a quarter, a half and three quarters of the threads

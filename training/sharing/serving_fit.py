@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.serving.config import BATCH, ServedModel
-from benchmark.serving.results import Requests, SetResult, read_requests, read_results
-from graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
-from graph_model.simulation.serving import SLOWER
-from records.host_pace import STALL_S, MachinePace, read_pace
-from records.kernel_record import record_name
-from records.kernel_record_files import read_model_record, record_path
-from records.measurement import GPU_LABEL
-from training.composition.fitted import read_composition
-from training.composition.measured_models import MeasuredModel, tracks
-from training.kernels.predictors import Predictors, read_predictors
-from training.kernels.settings import LAUNCHES
-from training.sharing.serving import ServingHost
-from utils.errors import UserError
-from utils.paths import Workspace
-from utils.sharing_mode import SLICES
+from hase.benchmark.serving.config import BATCH, ServedModel
+from hase.benchmark.serving.results import Requests, SetResult, read_requests, read_results
+from hase.graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
+from hase.graph_model.simulation.serving import SLOWER
+from hase.learned.composition.fitted import read_composition
+from hase.learned.kernels.predictors import Predictors, read_predictors
+from hase.learned.kernels.settings import LAUNCHES
+from hase.learned.sharing.serving import ServingHost
+from hase.records.host_pace import STALL_S, MachinePace, read_pace
+from hase.records.kernel_record import record_name
+from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.measurement import GPU_LABEL
+from hase.training.composition.measured_models import MeasuredModel, tracks
+from hase.utils.errors import UserError
+from hase.utils.paths import Workspace
+from hase.utils.sharing_mode import SLICES
 
 if TYPE_CHECKING:
-    from records.kernel_record import ModelRecord
-    from utils.fingerprint import Flavour
+    from hase.records.kernel_record import ModelRecord
+    from hase.utils.fingerprint import Flavour
 
 Floats = npt.NDArray[np.float64]
 PACES = np.linspace(0.5, 4.0, 71)  # at which runs are simulated

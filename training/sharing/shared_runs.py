@@ -17,20 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
-from graph_model.simulation.sharing import CoRunner, shared_runs_ms
-from records.dataset_files import kernel_table_path
-from records.dataset_tables import read_kernel_table
-from records.kernel_record import record_name
-from records.probe_reading import ALWAYS, QUANTILES
-from training.composition.fitted import latency_ms, read_composition
-from training.composition.formulas import fit_line, left_out_costs
-from training.composition.held_out import predict_as_learned
-from training.composition.measured_models import MeasuredTracks, known_times, left_out_groups, measured_models, tracks_of
-from training.kernels.estimators import KernelModel, fit_kernel_model, parallel_map, predict_kernels
-from training.kernels.predictors import ON_GPU, read_predictors
-from training.kernels.training_set import TrainingSet, measured_times, read_training_set
-from training.sharing.learned import (
+from hase.graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
+from hase.graph_model.simulation.sharing import CoRunner, shared_runs_ms
+from hase.learned.composition.fitted import latency_ms, read_composition
+from hase.learned.composition.formulas import fit_line, left_out_costs
+from hase.learned.kernels.estimators import KernelModel, fit_kernel_model, parallel_map, predict_kernels
+from hase.learned.kernels.predictors import ON_GPU, read_predictors
+from hase.learned.sharing.slices import (
     DEFAULT_SWITCH_MS,
     Sharing,
     SharingErrors,
@@ -39,16 +32,23 @@ from training.sharing.learned import (
     co_runner_probed,
     in_a_loop,
 )
-from utils import cli
-from utils.errors import UserError
+from hase.records.dataset_files import kernel_table_path
+from hase.records.dataset_tables import read_kernel_table
+from hase.records.kernel_record import record_name
+from hase.records.probe_reading import ALWAYS, QUANTILES
+from hase.training.composition.held_out import predict_as_learned
+from hase.training.composition.measured_models import MeasuredTracks, known_times, left_out_groups, measured_models, tracks_of
+from hase.training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from hase.utils import cli
+from hase.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from records.backgrounds import Background
-    from records.blocks import Block
-    from records.kernel_record import ModelRecord
-    from records.measurement import Measurement
-    from training.kernels.settings import TrainingConfig
-    from utils.paths import Workspace
+    from hase.learned.kernels.settings import TrainingConfig
+    from hase.records.backgrounds import Background
+    from hase.records.blocks import Block
+    from hase.records.kernel_record import ModelRecord
+    from hase.records.measurement import Measurement
+    from hase.utils.paths import Workspace
 
 
 Floats = npt.NDArray[np.float64]

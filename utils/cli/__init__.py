@@ -1,6 +1,6 @@
 """What every command line of Hase shares; used as `from utils import cli`."""
 
-from utils.cli.options import (
+from hase.utils.cli.options import (
     EXIT_USAGE,
     add_config,
     add_dim,
@@ -38,7 +38,7 @@ from utils.cli.options import (
     start,
     whole,
 )
-from utils.cli.printing import (
+from hase.utils.cli.printing import (
     cell,
     column_widths,
     distinct,
@@ -50,7 +50,7 @@ from utils.cli.printing import (
     progress,
     warned_of,
 )
-from utils.cli.running import EXIT_ROUGH, EXIT_SLO_MISSED, LEFT_OUT, explain, is_command, run, user_can_mend
+from hase.utils.cli.running import EXIT_ROUGH, EXIT_SLO_MISSED, LEFT_OUT, explain, is_command, run, user_can_mend
 
 __all__ = [
     "EXIT_ROUGH",

@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from utils import logger
-from utils.errors import UserError
-from utils.fingerprint import FROM_SHEET
-from utils.locks import wait_for_locks
-from utils.paths import ROOT, Workspace
+from hase.utils import logger
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import FROM_SHEET
+from hase.utils.locks import wait_for_locks
+from hase.utils.paths import ROOT, Workspace
 
 LAST_PORT = 65535
 EXIT_USAGE = 2
@@ -187,7 +187,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config(parser: argparse.ArgumentParser, default: Path, example: str, what: str = "settings") -> None:
-    """`--config` and `--set` (as `changes`), for `utils.config.read_config`.
+    """`--config` and `--set` (as `changes`), for `hase.utils.config.read_config`.
 
     Args:
         default: the config that is read by default, a file of the repository.

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from utils import logger
-from utils.lazy import rich
+from hase.utils import logger
+from hase.utils.lazy import rich
 
 FRAME = 1  # characters: the frame of a table
 PADDING = 3  # lines and blanks per column

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from utils.errors import OpenSizes, UserError
-from utils.temporary import remove_temporaries
+from hase.utils.errors import OpenSizes, UserError
+from hase.utils.temporary import remove_temporaries
 
 EXIT_ROUGH = 3  # an answer is a rough estimate (with --fail-on-rough)
 EXIT_SLO_MISSED = 4  # a latency objective is not met
@@ -147,7 +147,7 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
 
     def handler_of(number: int) -> object:
         handler = signal.getsignal(number)
-        return getattr(handler, "__wrapped__", handler)  # while a package is imported (utils.lazy), `stop` is called later
+        return getattr(handler, "__wrapped__", handler)  # while a package is imported (hase.utils.lazy), `stop` is called later
 
     def end_at_last() -> None:
         while True:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from utils import cli
+from hase.utils import cli
 
 CARD = ("display:inline-block;border:1px solid rgba(127,127,127,.35);border-radius:8px;padding:10px 14px;max-width:640px;"
         "font-family:system-ui,sans-serif;font-size:13px;line-height:1.4;text-align:left;white-space:normal")

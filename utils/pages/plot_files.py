@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from utils import files
-from utils.lazy import matplotlib
-from utils.pages.page import Chart, Series
-from utils.pages.scales import Scale, scales_of
-from utils.pages.svg import COLOURS, INK, LIMIT, MUTED, drawing_of_all
+from hase.utils import files
+from hase.utils.lazy import matplotlib
+from hase.utils.pages.page import Chart, Series
+from hase.utils.pages.scales import Scale, scales_of
+from hase.utils.pages.svg import COLOURS, INK, LIMIT, MUTED, drawing_of_all
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

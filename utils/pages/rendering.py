@@ -14,13 +14,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from utils import cli, files
-from utils.errors import UserError
-from utils.lazy import jinja2
-from utils.pages.page import COLOURS, OTHER, Bars, Chart, Grid, Page, Part, Piece, Plot, Table, Timeline, TreeMap
-from utils.pages.scales import Scale, scale_of, scales_of
-from utils.pages.svg import drawing_of
-from utils.paths import ROOT
+from hase.utils import cli, files
+from hase.utils.errors import UserError
+from hase.utils.lazy import jinja2
+from hase.utils.pages.page import COLOURS, OTHER, Bars, Chart, Grid, Page, Part, Piece, Plot, Table, Timeline, TreeMap
+from hase.utils.pages.scales import Scale, scale_of, scales_of
+from hase.utils.pages.svg import drawing_of
+from hase.utils.paths import ROOT
 
 MOST_BYTES = 2_000_000  # of a page, ECharts included
 FOLDER = Path(__file__).parent

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from utils.pages.page import Axis, Bars, Chart
+from hase.utils.pages.page import Axis, Bars, Chart
 
 LEAST_TICKS = 4
 LINEAR_TICKS = 6

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from utils.pages.page import Bars, Chart, Plot, Series
-from utils.pages.scales import Scale, scale_of, scales_of
+from hase.utils.pages.page import Bars, Chart, Plot, Series
+from hase.utils.pages.scales import Scale, scale_of, scales_of
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 60, 56  # margins of a chart; TOP with one row of names

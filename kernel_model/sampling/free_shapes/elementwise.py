@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kernel_model.sampling.free_shapes.sizes import (
+from hase.kernel_model.sampling.free_shapes.sizes import (
     CONTRIB,
     Generator,
     Sizes,
@@ -23,7 +23,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
     tokens,
 )
-from records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
 
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "Gelu": {"approximate": "none"}, "HardSigmoid": {"alpha": as_float32(1 / 6), "beta": 0.5}, "Elu": {"alpha": 1.0},

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from kernel_model.sampling.draws import without_large_weights
-from kernel_model.sampling.free_shapes.products import GATES
-from kernel_model.sampling.free_shapes.sizes import (
+from hase.kernel_model.sampling.draws import without_large_weights
+from hase.kernel_model.sampling.free_shapes.products import GATES
+from hase.kernel_model.sampling.free_shapes.sizes import (
     ABSENT,
     OPSET,
     Generator,
@@ -29,12 +29,12 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
     with_weight,
 )
-from records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, type_code
-from records.kernel_types import default_of, describe_kernel
-from records.operators import TABLE
-from utils.errors import UserError
-from utils.lazy import onnx
-from utils.ort_sessions import outputs_by_schema
+from hase.records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, type_code
+from hase.records.kernel_types import default_of, describe_kernel
+from hase.records.operators import TABLE
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx
+from hase.utils.ort_sessions import outputs_by_schema
 
 LEAST_ELEMENTS, MOST_ELEMENTS = 16.0, 2.0**25  # of a tensor
 ODD = (1, 2, 3, 5, 7, 11, 13, 17, 31, 33, 63, 65, 127, 129, 255, 257, 1000, 1023, 1025, 4095, 4097)

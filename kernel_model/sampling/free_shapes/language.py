@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from kernel_model.sampling.free_shapes.sizes import (
+from hase.kernel_model.sampling.free_shapes.sizes import (
     ABSENT,
     CONTRIB,
     Generator,
@@ -22,8 +22,8 @@ from kernel_model.sampling.free_shapes.sizes import (
     pick,
     tensor,
 )
-from records.attention import NORM, with_lengths
-from records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.attention import NORM, with_lengths
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
 
 
 class Family(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_model.sampling.free_shapes.sizes import (
+from hase.kernel_model.sampling.free_shapes.sizes import (
     ABSENT,
     Generator,
     Sizes,
@@ -17,7 +17,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
     tokens,
 )
-from records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
 
 FAR = 2**63 - 1  # the end of a Slice that goes on to the end
 ORDERS = (  # the axes of tensors as `Sizes` names them, and how models permute them

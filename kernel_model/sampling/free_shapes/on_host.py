@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kernel_model.sampling.draws import on_cuda
-from kernel_model.sampling.free_shapes import elementwise, forms, products, reductions
-from kernel_model.sampling.free_shapes.forms import any_rank, any_shape, inferred
-from kernel_model.sampling.free_shapes.language import product_sizes, rows
-from kernel_model.sampling.free_shapes.sizes import (
+from hase.kernel_model.building.dummy_data import ML
+from hase.kernel_model.sampling.draws import on_cuda
+from hase.kernel_model.sampling.free_shapes import elementwise, forms, products, reductions
+from hase.kernel_model.sampling.free_shapes.forms import any_rank, any_shape, inferred
+from hase.kernel_model.sampling.free_shapes.language import product_sizes, rows
+from hase.kernel_model.sampling.free_shapes.sizes import (
     CONTRIB,
     Generator,
     activation_shape,
@@ -30,9 +31,8 @@ from kernel_model.sampling.free_shapes.sizes import (
     side,
     tensor,
 )
-from records.kernel_record import Kernel, KernelInput, Tensor, type_code
-from records.kernel_types import describe_kernel
-from runtimes.ort.building.dummy_data import ML
+from hase.records.kernel_record import Kernel, KernelInput, Tensor, type_code
+from hase.records.kernel_types import describe_kernel
 
 WHOLE = ("uint8", "uint8", "int8")  # quantisers mostly round activations to the first
 UNARY = ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Celu", "Cosh", "Hardmax", "Mish", "Sinh", "Tan")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernel_model.sampling.free_shapes.sizes import (
+from hase.kernel_model.sampling.free_shapes.sizes import (
     ABSENT,
     CONTRIB,
     HEADS,
@@ -23,7 +23,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tokens,
     with_weight,
 )
-from records.kernel_record import Kernel
+from hase.records.kernel_record import Kernel
 
 WINDOWS, WINDOW_WEIGHTS = ((1, 1), (3, 3), (5, 5), (7, 7), (1, 7), (7, 1), (1, 3), (3, 1), (2, 2), (11, 11)), (
     0.38, 0.42, 0.06, 0.04, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01)

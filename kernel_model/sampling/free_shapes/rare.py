@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kernel_model.sampling.free_shapes.forms import inferred
-from kernel_model.sampling.free_shapes.products import GATES, recurrent_layer
-from kernel_model.sampling.free_shapes.sizes import (
+from hase.kernel_model.sampling.free_shapes.forms import inferred
+from hase.kernel_model.sampling.free_shapes.products import GATES, recurrent_layer
+from hase.kernel_model.sampling.free_shapes.sizes import (
     CONTRIB,
     HEAD_WIDTHS,
     Generator,
@@ -22,7 +22,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
     with_weight,
 )
-from records.kernel_record import Kernel
+from hase.records.kernel_record import Kernel
 
 LONGEST_SIDE = {1: 20000, 2: 256, 3: 64}  # by rank
 BIASED = 0.8  # of convolutions and products

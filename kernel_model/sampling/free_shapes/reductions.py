@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_model.sampling.free_shapes.sizes import (
+from hase.kernel_model.sampling.free_shapes.sizes import (
     CONTRIB,
     Generator,
     Sizes,
@@ -17,7 +17,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
     tokens,
 )
-from records.kernel_record import Kernel, Tensor
+from hase.records.kernel_record import Kernel, Tensor
 
 # The tensors that models reduce, and along which axes.
 FORMS = (("bcss", (2, 3)), ("bcss", (-1, -2)), ("bssc", (1, 2)), ("btx", (-1,)), ("btx", (1,)), ("bhtt", (-1,)), ("bhtd", (3,)),

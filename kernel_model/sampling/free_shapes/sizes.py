@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_types import describe_kernel
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_types import describe_kernel
 
 SIDES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 20, 24, 27, 28, 32, 35, 36, 40, 48, 55, 56, 64, 72, 75, 80, 96,
          109, 112, 128, 144, 149, 150, 160, 192, 224, 256, 288, 320)

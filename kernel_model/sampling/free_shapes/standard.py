@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernel_model.sampling.free_shapes import language, products, reductions
-from kernel_model.sampling.free_shapes.language import decoder, encoder, product_sizes, rows
-from kernel_model.sampling.free_shapes.sizes import (
+from hase.kernel_model.sampling.free_shapes import language, products, reductions
+from hase.kernel_model.sampling.free_shapes.language import decoder, encoder, product_sizes, rows
+from hase.kernel_model.sampling.free_shapes.sizes import (
     Generator,
     activation_shape,
     as_float32,
@@ -21,8 +21,8 @@ from kernel_model.sampling.free_shapes.sizes import (
     pick,
     tensor,
 )
-from records.kernel_record import Kernel, KernelInput, Tensor
-from records.kernel_types import describe_kernel
+from hase.records.kernel_record import Kernel, KernelInput, Tensor
+from hase.records.kernel_types import describe_kernel
 
 ATTENTION_OPSET, BFLOAT16_OPSET = 23, 22
 OF_NETWORKS = (products.convolution, products.convolution, products.gemm, products.layer_product, products.batched_product,

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from kernel_model.sampling.free_shapes import (
+from hase.kernel_model.sampling.free_shapes import (
     elementwise,
     forms,
     language,
@@ -24,8 +24,8 @@ from kernel_model.sampling.free_shapes import (
     reductions,
     standard,
 )
-from kernel_model.sampling.free_shapes.sizes import Generator
-from records.kernel_record import Kernel
+from hase.kernel_model.sampling.free_shapes.sizes import Generator
+from hase.records.kernel_record import Kernel
 
 SEEDED = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "Clip"}  # well known from image models
 Draw = Callable[[str, int, Generator], Kernel]

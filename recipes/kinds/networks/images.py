@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import detection, segmentation, video
 
-from model_zoo.exporting.torch_models import build
-from recipes.kinds.networks.exporting import export, images
+from hase.model_zoo.exporting.torch_models import build
+from hase.recipes.kinds.networks.exporting import export, images
 
 
 class GroupedBlock(nn.Module):

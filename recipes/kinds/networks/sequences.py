@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.kinds.networks.transformers import encoder_of_vectors
+from hase.recipes.kinds.networks.transformers import encoder_of_vectors
 
 
 class ConformerBlock(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.kinds.networks.exporting import export
+from hase.recipes.kinds.networks.exporting import export
 
 
 class RmsNorm(nn.Module):

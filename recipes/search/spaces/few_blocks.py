@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from inference.search import ofa
-from records.kernel_record import ModelRecord
-from utils.fingerprint import Flavour
+from hase.inference.search import ofa
+from hase.records.kernel_record import ModelRecord
+from hase.utils.fingerprint import Flavour
 
 COUNT = 10_000
 

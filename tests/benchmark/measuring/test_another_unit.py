@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from measuring.bench import Bench, Steadiness, close_window, open_window
-from measuring.loads import Totals, measure_loads
-from measuring.metrics.source import MetricSource, Window
-from measuring.pending import Planned, plan_blocks
-from records.blocks import Block, JournalFile, read_blocks, write_units
-from records.measurement import Measurement, now
+from hase.benchmark.load.loads import Totals, measure_loads
+from hase.benchmark.measuring.bench import Bench, Steadiness, close_window, open_window
+from hase.benchmark.measuring.pending import Planned, plan_blocks
+from hase.benchmark.metrics.source import MetricSource, Window
+from hase.records.blocks import Block, JournalFile, read_blocks, write_units
+from hase.records.measurement import Measurement, now
 
 POWER = "DCGM_FI_DEV_POWER_USAGE"
 PRETENDED_W = 50.0
@@ -49,7 +49,7 @@ class Product:
         return time.perf_counter() - began_s
 
 
-# 2. A source of power. A real one would ask the device; see measuring/metrics -------------------------------------------
+# 2. A source of power. A real one would ask the device; see benchmark/metrics -------------------------------------------
 
 class PretendedPower(MetricSource):
     """Pretends to be a power sensor: a test has none. It always says PRETENDED_W."""

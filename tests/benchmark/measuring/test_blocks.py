@@ -13,26 +13,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmark.collecting.units import ask as ask_worker
-from measuring import worker_process
-from measuring.actors import RunningLoad, idle, measure_block
-from measuring.bench import Bench, Canary, Steadiness
-from measuring.loads import Totals, best_canary_ms, measure_loads
-from measuring.metrics.sources import open_source
-from measuring.pending import Planned, in_blocks, pending, plan_blocks
-from measuring.run_times import Effort
-from measuring.stress import Stress
-from measuring.worker_process import WorkerFailed, WorkerProcess
-from records.backgrounds import COMPUTE, Background
-from records.blocks import Block, Journal
-from records.measurement import Measurement, Status
-from runtimes import protocol
-from runtimes.protocol import Reply, Request
+from hase.benchmark.collecting.units import ask as ask_worker
+from hase.benchmark.load.loads import Totals, best_canary_ms, measure_loads
+from hase.benchmark.load.stress import Stress
+from hase.benchmark.measuring.actors import RunningLoad, idle, measure_block
+from hase.benchmark.measuring.bench import Bench, Canary, Steadiness
+from hase.benchmark.measuring.pending import Planned, in_blocks, pending, plan_blocks
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.metrics.sources import open_source
+from hase.records.backgrounds import COMPUTE, Background
+from hase.records.blocks import Block, Journal
+from hase.records.measurement import Measurement, Status
+from hase.runtimes import protocol
+from hase.runtimes.protocol import Reply, Request
+from hase.utils import worker_process
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import has_cuda
+from hase.utils.frozen import Frozen
+from hase.utils.ort_sessions import open_session
+from hase.utils.worker_process import WorkerFailed, WorkerProcess
 from tests.conftest import small_model
-from utils.errors import UserError
-from utils.fingerprint import has_cuda
-from utils.frozen import Frozen
-from utils.ort_sessions import open_session
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def test_a_steady_block_is_measured_once() -> None:
 
 
 def test_a_block_waits_until_the_machine_is_at_its_best_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("measuring.bench.PAUSE_S", 0.001)
+    monkeypatch.setattr("hase.benchmark.measuring.bench.PAUSE_S", 0.001)
     bench = bench_with([2.0, 1.5, 1.05, 1.05], patience_s=60.0)
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).canary_before_ms == 1.05
     bench = bench_with([2.0, 2.0])  # no patience: the block is measured and reported as unsteady
@@ -70,7 +70,7 @@ def test_a_block_waits_until_the_machine_is_at_its_best_again(monkeypatch: pytes
 
 
 def test_a_block_waits_until_a_cpu_does_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("measuring.bench.PAUSE_S", 0.001)
+    monkeypatch.setattr("hase.benchmark.measuring.bench.PAUSE_S", 0.001)
     shares = [0.9, 0.5, 0.1]
     bench = replace(bench_with([1.0] * 4, patience_s=60.0), busy=lambda: shares.pop(0))
     measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0))
@@ -78,7 +78,7 @@ def test_a_block_waits_until_a_cpu_does_nothing_else(monkeypatch: pytest.MonkeyP
 
 
 def test_a_machine_that_is_always_busy_does_not_hold_everything_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("measuring.bench.PAUSE_S", 0.001)
+    monkeypatch.setattr("hase.benchmark.measuring.bench.PAUSE_S", 0.001)
     canary = Canary(lambda loaded: [1.0], best_ms=1.0, busy=lambda: 0.9)
     for _ in range(20):
         canary.steady_ms(0.05, 0.2)

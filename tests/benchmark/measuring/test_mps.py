@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.collecting.config import CollectorConfig
-from measuring import mps
-from measuring.mps import CONTROL, gpu_shared
-from utils.config import validate
-from utils.errors import UserError
-from utils.fingerprint import VISIBLE_GPUS
-from utils.sharing_mode import PIPE_DIRECTORY, THREADS, GpuSharing, mps_daemon_answers
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.load import mps
+from hase.benchmark.load.mps import CONTROL, gpu_shared
+from hase.utils.config import validate
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import VISIBLE_GPUS
+from hase.utils.sharing_mode import PIPE_DIRECTORY, THREADS, GpuSharing, mps_daemon_answers
 
 DAEMON = """#!{python}
 import os, socket, subprocess, sys, time

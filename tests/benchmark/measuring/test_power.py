@@ -11,11 +11,17 @@ from typing import Any
 import pynvml
 import pytest
 
-from measuring import power
-from measuring.metrics import nvml, power_sensors
-from measuring.metrics.power_sensors import NoPowerSensor, NvmlPower, PowerSample, PowerSensor, RaplPower, open_power_sensor
-from measuring.power import Energy, PowerMonitor, energy_between, energy_of_runs, integral_j
-from utils.errors import UserError
+from hase.benchmark.metrics import nvml, power, power_sensors
+from hase.benchmark.metrics.power import Energy, PowerMonitor, energy_between, energy_of_runs, integral_j
+from hase.benchmark.metrics.power_sensors import (
+    NoPowerSensor,
+    NvmlPower,
+    PowerSample,
+    PowerSensor,
+    RaplPower,
+    open_power_sensor,
+)
+from hase.utils.errors import UserError
 
 
 class Ramp(PowerSensor):

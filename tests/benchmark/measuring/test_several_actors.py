@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from measuring.actors import Actor, Finished, Task
-from measuring.bench import Steadiness
-from measuring.loads import Totals, measure_by
-from measuring.pending import Plan, Planned, pending
-from records.backgrounds import Background
-from records.blocks import Block, Journal
-from records.measurement import Measurement, Status, now
-from utils.errors import UserError
+from hase.benchmark.load.loads import Totals, measure_by
+from hase.benchmark.measuring.actors import Actor, Finished, Task
+from hase.benchmark.measuring.bench import Steadiness
+from hase.benchmark.measuring.pending import Plan, Planned, pending
+from hase.records.backgrounds import Background
+from hase.records.blocks import Block, Journal
+from hase.records.measurement import Measurement, Status, now
+from hase.utils.errors import UserError
 
 A, B, C = Actor("a", "gpu a", "host 1"), Actor("b", "gpu b", "host 1"), Actor("c", "gpu c", "host 2")
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from conftest import small_model
 
-from measuring.run_times import Effort
-from records.blocks import Block
-from records.measurement import Measurement
-from runtimes.ort.building.kernel_models import kernel_build
-from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.worker import answer
-from runtimes.protocol import Reply, Request
-from utils import files
+from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.ort.worker import answer
+from hase.kernel_model.building.kernel_models import kernel_build
+from hase.ort_analysis.graph.analysis import analyze
+from hase.records.blocks import Block
+from hase.records.measurement import Measurement
+from hase.runtimes.protocol import Reply, Request
+from hase.utils import files
 
 EFFORT = Effort(warmup=1, budget_s=0.002, least_runs=2, most_runs=4)
 

@@ -1,0 +1,101 @@
+"""Shares this machine's GPU through NVIDIA's MPS while something is measured.
+
+Under MPS kernels of several processes run at the same time, and each process may be limited to a share of the GPU's threads.
+A process becomes a client when it opens CUDA. So the daemon starts before any process that measures, and these find it by the
+environment that they inherit. Sources: NVIDIA's guide to MPS; manual page of nvidia-cuda-mps-control.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import VISIBLE_GPUS, gpu_facts
+from hase.utils.logger import get_logger
+from hase.utils.sharing_mode import ALL_THREADS, PIPE_DIRECTORY, SLICES, THREADS, GpuSharing, mps_daemon_answers
+from hase.utils.temporary import temporary_folder
+
+CONTROL = "nvidia-cuda-mps-control"
+LOG_DIRECTORY = "CUDA_MPS_LOG_DIRECTORY"
+STOP_SECONDS = 30.0
+
+log = get_logger("mps")
+
+
+@contextmanager
+def gpu_shared(sharing: GpuSharing) -> Iterator[None]:
+    """Processes that this one starts within the block share the GPU in this way. An MPS daemon that runs already is used, else
+    one runs for as long as the block.
+
+    Raises:
+        UserError: MPS is not installed, does not start, or runs although time slices are asked for.
+    """
+    runs = mps_daemon_answers()
+    if not sharing.mps:
+        if runs:
+            raise UserError(f"sharing {SLICES}: an MPS daemon runs, so processes would share the GPU through it; stop it "
+                            f"(echo quit | {CONTROL}), or measure with sharing: mps")
+        yield
+    elif runs:
+        with _environment(_chosen_gpu() | {THREADS: str(sharing.percent)}):
+            yield
+    else:
+        with (temporary_folder() as folder, _environment(_chosen_gpu() | {
+                PIPE_DIRECTORY: str(folder), LOG_DIRECTORY: str(folder), THREADS: str(sharing.percent)}), _daemon()):
+            yield
+
+
+def _chosen_gpu() -> dict[str, str]:
+    """The GPU that the environment chooses by its index, by its UUID. A daemon counts the GPUs that it may use from 0, so to
+    its clients the index is another one's or nobody's."""
+    chosen = os.environ.get(VISIBLE_GPUS, "")
+    return {VISIBLE_GPUS: gpu_facts()["uuid"]} if chosen.split(",")[0].strip().isdecimal() and gpu_facts() else {}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _daemon() -> Iterator[None]:
+    """An MPS control daemon, with its pipes where this process's environment says.
+
+    Raises:
+        UserError: it is not installed or does not start.
+    """
+    limits = {THREADS: str(ALL_THREADS)}  # no client may use more than the daemon's own environment says
+    try:
+        started = subprocess.run([CONTROL, "-d"], env=os.environ | limits, stdin=subprocess.DEVNULL, capture_output=True,
+                                 text=True)
+    except FileNotFoundError:
+        raise UserError(f"sharing mps: {CONTROL} is not installed (NVIDIA's driver packages bring it); measure with sharing: "
+                        f"{SLICES}") from None
+    if started.returncode or not mps_daemon_answers():
+        said = (started.stderr or started.stdout).strip() or f"exit code {started.returncode}"
+        raise UserError(f"sharing mps: the MPS daemon does not start: {said}")
+    try:
+        yield
+    finally:
+        _quit()
+
+
+def _quit() -> None:
+    """Ends the daemon. It waits for its clients, which have ended by now."""
+    try:
+        subprocess.run([CONTROL], input="quit\n", capture_output=True, text=True, timeout=STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        log.warning("the MPS daemon has not ended within %g s; end it: echo quit | %s=%s %s", STOP_SECONDS, PIPE_DIRECTORY,
+                    os.environ[PIPE_DIRECTORY], CONTROL)

@@ -1,0 +1,144 @@
+"""The sizes that depend on data, taken from one run (benchmark/sizes_of_a_run.py)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hase.benchmark.ort.profile import SUFFIX
+from hase.benchmark.ort.runner import random_feed
+from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.graph.bodies import body_sizes, given_branch
+from hase.ort_analysis.graph.nodes import bodies_of
+from hase.ort_analysis.graph.open_shapes import SizeNotKnown
+from hase.ort_analysis.graph.parsing import optimize
+from hase.ort_analysis.graph.source import read_source
+from hase.records.kernel_record import BRANCHES
+from hase.runtimes import flavour_of
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx
+from hase.utils.ort_sessions import model_errors, open_session
+from hase.utils.temporary import temporary_folder
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class SeenRun(NamedTuple):
+    """What one run of a model showed.
+
+    Attributes:
+        shapes: of the tensors that its nodes made, by name; those of a body are called `<node>/<tensor>`, and of those that
+            were made more than once the largest counts.
+        branches: of each If that ran, which branch ran more often: `<node>.then` or `<node>.else`.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    branches: list[str]
+
+
+def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndarray] | None = None,
+              static: bool = False) -> SeenRun:
+    """Runs a model once on this CPU.
+
+    Args:
+        model: the ONNX file.
+        dims: sizes of its dynamic dimensions.
+        inputs: values of inputs by name; the others are as `random_feed` makes them.
+        static: whether `dims` are fixed before ONNX Runtime optimises the model.
+
+    Raises:
+        UserError: ORT can't load or run it.
+    """
+    source = read_source(model, dims)
+    with temporary_folder() as folder:
+        optimized = folder / "optimized.onnx"
+        proto = optimize(source, flavour_of("cpu"), optimized, static)
+        session = open_session(optimized, "cpu", optimize="none", name=str(model), profile_prefix=folder / "run")
+        feed = random_feed(session, source.dims, source.steering, source.graph_only.graph) | dict(inputs or {})
+        with model_errors(str(model)):
+            session.run(None, feed)
+        events = [event for event in files.read_json(Path(session.end_profiling()))
+                  if event.get("cat") == "Node" and event["name"].endswith(SUFFIX)]
+    made = _tensors_by_node(proto.graph)
+    largest: dict[str, tuple[int, ...]] = {}
+    ran: Counter[str] = Counter()
+    for event in events:
+        name = event["name"].removesuffix(SUFFIX)
+        ran[name] += 1
+        names = made.get(name, [])
+        shapes = [tuple(shape) for kind in event["args"]["output_type_shape"] for shape in kind.values()]
+        if len(names) == len(shapes):  # an event says nothing of sequences
+            for tensor, shape in zip(names, shapes, strict=True):
+                largest[tensor] = max(largest.get(tensor, shape), shape, key=math.prod)
+    return SeenRun(largest, [name for name in _branches(proto.graph, ran) if name in body_sizes(source.graph_only.graph)])
+
+
+def _branches(graph: onnx.GraphProto, ran: Mapping[str, int]) -> Iterator[str]:
+    """The branch that each If of a graph took most often, and those of Ifs in its bodies; nothing for an If that never ran.
+
+    Args:
+        graph: its nodes have unique names.
+        ran: how often each node ran, by name; a branch without nodes runs as often as its If takes no other.
+    """
+    for node in graph.node:
+        bodies = bodies_of(node)
+        if node.op_type == "If" and ran.get(node.name, 0):
+            counts = {branch: max((ran.get(inner.name, 0) for inner in bodies[attribute].node), default=None)
+                      for branch, attribute in BRANCHES.items()}
+            times = {branch: ran[node.name] - sum(count or 0 for count in counts.values()) if count is None else count
+                     for branch, count in counts.items()}
+            yield f"{node.name}.{max(times, key=lambda branch: times[branch])}"
+        for body in bodies.values():
+            yield from _branches(body, ran)
+
+
+def _tensors_by_node(graph: onnx.GraphProto, prefix: str = "") -> dict[str, list[str]]:
+    """The tensors that each node of a graph makes, and those of its bodies, by the node's name."""
+    tensors = {}
+    for node in graph.node:
+        tensors[node.name] = [prefix + out for out in node.output if out]
+        for body in bodies_of(node).values():
+            tensors |= _tensors_by_node(body, f"{node.name}/")
+    return tensors
+
+
+def sizes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndarray] | None = None,
+                   static: bool = False) -> dict[str, int]:
+    """The sizes that depend on data, as they come out when a model runs once on this CPU, by the names under which they can be
+    given: `<tensor>.<axis>`. Where the branch of an If depends on data, the one that ran is given too: `<node>.then` or
+    `<node>.else`, as 1.
+
+    Args:
+        model: the ONNX file.
+        dims: sizes of its dynamic dimensions.
+        inputs: values of inputs by name; the others are as `random_feed` makes them.
+        static: whether `dims` are fixed before ONNX Runtime optimises the model.
+
+    Raises:
+        UserError: ORT can't load or run the model, or it can't be analysed even with these sizes.
+    """
+    seen = see_a_run(model, dims, inputs, static)
+    branches = [name for name in seen.branches if not given_branch(name.rpartition(".")[0], dims)]
+    sizes: dict[str, int] = {}
+    while True:
+        try:
+            record = analyze(model, "cpu", {**dims, **sizes}, static=static)
+        except SizeNotKnown as error:
+            unknown: dict[str, tuple[int, ...]] = {error.tensor: ()}
+        else:
+            unknown = dict(record.assumed)
+            if not unknown and not (record.guessed and set(branches) - set(sizes)):
+                return sizes
+        new_sizes = dict.fromkeys(branches, 1)
+        for tensor, shape in unknown.items():
+            of_tensor = {f"{tensor}.{axis}": size for axis, size in enumerate(seen.shapes.get(tensor, ()))}
+            differing = {name: of_tensor[name] for name, size in zip(of_tensor, shape, strict=False) if of_tensor[name] != size}
+            new_sizes |= differing if differing.keys() - sizes.keys() else of_tensor  # most axes are known
+        if not new_sizes.keys() - sizes.keys():
+            raise UserError(f"{model}: the sizes of {', '.join(unknown)} depend on data, and nothing of them was made in a run")
+        sizes |= new_sizes

@@ -1,0 +1,1 @@
+../overlap_simulator.py

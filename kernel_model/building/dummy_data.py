@@ -1,0 +1,282 @@
+"""Inputs for kernels and models that nobody gave: standardised random numbers, or values that let an operator run.
+
+How long a kernel takes may depend on these values (`time_by_values` in records/operators.py): a NonMaxSuppression compares each
+box that it keeps with all others, and rows that take the same branches of a tree are faster than rows that differ. So the order
+of signs and sizes is random, and a tree's rows lie around its thresholds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hase.ort_analysis.graph.bodies import PASSED_ON, captured
+from hase.ort_analysis.graph.nodes import attribute_value, bodies_of, first_taught
+from hase.records.attention import LAST_PLACES, OPERATOR, TOTAL, Attended, attended_by
+from hase.records.kernel_record import Kernel, KernelInput, numpy_dtype
+from hase.records.operators import operator_row
+from hase.records.plain_attention import KEY_MASKS, TOKEN_OFFSETS, plain_attended_by
+
+if TYPE_CHECKING:
+    import onnx
+
+GRID = 10.0  # distance of boxes that do not overlap
+SIDE = 4.0  # of a box
+POOL_ELEMENTS = 1 << 22
+LEAST = 1e-3  # smaller numbers could make quotients and powers overflow
+ML = "ai.onnx.ml"
+TREES = ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor")
+COMPARING = ("Shape", "Size", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")  # they take any whole number
+PASSING = ("Identity", "Cast", "Imputer")  # operators that leave the range of a column as it is
+
+
+def chosen(kernel: Kernel, position: int) -> np.ndarray | None:
+    """The value of an input, not yet of its type; None where any value does, or where no value gives this output."""
+    if (sizes := attended_by(kernel)) and position in (LAST_PLACES, TOTAL):
+        return np.full(kernel.inputs[position].shape, sizes.total - (position == LAST_PLACES))
+    if position == TOKEN_OFFSETS.get(kernel.op_type):  # rows without padding: each token is where it would be with it
+        return np.arange(kernel.inputs[position].elements).reshape(kernel.inputs[position].shape)
+    if position - 1 == TOKEN_OFFSETS.get(kernel.op_type):  # the first token of each row, and how many there are
+        return np.arange(kernel.inputs[position].elements) * kernel.inputs[position - 1].shape[-1]
+    if position == KEY_MASKS.get(kernel.op_type) and (sizes := plain_attended_by(kernel)):
+        return _all_keys(sizes, kernel.inputs[position].shape)
+    if kernel.domain == ML and kernel.op_type in TREES and not position:
+        rows = random_floats(kernel.inputs[0].shape, "float32")
+        return thresholds_of(kernel.attributes).around(rows)
+    if kernel.domain:
+        return None
+    make = {("NonZero", 0): _nonzero, ("Compress", 1): _condition, ("NonMaxSuppression", 0): _boxes,
+            ("Unique", 0): _repeated, ("GridSample", 1): _within_one, ("Acos", 0): _within_one, ("Asin", 0): _within_one,
+            ("Atanh", 0): _within_one, ("Acosh", 0): _above_one}.get((kernel.op_type, position))
+    return make(kernel) if make else None
+
+
+def _all_keys(sizes: Attended, shape: tuple[int, ...]) -> np.ndarray | None:
+    """What says for each row of a batch that all its keys count; None where truth values do.
+
+    With one number for each row, that is where its keys end; then where they start may follow. Or lengths come first, and then
+    where the queries and the keys of each row start if all rows lie one after another.
+    """
+    ends, starts = np.full(sizes.batch, sizes.total), np.arange(sizes.batch + 1)
+    known: dict[tuple[int, ...], np.ndarray] = {
+        (sizes.batch,): ends, (2 * sizes.batch,): np.concatenate([ends, np.zeros(sizes.batch)]),
+        (3 * sizes.batch + 2,): np.concatenate([ends, starts * sizes.queries, starts * sizes.total])}
+    return known.get(shape)
+
+
+def chosen_places(count: int, places: int) -> np.ndarray:
+    """`count` of `places` truth values are true, in random order."""
+    return np.random.default_rng(0).permutation(places) < min(count, places)
+
+
+def _nonzero(kernel: Kernel) -> np.ndarray:
+    shape = kernel.inputs[0].shape
+    return chosen_places(kernel.outputs[0].shape[-1], math.prod(shape)).reshape(shape)
+
+
+def _condition(kernel: Kernel) -> np.ndarray:
+    axis = kernel.attributes.get("axis")
+    kept = kernel.outputs[0].shape[int(axis) if axis is not None else 0]
+    return chosen_places(kept, kernel.inputs[1].shape[0])
+
+
+def _within_one(kernel: Kernel) -> np.ndarray:
+    return np.tanh(random_floats(kernel.inputs[-1].shape, "float32"))
+
+
+def _above_one(kernel: Kernel) -> np.ndarray:
+    return 1.0 + random_floats(kernel.inputs[0].shape, "float32", positive=True)
+
+
+def _repeated(kernel: Kernel) -> np.ndarray | None:
+    """As many different values as come out, in random order; None along an axis, where rows would have to differ."""
+    if kernel.attributes.get("axis") is not None:
+        return None
+    shape = kernel.inputs[0].shape
+    return (np.random.default_rng(0).permutation(math.prod(shape)) % max(kernel.outputs[0].shape[0], 1)).reshape(shape)
+
+
+def _boxes(kernel: Kernel) -> np.ndarray | None:
+    """As many places as boxes are kept, on a grid, each taken by boxes that coincide. None with several images or classes."""
+    batch, boxes, _ = kernel.inputs[0].shape
+    if batch != 1 or kernel.inputs[1].shape[1] != 1:
+        return None
+    place = np.arange(boxes) % max(kernel.outputs[0].shape[0], 1)
+    wide = math.isqrt(boxes) + 1
+    corner = GRID * np.stack([place // wide, place % wide], 1)
+    return np.concatenate([corner, corner + SIDE], 1)[None]
+
+
+class ColumnRanges(NamedTuple):
+    """Mean and spread of the columns of a table of features."""
+
+    mean: np.ndarray
+    spread: np.ndarray
+
+    def around(self, standardised: np.ndarray) -> np.ndarray:
+        """Standardised rows (their last axis: the columns), moved into these ranges. Columns without a range stay."""
+        mean, spread = np.zeros(standardised.shape[-1]), np.ones(standardised.shape[-1])
+        mean[:len(self.mean)], spread[:len(self.spread)] = self.mean[:len(mean)], self.spread[:len(spread)]
+        return np.asarray(mean + spread * standardised)
+
+
+def thresholds_of(attributes: Mapping[str, Any]) -> ColumnRanges:
+    """The ranges in which the trees of an ensemble compare the columns, so that rows from there take all branches."""
+    columns = np.asarray(attributes["nodes_featureids"])
+    given = next(attributes[name] for name in ("nodes_splits", "nodes_values", "nodes_values_as_tensor") if name in attributes)
+    splits = np.asarray(given["values"] if isinstance(given, Mapping) else given, float)
+    compared = np.isfinite(splits)
+    if "nodes_splits" not in attributes:  # before version 5 of ai.onnx.ml, leaves are among the nodes
+        compared &= np.array([mode != "LEAF" for mode in attributes["nodes_modes"]])
+    columns, splits = columns[compared], splits[compared]
+    count = np.maximum(np.bincount(columns), 1)
+    mean = np.bincount(columns, splits) / count
+    variance = np.maximum(np.bincount(columns, splits ** 2) / count - mean ** 2, 0.0)
+    return ColumnRanges(mean, np.where(variance > 0, np.sqrt(variance), 1.0))
+
+
+def input_ranges(graph: onnx.GraphProto) -> dict[str, ColumnRanges]:
+    """The ranges of those inputs of a model that a Scaler standardises, or whose columns trees compare."""
+    ranges, source_of = dict[str, ColumnRanges](), {value.name: value.name for value in graph.input}
+    for node in graph.node:
+        source = source_of.get(node.input[0], "") if node.input else ""
+        if source and node.op_type in PASSING:
+            source_of[node.output[0]] = source
+        elif source and node.domain == ML and node.op_type in ("Scaler", *TREES):
+            attributes = {attribute.name: attribute_value(attribute) for attribute in node.attribute}
+            if node.op_type in TREES:
+                ranges.setdefault(source, thresholds_of(attributes))
+            elif {"offset", "scale"} <= attributes.keys():
+                scale = np.asarray(attributes["scale"], float)
+                spread = np.divide(1.0, scale, out=np.ones_like(scale), where=scale != 0)
+                ranges.setdefault(source, ColumnRanges(np.asarray(attributes["offset"], float), spread))
+    return ranges
+
+
+def looked_up(graph: onnx.GraphProto) -> dict[str, int]:
+    """The inputs of a model that are nothing but places in tables of its weights, such as the numbers of words; and how many
+    places the smallest of these tables has. Of a large table, one row that is read again and again is faster than many."""
+    rows = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    source_of = {value.name: value.name for value in graph.input if value.name not in rows}
+    places, otherwise = dict[str, int](), set[str]()
+    for node in graph.node:
+        inner = [name for body in bodies_of(node).values() for name in captured(body)]
+        for position, name in enumerate([*node.input, *inner]):
+            if not (source := source_of.get(name, "")) or node.op_type in COMPARING:
+                continue
+            if node.op_type in PASSED_ON and not position:
+                source_of[node.output[0]] = source
+            elif node.op_type == "Gather" and position == 1 and node.input[0] in rows:
+                axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+                places[source] = min(rows[node.input[0]][axis], places.get(source, sys.maxsize))
+            else:
+                otherwise.add(source)
+    return {name: count for name, count in places.items() if count and name not in otherwise}
+
+
+@functools.cache
+def _pool() -> np.ndarray:
+    """Standard normal numbers, none of them smaller than LEAST in size, that tensors are cut from; twice in a row."""
+    values = np.random.default_rng(0).standard_normal(POOL_ELEMENTS, np.float32)
+    return np.tile(np.where(np.abs(values) < LEAST, np.copysign(np.float32(LEAST), values), values), 2)
+
+
+@functools.cache
+def _byte_pool() -> np.ndarray:
+    """Random bytes that tensors are cut from; twice in a row."""
+    return np.tile(np.random.default_rng(0).integers(0, 256, POOL_ELEMENTS, np.uint8), 2)
+
+
+def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive: bool = False) -> np.ndarray:
+    """Standard normal numbers, or their sizes when `positive`; the same for the same arguments."""
+    count = int(np.prod(shape, dtype=np.int64))
+    start = offset % POOL_ELEMENTS
+    values = _pool()[start:start + min(max(count, 1), POOL_ELEMENTS)]
+    return np.resize((np.abs(values) if positive else values).astype(numpy_dtype(dtype)), count).reshape(shape)
+
+
+def random_bytes(shape: tuple[int, ...], offset: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """Random whole numbers of a type of one byte; the same for the same arguments. Types of half a byte get numbers below 8."""
+    count, start = int(np.prod(shape, dtype=np.int64)), offset % POOL_ELEMENTS
+    values = np.resize(_byte_pool()[start:start + min(max(count, 1), POOL_ELEMENTS)], count).reshape(shape)
+    return values.view(dtype) if dtype in (np.uint8, np.int8) else (values % 8).astype(dtype)
+
+
+def index_limit(kernel: Kernel, position: int) -> int | None:
+    """One more than the largest index that input `position` may hold; None where it holds no indices."""
+    row = operator_row(kernel.op_type)
+    if row.index_input != position:
+        return None
+    data = kernel.inputs[row.table_inputs[0] if row.table_inputs else 0].shape
+    if row.index_per_axis and data:
+        first = int(kernel.attributes.get("batch_dims", 0))
+        return max(1, min(data[first:first + kernel.inputs[1].shape[-1]], default=1))
+    return max(1, data[int(kernel.attributes.get("axis", 0))]) if data else 1
+
+
+def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
+    """A value for input `position` of `kernel`: the recorded one where there is one, else random and acceptable."""
+    tensor: KernelInput = kernel.inputs[position]
+    row = operator_row(kernel.op_type)
+    if tensor.dtype == "string":
+        return np.full(tensor.shape, first_taught(kernel.attributes), object)
+    dtype = numpy_dtype(tensor.dtype)
+    if tensor.values is not None:
+        return np.asarray(tensor.values).astype(dtype).reshape(tensor.shape)
+    if (value := chosen(kernel, position)) is not None:
+        return np.asarray(value, dtype)  # of a single number, numpy's functions make no array
+    generator = np.random.default_rng([seed, position])
+    if np.issubdtype(dtype, np.floating) or tensor.dtype == "bfloat16":
+        positive = row.positive_inputs or (tensor.constant and len(tensor.shape) <= 1)
+        return random_floats(tensor.shape, tensor.dtype, seed * 7919 + position * 104729, positive)
+    if position in row.packed_inputs:
+        return random_bytes(tensor.shape, seed * 7919 + position * 104729, dtype)
+    if dtype == np.bool_:
+        return generator.integers(0, 2, tensor.shape).astype(dtype)
+    limit = index_limit(kernel, position)
+    if tensor.value_range is not None:
+        low, high = tensor.value_range
+        if limit is not None:  # of a kernel drawn near another, which may be larger
+            low, high = max(low, -limit), min(max(high, low), limit - 1)
+        return generator.integers(min(low, high), high + 1, tensor.shape).astype(dtype)
+    if row.shape_input == position:
+        return np.asarray(kernel.outputs[0].shape, dtype)
+    if limit is not None:
+        return generator.integers(0, limit, tensor.shape).astype(dtype)
+    return np.ones(tensor.shape, dtype)
+
+
+def is_inside(kernel: Kernel, position: int) -> bool:
+    """Whether a built kernel holds the value of an input: of a constant, and of the lengths of an attention, which would else
+    be copied to the host."""
+    return kernel.inputs[position].constant or (kernel.op_type == OPERATOR and position in (LAST_PLACES, TOTAL))
+
+
+def input_name(position: int) -> str:
+    """The name that a built kernel gives its input `position`."""
+    return f"x{position}"
+
+
+def output_name(position: int) -> str:
+    """The name that a built kernel gives its output `position`."""
+    return f"y{position}"
+
+
+def dummy_inputs(kernel: Kernel, seed: int = 0) -> dict[str, np.ndarray]:
+    """A value for every input of the built model, by its name.
+
+    Raises:
+        UserError: an element type that numpy lacks.
+    """
+    return {input_name(position): dummy_tensor(kernel, position, seed)
+            for position, tensor in enumerate(kernel.inputs) if tensor.present and not is_inside(kernel, position)}
+
+
+def weight_value(kernel: Kernel, position: int, given: Mapping[int, Any] | None = None) -> np.ndarray:
+    """A value for constant input `position`: the one in `given`, else a dummy."""
+    return np.asarray(given[position]) if given and position in given else dummy_tensor(kernel, position)

@@ -1,0 +1,172 @@
+"""Nodes of a CUDA session whose time is not that of their kernel alone on the GPU.
+
+- Copies between host and GPU, and nodes that the CPU provider runs. What they cost was measured for some targets
+  (host_side.py). Where the CPU provider's kernels were not, their times are guessed here, and marked as estimated.
+- GPU kernels at which the host waits, since the size of their output depends on data.
+- GPU kernels that select one after another: NonMaxSuppression, and TopK in long rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hase.records.kernel_costs import is_control_flow
+from hase.records.kernel_record import Kernel, ModelRecord
+from hase.records.operators import operator_row
+
+HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the next rate
+HOST_FLOPS_PER_MS = 150e6
+# Medians by operator of kernels of no model (recipes/h200/collect_kernels.sh host) on a Xeon of 16 threads: products and
+# convolutions of eight-bit numbers do 300 to 1,500 operations in a nanosecond where activations have no sign, and 30 to 140
+# where they have; products of few rows, roundings and sums move 27 to 55 bytes.
+EIGHT_BIT_FLOPS_PER_MS = 700e6
+HOST_BYTES_PER_MS = 30e6
+# Of each number that a slow kernel reads; a choice. On a Xeon of 16 threads Atan takes 2 ns, Unique 5, Multinomial 10, Asinh 25
+# and STFT 100 (geometric mean 12; 8 with Col2Im, which takes 0.9 but only adds and moves).
+SLOW_MS = 8e-6
+HOST_RANGE = (0.2, 6.0)  # plausible range of a CPU kernel's time, as multiples of the guess; a choice
+SERIAL_RANGE = (0.2, 30.0)  # the same for kernels of serial steps (recurrent ones) and of unknown operators
+# The same for predicted kernels of the CPU that move LEAST_BYTES or more, as multiples of the prediction. Nine of ten that were
+# held out take 0.5 to 2.3 times as long. They were measured one after another in large graphs, and a small model finds its
+# weights in the caches: products and convolutions of whole numbers then take as little as a third (16 of them, on two cores of
+# a Xeon). Where the guess is further off, its time is plausible, too: a convolution of 16 places and 512 channels was predicted
+# twelve times as long as its operations take.
+PREDICTED_ON_HOST, LEAST_BYTES = (0.3, 2.3), 1 << 14
+# NonMaxSuppression depends on how many boxes it keeps. A kernel measured alone got random boxes and kept another number of
+# them, so neither its time nor what is learned from it holds in a detector. These constants were fitted to the spans of 15 such
+# nodes in detectors of five families on an NVIDIA H200 (recipes/cuda_kernels/profile_nodes.py, ONNX Runtime 1.31.1), with 507
+# to 27,000 boxes of which 3 to 16,405 were kept: boxes are looked at one after another, and each that is kept is compared with
+# all. The mean error is 1.6 %, and 3.3 % with each family left out of the fit.
+BASE_MS = 0.07
+BOX_MS = 1.108e-4
+KEPT_MS = 1.850e-4
+PAIR_MS = 1.353e-8  # for each box that is kept, and each box
+MANY_BOXES = 8192  # from here on they are sorted with more launches
+LAUNCHES = (17.0, 28.0)  # with fewer boxes, and with more
+SELECTION_RANGE = (0.7, 1.5)  # plausible range of the time, as multiples; a choice
+# TopK: where ONNX Runtime selects more than 64 by radix, one block of threads reads a whole row several times, slower where the
+# row does not fit into the caches next to it. These constants were read off 20 such kernels of 675 to 43,200 numbers, measured
+# alone, and off the waiting after three of up to 1.2 million in a detector.
+TOPK_MS = 0.024
+NUMBER_MS = 2.9e-6
+FAR_MS = 2.4e-6  # of each number beyond NEAR, in addition
+NEAR = 30_000
+LEAST_SELECTED = 65  # fewer are selected in another way
+LEAST_NUMBERS = 512  # fewer are sorted
+ROWS_AT_ONCE = 132  # multiprocessors of an H200
+
+
+def is_slow(kernel: Kernel) -> bool:
+    """Whether a kernel is of an operator of ONNX's own set that the CPU provider computes number by number, such as most that
+    CUDA lacks: it chooses, sorts or transforms, or it is a function that takes many steps."""
+    row = operator_row(kernel.op_type)
+    return not kernel.domain and (row.operator_class == "other" if row.slow_on_cpu is None else row.slow_on_cpu)
+
+
+def host_range(kernel: Kernel) -> tuple[float, float]:
+    """The plausible range of a kernel's time, as multiples of `guessed_ms`."""
+    serial = operator_row(kernel.op_type).operator_class in ("recurrent", "other")
+    return SERIAL_RANGE if serial or is_slow(kernel) else HOST_RANGE
+
+
+def is_copy(kernel: Kernel) -> bool:
+    """Whether a kernel is a copy between host and GPU that ONNX Runtime inserted."""
+    return operator_row(kernel.op_type).copies
+
+
+def is_off_gpu(kernel: Kernel, provider: str) -> bool:
+    """Whether a node of a CUDA session that `provider` runs is no GPU kernel: the CPU provider runs it, or it is a copy, or it
+    only reads a tensor's shape."""
+    return provider == "cpu" or is_copy(kernel) or reads_shape(kernel)
+
+
+def reads_shape(kernel: Kernel) -> bool:
+    """Whether a kernel only reads a tensor's shape, which the host knows, so that the GPU has nothing to do."""
+    return operator_row(kernel.op_type).launches == "none" and not kernel.domain
+
+
+def to_host(kernel: Kernel) -> bool:
+    """Whether a kernel is a copy to the host, which waits for the GPU."""
+    return kernel.op_type == "MemcpyToHost"
+
+
+def on_host(kernel: Kernel, provider: str) -> bool:
+    """Whether the time of a node of a CUDA session is the host's: true of nodes with bodies, and of nodes that are no GPU
+    kernel, except copies to the host."""
+    return is_control_flow(kernel) or (is_off_gpu(kernel, provider) and not to_host(kernel))
+
+
+def waits_inside(kernel: Kernel) -> bool:
+    """Whether a GPU kernel reads from the GPU how large its output is, so that the host waits."""
+    return operator_row(kernel.op_type).waits_for_size and not kernel.domain
+
+
+def reading_loops(record: ModelRecord) -> set[str]:
+    """The ids of those Loops at which the host waits after each trip, since their bodies make the condition on the GPU: a
+    single truth value that no node of the body reads."""
+    reading = set()
+    for loop in record.nodes:
+        if record.kernel_of(loop).op_type != "Loop":
+            continue
+        body = [node for node in record.nodes if node.inside == loop.name]
+        read = {name for node in body for name in node.inputs}
+        if any(node.provider == "cuda" and set(node.outputs).isdisjoint(read) and is_condition(record.kernel_of(node))
+               for node in body):
+            reading.add(loop.kernel_id)
+    return reading
+
+
+def is_condition(kernel: Kernel) -> bool:
+    """Whether a kernel makes a single truth value."""
+    return len(kernel.outputs) == 1 and kernel.outputs[0].dtype == "bool" and kernel.outputs[0].elements == 1
+
+
+def takes_no_time(kernel: Kernel) -> bool:
+    """Whether a kernel of the CPU provider only renames a tensor or reads its shape."""
+    return not kernel.moves_data or reads_shape(kernel)
+
+
+def guessed_ms(kernel: Kernel) -> float:
+    """A guess at how long the CPU provider takes for a kernel of a CUDA session (ms)."""
+    if takes_no_time(kernel):
+        return 0.0
+    bytes_moved = kernel.bytes_read + kernel.bytes_written
+    numbers = sum(tensor.elements for tensor in kernel.activations)
+    flops_per_ms = EIGHT_BIT_FLOPS_PER_MS if kernel.dtype in ("uint8", "int8") else HOST_FLOPS_PER_MS
+    return HOST_KERNEL_MS + max(kernel.flops / flops_per_ms, bytes_moved / HOST_BYTES_PER_MS,
+                                numbers * SLOW_MS if is_slow(kernel) else 0.0)
+
+
+def selects_boxes(kernel: Kernel) -> bool:
+    """Whether a kernel is a NonMaxSuppression whose numbers of boxes are known."""
+    return (kernel.op_type == "NonMaxSuppression" and not kernel.domain and len(kernel.inputs) > 1
+            and len(kernel.inputs[1].shape) == 3 and len(kernel.outputs[0].shape) == 2)
+
+
+def selection_ms(kernel: Kernel) -> float:
+    """The GPU's time, ms; several images and classes are worked on one after another."""
+    images, classes, boxes = kernel.inputs[1].shape
+    rounds, kept = images * classes, kernel.outputs[0].shape[0]
+    return rounds * (BASE_MS + BOX_MS * boxes) + kept * (KEPT_MS + PAIR_MS * boxes)
+
+
+def selection_launches(kernel: Kernel) -> float:
+    """The number of launches."""
+    images, classes, boxes = kernel.inputs[1].shape
+    return images * classes * LAUNCHES[boxes > MANY_BOXES]
+
+
+def selects_in_rows(kernel: Kernel) -> bool:
+    """Whether a kernel is a TopK that reads long rows, along its last axis, by radix."""
+    if kernel.op_type != "TopK" or kernel.domain or not kernel.inputs[0].shape or not kernel.outputs[0].shape:
+        return False
+    axis = int(kernel.attributes.get("axis", -1)) % len(kernel.inputs[0].shape)
+    return (axis == len(kernel.inputs[0].shape) - 1 and kernel.inputs[0].shape[-1] >= LEAST_NUMBERS
+            and kernel.outputs[0].shape[-1] >= LEAST_SELECTED)
+
+
+def row_selection_ms(kernel: Kernel) -> float:
+    """The GPU's time for such a TopK, ms; it has one launch."""
+    numbers = kernel.inputs[0].shape[-1]
+    rounds = math.ceil(kernel.inputs[0].elements / numbers / ROWS_AT_ONCE)
+    return rounds * (TOPK_MS + NUMBER_MS * numbers + FAR_MS * max(numbers - NEAR, 0))

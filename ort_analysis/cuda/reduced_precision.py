@@ -1,0 +1,249 @@
+"""CUDA graphs of float16 and bfloat16 models on machines without a GPU. The CPU provider would cast to single precision.
+
+Such a model is converted to single precision, optimised, and given its types back: the CUDA provider's fusions are the same for
+all these types. In a model that mixes types, the borders between them must survive. So each Cast is followed by a mark, an
+operator that no optimiser handles; afterwards the types are propagated from the inputs, the constants and the marks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from hase.ort_analysis.graph.constants import looked_at, read_by_value
+from hase.ort_analysis.graph.nodes import bodies_of
+from hase.records.kernel_record import KernelInput, type_code, type_name
+from hase.records.operators import operator_row
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx
+from hase.utils.model_files import array_of, tensor_bytes
+from hase.utils.model_graphs import LARGE_BYTES, hollow, is_hollow, values_of
+
+SINGLE = "float32"
+REDUCED = ("float16", "bfloat16")
+MARK = "ThresholdedRelu"  # works on single precision, and is part of no fusion
+MARK_OPSET = 10  # the first operator set with it
+ALPHAS = {"float32": 3.5e-20, "float16": 5.5e-20, "bfloat16": 7.5e-20}  # its attribute, by the type of the cast
+MOST_SEEN_BYTES = 1 << 26  # of a constant at which an optimiser may look, such as a mask for 5,000 tokens
+NEAR = 1e-3  # tolerance for the attribute, which is stored in single precision
+# Constants in the forms of Gelu that ONNX Runtime fuses: √2, 1/√2, √(2/π), that times 0.044715, 0.044715, 1.702. It compares
+# them with a tolerance for their type; a half-precision number converted to single precision would be outside.
+LOOKED_FOR = (1.4142135, 0.70710677, 0.7978846, 0.035677407, 0.044715, 1.702)
+
+
+def floating_type(element: int) -> str:
+    """`float32`, `float16` or `bfloat16`, by ONNX's number of the type; "" for other types."""
+    name = type_name(element)
+    return name if name in ALPHAS else ""
+
+
+def holds_reduced(graph: onnx.GraphProto) -> bool:
+    """Whether inputs, weights or casts of a graph have type float16 or bfloat16."""
+    return bool(set(REDUCED) & floating_types(graph))
+
+
+def floating_types(graph: onnx.GraphProto) -> set[str]:
+    """Those of float32, float16 and bfloat16 that a graph computes in."""
+    return {floating_type(element) for element in element_types(graph)} - {""}
+
+
+def element_types(graph: onnx.GraphProto) -> Iterator[int]:
+    """ONNX's numbers of the types of a graph's inputs, outputs, weights, constants and casts, including those in bodies."""
+    for value in (*graph.input, *graph.output):
+        yield value.type.tensor_type.elem_type
+    for tensor in graph.initializer:
+        yield tensor.data_type
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "to" or (attribute.name == "dtype" and operator_row(node.op_type).typed_by_attribute):
+                yield attribute.i
+            elif attribute.HasField("t"):
+                yield attribute.t.data_type
+        for body in bodies_of(node).values():
+            yield from element_types(body)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A model converted to single precision, and its former types.
+
+    Attributes:
+        model: the result.
+        only: the model's only floating-point type; "" if it mixes several.
+        known: if it mixes several, the types of inputs, weights and constants by name.
+    """
+
+    model: onnx.ModelProto
+    only: str
+    known: Mapping[str, str]
+
+
+def as_single(model: onnx.ModelProto, name: str) -> Reduced:
+    """A copy of a model with float16 or bfloat16 in single precision. The large weights of its products are not read: they
+    become hollow, as `hase.utils.model_graphs` describes it.
+
+    Raises:
+        UserError: it mixes types, and its operator set is too old for that, or it contains Loop, If or Scan.
+    """
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model)
+    graph = proto.graph
+    types = floating_types(graph)
+    only = types.pop() if len(types) == 1 else ""
+    known = {} if only else _known_types(graph)
+    del graph.value_info[:]  # ORT infers the types again
+    if not only:
+        if any(bodies_of(node) for node in graph.node):
+            raise UserError(f"{name}: mixes floating types and holds Loop, If or Scan, whose CUDA graph can't be derived "
+                            "without a GPU, since its types can be followed only outside the graphs "
+                            "that such nodes hold; analyse it on a machine with one, or use --device cpu")
+        opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
+        if opset < MARK_OPSET:
+            raise UserError(f"{name}: mixes floating types in operator set {opset}, whose CUDA graph can't be derived without "
+                            "a GPU; analyse it on a machine with one, convert it to a newer operator set, or use --device cpu")
+        _mark_casts(graph)
+    _widen_graph(graph, frozenset(), frozenset())
+    return Reduced(proto, only, known)
+
+
+def _widen_graph(graph: onnx.GraphProto, decisive: Set[str], seen: Set[str]) -> None:
+    """Converts a graph and its bodies to single precision, in place; `decisive`, `seen`: as `read_by_value` and `looked_at` for
+    the graph around it."""
+    decisive, seen = decisive | read_by_value(graph), seen | looked_at(graph)
+
+    def most_bytes(name: str) -> float:
+        return math.inf if name in decisive else MOST_SEEN_BYTES if name in seen else LARGE_BYTES
+
+    for tensor in graph.initializer:
+        _widen(tensor, most_bytes(tensor.name))
+    for value in (*graph.input, *graph.output):
+        if floating_type(value.type.tensor_type.elem_type) in REDUCED:
+            value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                _widen(attribute.t, most_bytes(node.output[0]))
+            elif attribute.name in ("to", "dtype") and floating_type(attribute.i) in REDUCED:
+                attribute.i = onnx.TensorProto.FLOAT
+        for body in bodies_of(node).values():
+            del body.value_info[:]
+            _widen_graph(body, decisive, seen)
+
+
+def _widen(tensor: onnx.TensorProto, most_bytes: float) -> None:
+    """Converts a tensor to single precision; a rounded constant that fusions look for gets its exact value. One of more than
+    `most_bytes` becomes hollow."""
+    if floating_type(tensor.data_type) not in REDUCED:
+        return
+    if is_hollow(tensor) or tensor_bytes(tensor) > most_bytes:
+        tensor.data_type = onnx.TensorProto.FLOAT
+        hollow(tensor)
+        return
+    values = array_of(values_of(tensor))
+    wide = values.astype(np.float32)
+    if values.size == 1:
+        meant = [number for number in LOOKED_FOR if values.dtype.type(number) == values.reshape(())]
+        wide = np.full_like(wide, meant[0]) if meant else wide
+    tensor.CopyFrom(onnx.numpy_helper.from_array(wide, tensor.name))
+
+
+def _known_types(graph: onnx.GraphProto) -> dict[str, str]:
+    """The floating-point types of inputs, weights, and outputs of operators without floating-point inputs, by name."""
+    types = {value.name: floating_type(value.type.tensor_type.elem_type) for value in graph.input}
+    types |= {tensor.name: floating_type(tensor.data_type) for tensor in graph.initializer}
+    for node in graph.node:
+        if operator_row(node.op_type).typed_by_attribute:
+            kinds = [attribute.t.data_type if attribute.HasField("t") else attribute.i for attribute in node.attribute
+                     if attribute.HasField("t") or attribute.name == "dtype"]
+            types |= {name: floating_type(kinds[0]) if kinds else SINGLE for name in node.output}
+    return {name: dtype for name, dtype in types.items() if dtype}
+
+
+def _mark_casts(graph: onnx.GraphProto) -> None:
+    """Inserts a mark after each cast to one of the floating-point types."""
+    nodes = []
+    for node in graph.node:
+        nodes.append(node)
+        target = next((floating_type(attribute.i) for attribute in node.attribute if attribute.name == "to"), "")
+        if node.op_type == "Cast" and target:
+            made = node.output[0]
+            node.output[0] = f"{made}/before_mark"
+            mark = f"{node.name or made}/mark"
+            nodes.append(onnx.helper.make_node(MARK, [node.output[0]], [made], mark, alpha=ALPHAS[target]))
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def marked_type(node: onnx.NodeProto) -> str:
+    """The type that a mark stands for; "" for another node."""
+    if node.op_type != MARK or node.domain:
+        return ""
+    alpha = next((attribute.f for attribute in node.attribute if attribute.name == "alpha"), 1.0)
+    return next((dtype for dtype, value in ALPHAS.items() if abs(alpha / value - 1.0) < NEAR), "")
+
+
+def restore_types(proto: onnx.ModelProto, reduced: Reduced, tensors: Mapping[str, KernelInput]) -> dict[str, KernelInput]:
+    """The tensors of the optimised graph with their types in the model; marks become the casts that they stand for.
+
+    Args:
+        proto: the optimised graph, in topological order; changed in place where the model mixes types.
+        reduced: the result of `as_single` for the model.
+        tensors: of `proto`, by name.
+    """
+    if reduced.only:
+        return {name: _typed(tensor, reduced.only) for name, tensor in tensors.items()}
+    types = {name: dtype for name, dtype in reduced.known.items() if name in tensors}
+    for node in proto.graph.node:
+        floating = [name for name in node.input if name in tensors and tensors[name].dtype == SINGLE]
+        sources = [types[name] for name in floating if name in types and not tensors[name].constant]
+        sources = sources or [types[name] for name in floating if name in types]
+        dtype = marked_type(node) or (sources[0] if sources else SINGLE)
+        for name in floating:
+            types.setdefault(name, dtype)  # a constant that ORT made
+        for name in node.output:
+            types.setdefault(name, dtype)
+    _marks_to_casts(proto.graph, types, tensors)
+    return {name: _typed(tensor, types.get(name, SINGLE)) for name, tensor in tensors.items()}
+
+
+def _typed(tensor: KernelInput, dtype: str) -> KernelInput:
+    return tensor.model_copy(update={"dtype": dtype}) if tensor.dtype == SINGLE and dtype != SINGLE else tensor
+
+
+def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: Mapping[str, KernelInput]) -> None:
+    """Turns each mark into a cast, joins it with a cast from integers before it, and removes casts that keep the type, as ONNX
+    Runtime does."""
+    reads = Counter(name for node in graph.node for name in node.input)
+    outputs = {value.name for value in graph.output}
+    maker = {name: node for node in graph.node for name in node.output}
+    same: dict[str, str] = {}  # outputs of marks that change nothing -> the tensor to use instead
+    gone: set[str] = set()  # outputs of removed nodes
+    for node in graph.node:
+        for slot, name in enumerate(node.input):
+            node.input[slot] = same.get(name, name)
+        target = marked_type(node)
+        if not target:
+            continue
+        source, made = node.input[0], node.output[0]
+        if types.get(source) == target and tensors[source].dtype == SINGLE and made not in outputs \
+                and not _casts_whole(maker.get(source), tensors):
+            same[made] = source
+            gone.add(made)
+            continue
+        before = maker.get(source)
+        if before is not None and _casts_whole(before, tensors) and reads[source] == 1:
+            gone.add(source)
+            source = before.input[0]
+        node.CopyFrom(onnx.helper.make_node("Cast", [source], [made], name=node.name, to=type_code(target)))
+    kept = [node for node in graph.node if not set(node.output) & gone]
+    del graph.node[:]
+    graph.node.extend(kept)
+
+
+def _casts_whole(node: onnx.NodeProto | None, tensors: Mapping[str, KernelInput]) -> bool:
+    """Whether a node casts from a type that is not floating-point."""
+    return node is not None and node.op_type == "Cast" and tensors[node.input[0]].dtype != SINGLE

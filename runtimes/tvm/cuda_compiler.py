@@ -1,0 +1,133 @@
+"""Machine code for a GPU of the kernels and models that TVM took apart, many at a time.
+
+The collector would compile them one by one, and wait for each longer than it measures. Reads what relax_parser.py --device cuda
+and operator_sampler.py --device cuda wrote, and the models. Writes kernel_model/kernel_onnx/<flavour>/cubins/, which the
+collector reads. Needs TVM, but no GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hase.records.kernel_record_files import records_in
+from hase.runtimes.tvm.compiling import built_function, compiled_model, cuda_sources, with_searched_schedules
+from hase.runtimes.tvm.functions import SUFFIX, read_function
+from hase.runtimes.tvm.package import (
+    FOLDER,
+    FUSED,
+    TUNED,
+    arch_here,
+    check_compiler,
+    check_tvm,
+    compile_for,
+    gpu_target,
+    kept_cubin,
+    runs_on_gpus,
+    tvm_flavour,
+)
+from hase.runtimes.tvm.recording import parse_at
+from hase.runtimes.tvm.runtime import RUNTIME
+from hase.utils import cli
+from hase.utils.errors import UserError
+from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace, model_files
+from hase.utils.processes import each_in_a_process
+
+log = get_logger("cuda_compiler")
+EXAMPLES = """
+python runtimes/tvm/cuda_compiler.py
+python runtimes/tvm/cuda_compiler.py --arch sm_90 --jobs 4     # for an H100 or H200, on any machine
+"""
+
+
+class Task(NamedTuple):
+    """A kernel's function or a model to compile.
+
+    Attributes:
+        path: of the kernel's function (`.tvm`) or of the model.
+        dims: the sizes of a model's dynamic dimensions.
+        arch: of the GPU.
+        folder: of the kernels of its flavour.
+        tuned: whether the kernels there have searched schedules.
+    """
+
+    path: Path
+    dims: Mapping[str, int]
+    arch: str
+    folder: Path
+    tuned: bool
+
+
+def compile_for_gpu(task: Task) -> str:
+    """Compiles a kernel or a model; returns why it can't be compiled, or an empty string."""
+    try:
+        check_tvm()
+        compile_for(task.arch, task.folder / FOLDER)
+        target = gpu_target(task.arch)
+        if task.path.suffix == SUFFIX:
+            built = built_function(read_function(task.path), target)
+        else:
+            lowered, graph, _ = parse_at(FUSED, task.path, task.dims, "cuda")
+            built = compiled_model(with_searched_schedules(lowered.module, graph.callees, task.folder) if task.tuned
+                                   else lowered.module, target).mod
+        for source in cuda_sources(built) if not runs_on_gpus() else ():
+            kept_cubin(source, task.arch, task.folder / FOLDER)
+    except (UserError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def crashed(task: Task) -> str:
+    """What is said of a task that took its process down."""
+    return "TVM crashed while compiling it"
+
+
+def tasks(workspace: Workspace, arch: str) -> list[Task]:
+    """Everything to compile for GPUs of an architecture: models first, since one of them takes longer than a kernel.
+
+    Raises:
+        UserError: there is nothing.
+    """
+    files = {path.stem: path for path in model_files([workspace.models], RUNTIME.model_suffixes)}
+    models, kernels = list[Task](), list[Task]()
+    for level in (FUSED, TUNED):
+        flavour = tvm_flavour("cuda", level)
+        folder = workspace.kernel_onnx / flavour.name
+        models += [Task(files[record.file_stem], record.dims, arch, folder, level == TUNED)
+                   for record in records_in(workspace, flavour) if record.file_stem in files]
+        kernels += [Task(path, {}, arch, folder, level == TUNED) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    if not kernels:
+        raise UserError(f"{workspace.kernel_onnx}: no kernels of TVM for a GPU; make some with: "
+                        "python runtimes/tvm/relax_parser.py --device cuda")
+    return models + kernels
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--arch", metavar="SM", help="of the GPU, e.g. sm_90 (default: that of this machine's GPU)")
+    parser.add_argument("--jobs", type=cli.count, default=os.cpu_count() or 1, metavar="N",
+                        help="how many at a time (default: one for each core)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    check_tvm()
+    check_compiler()
+    work = tasks(workspace, args.arch or arch_here())
+    reasons = each_in_a_process(compile_for_gpu, work, args.jobs, crashed, "compiling for a GPU")
+    failed = {task.path.name: reason for task, reason in zip(work, reasons, strict=True) if reason}
+    for name, reason in failed.items():
+        log.error("%s: %s", name, reason)
+    row = {"arch": work[0].arch, "compiled": len(work) - len(failed), "failed": len(failed)}
+    cli.print_rows([row], args.json, "machine code")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    cli.run(main, kept="the machine code that was written")

@@ -1,0 +1,380 @@
+"""Wrong ONNX files, by a seed: small models damaged in their bytes or in one to three fields, and models made to do harm."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hase.utils.lazy import onnx
+from hase.utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
+
+if TYPE_CHECKING:
+    import onnx
+
+OPSETS = (("", 17), ("mine", 1))
+WIDTH = 8
+FLOAT = 1  # ONNX's number of float32
+DEFAULTS = ("", "x", "[]", "1", "null", '{"batch": "x"}', '{"batch": 1.5}', '{"batch": null}', '{"batch": -1}',
+            '{"batch": [2]}', '{"batch": 1e400}', '{"batch": 10000000000000000000000}', "[" * 5000,
+            '{"batch": ' + "9" * 5000 + "}")
+NAMES = ("", ".", "..", "a/b", "../x", "a|b", "a\0b", "\x1b[2J", "\n", "x" * 5000, "é", "con", "a\\b", " ")
+BEYOND_64_BITS = b"\xff" * 10 + b"\x7f"  # a number of eleven bytes; protobuf's have ten at most
+
+
+def value(name: str, shape: Sequence[int | str] = (1, WIDTH), dtype: int = FLOAT) -> onnx.ValueInfoProto:
+    return onnx.helper.make_tensor_value_info(name, dtype, shape)
+
+
+def new_node(op_type: str, inputs: Sequence[str], outputs: Sequence[str], **fields: Any) -> onnx.NodeProto:
+    """A node; `fields` are its attributes, name and domain."""
+    return onnx.helper.make_node(op_type, inputs, outputs, **fields)
+
+
+def model_of(nodes: Sequence[onnx.NodeProto], constants: Sequence[onnx.TensorProto] = (),
+             inputs: Sequence[onnx.ValueInfoProto] = (), outputs: Sequence[onnx.ValueInfoProto] = (),
+             functions: Sequence[onnx.FunctionProto] = ()) -> onnx.ModelProto:
+    """A model; by default it turns x, float32[1, WIDTH], into y."""
+    graph = onnx.helper.make_graph(nodes, "g", inputs or [value("x")], outputs or [value("y")], constants)
+    opsets = [onnx.helper.make_opsetid(*opset) for opset in OPSETS]
+    return onnx.helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
+
+
+# sound models ------------------------------------------------------------------------------------------------------------
+
+def network() -> onnx.ModelProto:
+    """Convolutions with a dynamic batch, and the metadata that an exporter of Hase writes."""
+    rng = np.random.default_rng(0)
+    constants = [onnx.numpy_helper.from_array(rng.normal(size=(4, 3, 3, 3)).astype(np.float32), "w"),
+                 onnx.numpy_helper.from_array(rng.normal(size=(4,)).astype(np.float32), "b"),
+                 onnx.numpy_helper.from_array(rng.normal(size=(4 * WIDTH * WIDTH, 5)).astype(np.float32), "m"),
+                 onnx.numpy_helper.from_array(np.array([0, -1], np.int64), "s")]
+    nodes = [new_node("Conv", ["x", "w", "b"], ["c"], name="conv", pads=[1, 1, 1, 1]),
+             new_node("Relu", ["c"], ["r"], name="relu"), new_node("Reshape", ["r", "s"], ["f"], name="flat"),
+             new_node("MatMul", ["f", "m"], ["p"], name="product"),
+             new_node("Softmax", ["p"], ["y"], name="soft", axis=-1)]
+    made = model_of(nodes, constants, [value("x", ("batch", 3, WIDTH, WIDTH))], [value("y", ("batch", 5))])
+    for key, text in ((DEFAULT_DIMS_KEY, '{"batch": 2}'), (GROUP_KEY, "network"), (COLLECTION_KEY, "fuzz")):
+        made.metadata_props.add(key=key, value=text)
+    return made
+
+
+def loop(depth: int = 1) -> onnx.ModelProto:
+    """Loops of three trips within one another."""
+    def body(level: int) -> onnx.GraphProto:
+        inside = (new_node("Loop", ["trips", "on", f"v{level}"], [f"w{level}"], body=body(level - 1)) if level else
+                  new_node("Relu", ["v0"], ["w0"]))
+        nodes = [new_node("Identity", [f"c{level}"], [f"d{level}"]), inside]
+        return onnx.helper.make_graph(nodes, f"body{level}", [
+            value(f"i{level}", [], onnx.TensorProto.INT64), value(f"c{level}", [], onnx.TensorProto.BOOL), value(f"v{level}")],
+            [value(f"d{level}", [], onnx.TensorProto.BOOL), value(f"w{level}")])
+
+    constants = [onnx.numpy_helper.from_array(np.array(3), "trips"), onnx.numpy_helper.from_array(np.array(True), "on")]
+    return model_of([new_node("Loop", ["trips", "on", "x"], ["y"], body=body(depth - 1))], constants)
+
+
+def choice(depth: int = 1) -> onnx.ModelProto:
+    """Ifs within one another; an input decides."""
+    branch = onnx.helper.make_graph([new_node("Relu", ["x"], ["y0"])], "then", [], [value("y0")])
+    for level in range(1, depth + 1):
+        otherwise = onnx.helper.make_graph([new_node("Abs", ["x"], [f"z{level}"])], "else", [], [value(f"z{level}")])
+        node = new_node("If", ["c"], [f"y{level}"], then_branch=branch, else_branch=otherwise)
+        branch = onnx.helper.make_graph([node], "then", [], [value(f"y{level}")])
+    return model_of(branch.node, inputs=[value("x"), value("c", [], onnx.TensorProto.BOOL)], outputs=[value(f"y{depth}")])
+
+
+def calls(depth: int = 2, each: int = 1) -> onnx.ModelProto:
+    """Functions that call functions, each `each` times."""
+    opsets = [onnx.helper.make_opsetid(*opset) for opset in OPSETS]
+    functions = [onnx.helper.make_function("mine", "f0", ["a"], ["b"], [new_node("Relu", ["a"], ["b"])], opsets)]
+    for level in range(1, depth):
+        names = ["a", *(f"t{number}" for number in range(each - 1)), "b"]
+        nodes = [new_node(f"f{level - 1}", [read], [made], domain="mine") for read, made in pairwise(names)]
+        functions.append(onnx.helper.make_function("mine", f"f{level}", ["a"], ["b"], nodes, opsets))
+    return model_of([new_node(f"f{depth - 1}", ["x"], ["y"], domain="mine")], functions=functions)
+
+
+def words() -> onnx.ModelProto:
+    """Text that an encoder turns into numbers."""
+    encoder = new_node("LabelEncoder", ["t"], ["n"], domain="ai.onnx.ml", keys_strings=["a", "b"],
+                       values_floats=[1.0, 2.0])
+    made = model_of([encoder, new_node("Mul", ["n", "n"], ["y"])],
+                    inputs=[value("t", [1, 2], onnx.TensorProto.STRING)], outputs=[value("y", [1, 2])])
+    made.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
+    return made
+
+
+SOUND: tuple[Callable[[], onnx.ModelProto], ...] = (network, network, loop, choice, calls, words)
+
+
+# models made to do harm --------------------------------------------------------------------------------------------------
+
+def folded(products: int = 400, side: int = 4096) -> onnx.ModelProto:
+    """Products of constants, which a runtime computes while it optimises: hours."""
+    constants = [onnx.numpy_helper.from_array(np.array([side, side]), "shape")]
+    nodes = [new_node("ConstantOfShape", ["shape"], ["p0"]),
+             *(new_node("MatMul", [f"p{n}", "p0"], [f"p{n + 1}"]) for n in range(products)),
+             new_node("MatMul", ["x", f"p{products}"], ["y"])]
+    return model_of(nodes, constants, [value("x", (1, side))], [value("y", (1, side))])
+
+
+def large_constants(gib: int) -> onnx.ModelProto:
+    """A tensor of so many GiB from a file of some bytes, added up while the model is optimised."""
+    constants = [onnx.numpy_helper.from_array(np.array([gib << 28]), "shape")]
+    nodes = [new_node("ConstantOfShape", ["shape"], ["large"]), new_node("Exp", ["large"], ["e"]),
+             new_node("ReduceSum", ["e"], ["s"]), new_node("Add", ["x", "s"], ["y"])]
+    return model_of(nodes, constants)
+
+
+def many_constants(parts: int, side: int = 4096) -> onnx.ModelProto:
+    """Weights of 64 MiB each that a runtime computes while it optimises, from a file of some KiB."""
+    constants = [onnx.numpy_helper.from_array(np.array([side, side]), "shape"),
+                 *(onnx.numpy_helper.from_array(np.array(n, np.float32), f"n{n}") for n in range(parts))]
+    nodes = [new_node("ConstantOfShape", ["shape"], ["zeros"])]
+    for n in range(parts):
+        nodes += [new_node("Add", ["zeros", f"n{n}"], [f"w{n}"]),
+                  new_node("MatMul", [f"x{n}" if n else "x", f"w{n}"], [f"x{n + 1}"])]
+    return model_of(nodes, constants, [value("x", (1, side))], [value(f"x{parts}", (1, side))])
+
+
+def types_in_types(depth: int) -> onnx.ModelProto:
+    """An input that is a sequence of sequences of …"""
+    kind = inner = onnx.TypeProto()
+    for _ in range(depth):
+        inner = inner.sequence_type.elem_type
+    inner.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    return model_of([new_node("Relu", ["x"], ["y"])], inputs=[value("x"), onnx.ValueInfoProto(name="q", type=kind)])
+
+
+def circle() -> onnx.ModelProto:
+    """A function that calls itself."""
+    made = calls(2)
+    made.functions[0].node[0].CopyFrom(new_node("f1", ["a"], ["b"], domain="mine"))
+    return made
+
+
+def wide(nodes: int) -> onnx.ModelProto:
+    """Nodes one after another."""
+    names = ["x", *(f"t{number}" for number in range(nodes - 1)), "y"]
+    return model_of([new_node("Relu", [read], [made]) for read, made in pairwise(names)])
+
+
+HARMFUL: dict[str, Callable[[], onnx.ModelProto]] = {
+    "ifs 14 deep": lambda: choice(14), "ifs 22 deep": lambda: choice(22), "ifs 28 deep": lambda: choice(28),
+    "loops 14 deep": lambda: loop(14), "loops 22 deep": lambda: loop(22),
+    "2^12 calls": lambda: calls(12, 2), "2^16 calls": lambda: calls(16, 2), "2^60 calls": lambda: calls(60, 2),
+    "calls 3,000 deep": lambda: calls(3000), "a function that calls itself": circle,
+    "constants folded for hours": folded, "a constant of 2 GiB": lambda: large_constants(2),
+    "a constant of 7 GiB": lambda: large_constants(7), "a constant of 320 GiB": lambda: large_constants(320),
+    "constants of 7 GiB in parts": lambda: many_constants(110),
+    "types 40 deep": lambda: types_in_types(40), "20,000 nodes": lambda: wide(20_000),
+}
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    """The bytes with a few bits flipped."""
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 8, 64])):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def torn(data: bytes, rng: random.Random) -> bytes:
+    """Cut short, a part taken out, repeated, or overwritten by zeros."""
+    begin = rng.randrange(len(data))
+    end = min(len(data), begin + rng.choice([1, 8, 200, 4000]))
+    return rng.choice([data[:begin], data[:begin] + data[end:], data[:end] + data[begin:],
+                       data[:begin] + bytes(end - begin) + data[end:]])
+
+
+Edit = Callable[["onnx.ModelProto", random.Random], None]
+
+
+def _dims(value: onnx.ValueInfoProto) -> Any:
+    return value.type.tensor_type.shape.dim
+
+
+def odd_dimension(model: onnx.ModelProto, rng: random.Random) -> None:
+    dims = [dim for value in (*model.graph.input, *model.graph.output, *model.graph.value_info) for dim in _dims(value)]
+    rng.choice(dims).dim_value = rng.choice([0, -1, 2**31, 2**40, 2**62, 7])
+
+
+def odd_weight_shape(model: onnx.ModelProto, rng: random.Random) -> None:
+    weight = rng.choice(model.graph.initializer)
+    weight.dims[rng.randrange(len(weight.dims))] = rng.choice([0, -1, 2**31, 2**62, 3])
+
+
+def another_type(model: onnx.ModelProto, rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        rng.choice(model.graph.initializer).data_type = rng.choice([0, 1, 7, 8, 10, 16, 22, 99])
+    else:
+        rng.choice([*model.graph.input, *model.graph.output]).type.tensor_type.elem_type = rng.choice([0, 6, 8, 9, 11, 99])
+
+
+def cycle(model: onnx.ModelProto, rng: random.Random) -> None:
+    first, last = sorted(rng.sample(range(len(model.graph.node)), 2))
+    model.graph.node[first].input[0] = model.graph.node[last].output[0]
+
+
+def missing_input(model: onnx.ModelProto, rng: random.Random) -> None:
+    node = rng.choice(model.graph.node)
+    node.input[rng.randrange(len(node.input))] = rng.choice(["", "nowhere", "../x"])
+
+
+def missing_weight(model: onnx.ModelProto, rng: random.Random) -> None:
+    del model.graph.initializer[rng.randrange(len(model.graph.initializer))]
+
+
+def odd_attribute(model: onnx.ModelProto, rng: random.Random) -> None:
+    node = rng.choice(model.graph.node)
+    odd = rng.choice([[0, 0], [-1, -1], [2**62] * 2, [2**31 - 1] * 2, 1.5, "x", 2**62, -1])
+    name = rng.choice([attribute.name for attribute in node.attribute] + [
+        "pads", "strides", "kernel_shape", "group", "dilations", "axis"])
+    for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
+        node.attribute.remove(attribute)
+    node.attribute.append(onnx.helper.make_attribute(name, odd))
+
+
+def same_names(model: onnx.ModelProto, rng: random.Random) -> None:
+    node, namesake = rng.sample(list(model.graph.node), 2)
+    node.name = namesake.name
+    if rng.random() < 0.5:
+        node.output[0] = namesake.output[0]
+
+
+def odd_opset(model: onnx.ModelProto, rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        model.opset_import[0].version = rng.choice([0, -1, 1, 5, 99, 2**31, 2**62])
+    else:
+        model.ir_version = rng.choice([0, 1, 3, 99, 2**40])
+
+
+def odd_operator(model: onnx.ModelProto, rng: random.Random) -> None:
+    node = rng.choice(model.graph.node)
+    node.op_type = rng.choice(["", "Nothing", "../x", "If", "Loop", "Sqrt", "MatMul", "Concat", "NonZero", "Conv" * 500])
+    node.domain = rng.choice(["", "com.microsoft", "ai.onnx.ml", "mine", "../.."])
+
+
+def other_place(model: onnx.ModelProto, rng: random.Random) -> None:
+    weight = rng.choice(model.graph.initializer)
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    places = ["/dev/zero", "../x", "model.bin", "", ".", "*/_ORT_MEM_ADDR_/*", "x" * 5000]
+    sizes = ["0", "4", "-1", "", "x", str(2**62)]
+    for key, values in (("location", places), ("offset", sizes), ("length", sizes)):
+        value = rng.choice(values)
+        weight.external_data.append(onnx.StringStringEntryProto(key=key, value=value))
+
+
+def deep(model: onnx.ModelProto, rng: random.Random) -> None:
+    inner = onnx.helper.make_graph([new_node("Identity", ["x"], ["d"])], "g", [], [])
+    for _ in range(rng.choice([3, 20])):
+        inner = onnx.helper.make_graph([new_node("If", ["c"], ["d"], then_branch=inner)], "g", [], [])
+    model.graph.node.append(new_node("If", ["c"], ["d"], then_branch=inner))
+
+
+def less_data(model: onnx.ModelProto, rng: random.Random) -> None:
+    weight = rng.choice(model.graph.initializer)
+    weight.raw_data = weight.raw_data[:rng.randrange(len(weight.raw_data))]
+
+
+def many_nodes(model: onnx.ModelProto, rng: random.Random) -> None:
+    name = model.graph.node[0].output[0]
+    for number in range(rng.choice([200, 1500])):
+        model.graph.node.append(new_node("Relu", [name], [f"many{number}"]))
+        name = f"many{number}"
+
+
+def odd_metadata(model: onnx.ModelProto, rng: random.Random) -> None:
+    key = rng.choice([DEFAULT_DIMS_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, COLLECTION_KEY])
+    for entry in [entry for entry in model.metadata_props if entry.key == key and rng.random() < 0.8]:
+        model.metadata_props.remove(entry)
+    model.metadata_props.add(key=key, value=rng.choice(DEFAULTS if key == DEFAULT_DIMS_KEY else NAMES))
+
+
+def odd_kind(model: onnx.ModelProto, rng: random.Random) -> None:
+    """An input, an output or an attribute that is no tensor, or of a type that nobody knows."""
+    place = rng.choice([*model.graph.input, *model.graph.output])
+    odd = rng.choice(["none", "sequence", "map", "sparse", "rank", "attribute"])
+    if odd == "none":
+        place.ClearField("type")
+    elif odd == "sequence":
+        place.type.sequence_type.elem_type.tensor_type.elem_type = rng.choice([1, 99])
+    elif odd == "map":
+        place.type.map_type.key_type = rng.choice([7, 99])
+        place.type.map_type.value_type.tensor_type.elem_type = 1
+    elif odd == "sparse":
+        place.type.sparse_tensor_type.elem_type = rng.choice([1, 99])
+    elif odd == "rank":
+        place.type.tensor_type.ClearField("shape")
+    else:
+        node = rng.choice(model.graph.node)
+        tensor = rng.choice([onnx.TensorProto(data_type=99, dims=[2]), onnx.TensorProto(data_type=1, dims=[2**40]),
+                             onnx.TensorProto(data_type=8, dims=[1], string_data=[b"\xff"])])
+        node.attribute.append(onnx.helper.make_attribute(rng.choice(["value", "axis"]), tensor))
+        node.attribute.append(onnx.AttributeProto(name="bytes", type=onnx.AttributeProto.STRINGS, strings=[b"\xff\xfe"]))
+
+
+def odd_name(model: onnx.ModelProto, rng: random.Random) -> None:
+    """A name that ends lines or paths, is empty, or very long: of a tensor, a node, the graph or a dimension."""
+    name, node = rng.choice(NAMES), rng.choice(model.graph.node)
+    what = rng.choice(["tensor", "node", "graph", "dimension"])
+    if what == "tensor":
+        before, node.output[0] = node.output[0], name
+        for reader in model.graph.node:
+            for place, read in enumerate(reader.input):
+                if read == before:
+                    reader.input[place] = name
+    elif what == "node":
+        node.name = name
+    elif what == "graph":
+        model.graph.name = name
+    else:
+        rng.choice(_dims(rng.choice(model.graph.input))).dim_param = name
+
+
+EDITS: tuple[Edit, ...] = (
+    odd_metadata, odd_kind, odd_name, odd_dimension, odd_weight_shape, another_type, cycle, missing_input, missing_weight,
+    odd_attribute, same_names, odd_opset, odd_operator, other_place, deep, less_data, many_nodes)
+
+
+def not_utf8(data: bytes, rng: random.Random) -> bytes:
+    """A name in the file with a byte that text can't hold."""
+    graph = onnx.load_from_string(data).graph
+    names = [*(name for node in graph.node for name in (*node.output, node.name, node.op_type)), graph.name,
+             *(each.name for each in (*graph.input, *graph.initializer))]
+    name = rng.choice([name for name in names if name]).encode()
+    return data.replace(name, b"\xff" + name[1:])
+
+
+def beyond_64_bits(data: bytes, rng: random.Random) -> bytes:
+    """A further weight or input, of which a size or a type is a number beyond 64 bits."""
+    number = rng.choice([BEYOND_64_BITS, b"\xff" * 9 + b"\x01", b"\xff" * 9 + b"\x7f"])
+    field = rng.choice([b"\x08", b"\x10"])  # of TensorProto: dims, data_type
+    tensor = field + number + b"\x42\x01w"  # and its name
+    graph = b"\x2a" + bytes([len(tensor)]) + tensor  # an initializer; protobuf joins it with the graph before
+    return data + b"\x3a" + bytes([len(graph)]) + graph
+
+
+def damaged_model(data: bytes, rng: random.Random) -> tuple[str, bytes]:
+    """The damage by name, and the damaged bytes: bytes of the file changed, or one to three fields by way of protobuf."""
+    kind = rng.random()
+    if kind < 0.2:
+        return "flipped", flipped(data, rng)
+    if kind < 0.35:
+        return "torn", torn(data, rng)
+    if kind < 0.4:
+        return "not UTF-8", not_utf8(data, rng)
+    if kind < 0.45:
+        return "beyond 64 bits", beyond_64_bits(data, rng)
+    model = onnx.load_from_string(data)
+    done = []
+    for edit in rng.sample(EDITS, rng.choice([1, 1, 2, 3])):
+        try:
+            edit(model, rng)
+        except (ValueError, IndexError, TypeError):  # nothing left to damage in this way, or no such value in protobuf
+            continue
+        done.append(edit.__name__)
+    return "+".join(done), model.SerializeToString()

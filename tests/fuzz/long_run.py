@@ -1,0 +1,81 @@
+"""Campaign `long`: many predictions in one process, which must take no more memory, descriptors or time in the end than in the
+beginning, and give the same answers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from itertools import count as counting
+from pathlib import Path
+
+import psutil
+
+from fuzz.damaged_models import SOUND, network
+from fuzz.reading import Reader
+from fuzz.reporting import Outcome, titled
+from hase.inference import predict
+from hase.utils.lazy import onnx
+
+CASES = 10_000  # predictions
+EACH = 100  # predictions of a case
+TARGET = "nvidia-h200"
+MODULE = "fuzz.long_run"
+MOST_GROWTH = 1.1  # of memory and descriptors, from the second tenth of the predictions to the last one
+_number = counting()
+
+
+def models(folder: str) -> list[str]:
+    """The files of some small models."""
+    paths = []
+    for number, make in enumerate(SOUND[1:]):
+        path = Path(folder) / f"sound_{number}.onnx"
+        onnx.save(make(), path)
+        paths.append(str(path))
+    return paths
+
+
+def many(paths: list[str]) -> list[float]:
+    """The latencies of EACH predictions: of files, at sizes that come again and others, strictly or not, and of a model in
+    memory that is a new one each time."""
+    answers = []
+    for turn in range(EACH):
+        if turn % 10 == 9:
+            model = network()
+            model.graph.name = f"new{next(_number)}"
+            answers.append(predict(model, target=TARGET).latency_ms)
+        else:
+            answers.append(predict(paths[turn % len(paths)], target=TARGET, strict=turn % 2 == 0,
+                                   dims={"batch": turn + 1} if turn % len(paths) == 0 else None).latency_ms)
+    return answers
+
+
+def held() -> tuple[float, float, float]:
+    """Memory (MiB) and file descriptors of this process, and memory of its children."""
+    process = psutil.Process()
+    return (process.memory_info().rss / 2**20, process.num_fds(),
+            sum(child.memory_info().rss for child in process.children(recursive=True)) / 2**20)
+
+
+def cases(count: int, folder: Path) -> Iterator[Outcome]:
+    """What comes of each EACH predictions; the last has the memory, descriptors and time in the beginning and in the end."""
+    with Reader(MODULE) as reader:
+        line = f"answers.extend(many({models(str(folder))!r}))"
+        wanted = reader.answers(line)  # also loads everything
+        seconds, memory = [], []
+        for number in range(max(2, count // EACH)):
+            outcome = reader.read(line, f"predictions from {number * EACH} on", wanted)
+            seconds.append(outcome.seconds)
+            memory.append(reader.answers("answers.extend(held())"))
+            yield outcome
+        tenth = max(1, len(memory) // 10)
+        (mib, descriptors, child_mib), (mib_then, descriptors_then, child_mib_then) = memory[tenth - 1], memory[-1]
+        ms, ms_then = (1e3 * statistics.median(part) / EACH for part in (seconds[:tenth], seconds[-tenth:]))
+        grown = (mib_then > MOST_GROWTH * mib or child_mib_then > MOST_GROWTH * child_mib or descriptors_then > descriptors)
+        remark = (f"{mib:.0f} to {mib_then:.0f} MiB, its child {child_mib:.0f} to {child_mib_then:.0f} MiB, "
+                  f"{descriptors:.0f} to {descriptors_then:.0f} descriptors, {ms:.1f} to {ms_then:.1f} ms each")
+        yield Outcome("memory" if grown else "answer", "memory and descriptors in the end", remark, remark=remark)
+
+
+def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
+    """What comes of `count` predictions in one process, counted by the hundred."""
+    yield from titled(f"predictions in one process, each case {EACH}", cases(count, folder))

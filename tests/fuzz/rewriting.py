@@ -1,0 +1,103 @@
+"""Campaign `rewriting`: processes that predict while predictors are trained anew, again and again, with two configs in turn.
+
+Every latency must be one that some training gave.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from fuzz.reporting import HANG_S, Outcome, titled
+from fuzz.small_workspace import TRAINING, learning, trained_workspace
+from hase.inference import predict
+from hase.records.kernel_record_files import record_path
+from hase.runtimes import flavour_of, local_target
+from hase.utils import files
+from hase.utils.errors import UserError
+from hase.utils.paths import ROOT, Workspace
+
+CASES = 50  # processes
+MODELS = ("anet_c16", "cnet_c32")  # by their records, so that no process needs another one that parses a model
+TREES = (60, 20)  # of the two trainings
+ANSWERS = 30  # of a process
+MOST_S = 1200.0  # of all processes together
+PAUSE_S = 0.1  # between two answers of a process
+MODULE = "fuzz.rewriting"
+
+
+def latencies_ms(root: Path) -> list[float]:
+    """The latencies of MODELS, each once with times that were measured, and once predicted."""
+    records = [record_path(Workspace(root), flavour_of("cpu"), model) for model in MODELS]
+    return [predict(record, target=local_target("cpu").name, workspace=root, strict=strict).latency_ms
+            for record in records for strict in (False, True)]
+
+
+def predict_often(root: Path) -> None:
+    """Predicts ANSWERS times, and prints each answer as a line of JSON; an error for the user as text."""
+    for _ in range(ANSWERS):
+        try:
+            print(json.dumps(latencies_ms(root)), flush=True)
+        except UserError as error:
+            print(json.dumps(str(error)), flush=True)
+        time.sleep(PAUSE_S)
+
+
+def train(root: Path, trees: int) -> Iterator[list[float]]:
+    """Trains with so many trees; yields the latencies after each of the two commands."""
+    files.write_text(root / "training.yaml", TRAINING.replace(f"trees: {TREES[0]}", f"trees: {trees}"))
+    for command in learning(root):
+        subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        yield latencies_ms(root)
+
+
+def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[float]]) -> Outcome:
+    """What came of a process; `right` are all answers that a training gave."""
+    case = f"process {number}"
+    try:
+        stdout, stderr = process.communicate(timeout=HANG_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return Outcome("hang", case)
+    if process.returncode:
+        return Outcome("traceback" if "Traceback" in stderr else "crash", case, stderr)
+    answers = [json.loads(line) for line in stdout.splitlines()]
+    errors = [answer for answer in answers if isinstance(answer, str)]
+    for answer in answers:
+        if isinstance(answer, list) and not all(  # each by itself: a training may end between two of them
+                any(math.isclose(latency, known) for known in column)
+                for latency, column in zip(answer, zip(*right, strict=True), strict=True)):
+            return Outcome("another answer", case, f"{answer} where {right} are right")
+    return Outcome("error" if errors else "answer", case, "; ".join(sorted(set(errors))))
+
+
+def cases(count: int, root: Path) -> Iterator[Outcome]:
+    """What comes of `count` processes that predict in the small workspace at `root`."""
+    right = [latencies_ms(root), *(answer for trees in reversed(TREES) for answer in train(root, trees))]
+    processes = [subprocess.Popen([sys.executable, "-m", MODULE, str(root)], cwd=ROOT / "tests",
+                                  env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE, text=True) for _ in range(count)]
+    trainings, began_s = 0, time.monotonic()
+    while any(process.poll() is None for process in processes) and time.monotonic() - began_s < MOST_S:
+        trainings += 1
+        right += train(root, TREES[trainings % 2])
+    for number, process in enumerate(processes):
+        outcome = outcome_of(process, number, right)
+        outcome.remark = f"{trainings} trainings, {ANSWERS} answers of each process"
+        yield outcome
+
+
+def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
+    """What comes of `count` processes."""
+    root = trained_workspace(folder / "workspace").root
+    yield from titled("processes that predict while predictors are trained", cases(count, root))
+
+
+if __name__ == "__main__":
+    predict_often(Path(sys.argv[1]))

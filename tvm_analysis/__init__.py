@@ -1,1 +1,0 @@
-"""Models as Apache TVM sees them: operators before fusion, kernels after it."""
